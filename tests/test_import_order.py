@@ -21,6 +21,7 @@ CONVERTER_ORDER = (
     "reporting",
     "initializing",
     "tracing",
+    "inputs",
     "dim_analysis",
     "solving",
     "verifying.simulation",

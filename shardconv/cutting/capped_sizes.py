@@ -27,9 +27,9 @@ from shardconv_runtime.format.pipeline_stages import (
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 
+from ..inputs.trace_inputs import TraceInputs
 from ..measuring.live_memory import LiveMemory, OperatorMemo
 from ..measuring.memory_run import Calls, Size
-from ..tracing.inputs import TraceInputs
 
 _LEAST_LENGTH = 4096
 """Of the long call; it is longer than any number in the config but those of ids."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..dim_analysis.rules import RULES
-from ..tracing.inputs import TraceInputs
+from ..inputs.trace_inputs import TraceInputs
 from ..tracing.tape import CacheUpdate, Mark, Ref, Returned, Tape
 from ..tracing.trace import trace
 from ..verifying.simulation.model_runs import continuation

@@ -22,8 +22,8 @@ from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
 from torch import Tensor, nn
 
+from ..inputs.trace_inputs import TraceInputs
 from ..tracing.identities import META
-from ..tracing.inputs import TraceInputs
 from ..verifying.simulation.layer_bypass import Bypass, bypass, planned_alike
 from .memory_run import CachedTensor, Calls, MemoryRun, Runner, Size
 from .polynomials import Growth, growth, largest_moments, live_bytes

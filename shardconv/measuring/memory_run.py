@@ -11,9 +11,9 @@ import torch
 from shardconv_runtime.parallel.build import stored_tensors
 from torch import Tensor, nn
 
+from ..inputs.tokens import token_parameter
+from ..inputs.trace_inputs import TraceInputs
 from ..tracing.identities import META
-from ..tracing.inputs import TraceInputs
-from ..tracing.tokens import token_parameter
 from .live_memory import LiveMemory, OperatorMemo
 
 # Calls of a model on meta tensors: a prompt of any length and batch, and one more token.

@@ -17,8 +17,8 @@ from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.training.loss_parallel import has_parallel_loss
 from torch import nn
 
+from ..inputs.trace_inputs import TraceInputs
 from ..planning.solution import inference_only
-from ..tracing.inputs import TraceInputs
 from ..verifying.plans.proof import Proof, Tell, prove
 from ..verifying.plans.simulate import Case, may_be_padded, other_numbers, runs, simulate
 from ..verifying.shrinking.shrink import Shrinking

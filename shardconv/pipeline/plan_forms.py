@@ -24,6 +24,8 @@ from ..cutting.second_call import second_call
 from ..cutting.stage_plans import StageOptions, stages_plan
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..dim_analysis.rules import RULES
+from ..inputs.input_maker import EXTRA_OUTPUTS
+from ..inputs.trace_inputs import TraceInputs
 from ..planning.draws import draw_plans
 from ..planning.fused_layers import fused_plans, without_groups
 from ..planning.module_plans import logits_info, module_plans
@@ -34,8 +36,6 @@ from ..planning.solution import Solution
 from ..solving.pins import Pins, pins_of
 from ..solving.sequence_dims import sequence_leaves, solve_sequence
 from ..solving.solve import Assignment, solve
-from ..tracing.input_maker import EXTRA_OUTPUTS
-from ..tracing.inputs import TraceInputs
 from ..tracing.tape import Tape, draws, starred
 from ..tracing.trace import trace
 from ..verifying.retracing.retrace import retrace

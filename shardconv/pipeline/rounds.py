@@ -14,6 +14,7 @@ from ..arguments import SolveOptions
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.analyze import with_calls_alike
 from ..dim_analysis.dim_trees import Node, find, leaves
+from ..inputs.trace_inputs import TraceInputs
 from ..planning.expert_parallel import ExpertParallel
 from ..planning.layout import Layouts
 from ..planning.localize import localize
@@ -25,7 +26,6 @@ from ..solving.gradients import solve_gradients
 from ..solving.pins import Given
 from ..solving.solve import Assignment
 from ..tracing.fold import Folded
-from ..tracing.inputs import TraceInputs
 from ..verifying.simulation.layer_bypass import Bypass
 
 # A traced model and the demands on its plan: the same in every round.

@@ -21,15 +21,15 @@ from torch.distributions import Distribution
 from ..arguments import SolveOptions
 from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
+from ..inputs.config_sizes import smaller_configs
+from ..inputs.trace_inputs import TraceInputs, trace_inputs
+from ..inputs.training_code import not_in_training, returns_its_loss_function
 from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.parameter_plans import Steps
 from ..planning.solution import stand_in
-from ..tracing.config_sizes import smaller_configs
 from ..tracing.fold import Folded, fold
-from ..tracing.inputs import TraceInputs, trace_inputs
 from ..tracing.tape import Tape
-from ..tracing.training_code import not_in_training, returns_its_loss_function
 from ..verifying.shrinking.shrink import is_same_code, resized_tensors
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses

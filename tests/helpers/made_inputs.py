@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardconv.dim_analysis.rules import RULES
-from shardconv.tracing.inputs import TraceInputs, trace_inputs
+from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 
 PATCH, SIDE = 4, 8
 

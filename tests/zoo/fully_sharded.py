@@ -22,7 +22,7 @@ from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from training_runs import cpu_mesh
 
 import shardconv
-from shardconv.tracing.inputs import TraceInputs
+from shardconv.inputs.trace_inputs import TraceInputs
 
 from .models import ZooModel
 from .saved import draw

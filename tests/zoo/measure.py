@@ -26,9 +26,9 @@ from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
-from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import starred
 from shardconv.tracing.trace import results
 from shardconv.verifying.simulation.float64 import Float64

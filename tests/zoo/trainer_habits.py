@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 import shardconv
-from shardconv.tracing.inputs import TraceInputs
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.verifying.simulation.simulated_weights import local_weights
 
 from .calls import noisy_embeddings

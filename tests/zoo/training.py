@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.rules import RULES
+from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
-from shardconv.tracing.inputs import TraceInputs, trace_inputs
 from shardconv.tracing.trace import results
 from shardconv.verifying.simulation.float64 import Float64, WithoutNoise
 from shardconv.verifying.simulation.rank_threads import run_ranks

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
+from ...inputs.trace_inputs import trace_inputs
 from ...reporting.human_numbers import human_bytes
 from ...reporting.progress import Progress
-from ...tracing.inputs import trace_inputs
 from ...tracing.tape import Mark, Op, Tape
 from ..simulation.available_memory import available_bytes
 from ..simulation.lockstep import Lockstep, LockstepOutcome

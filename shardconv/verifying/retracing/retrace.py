@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.rules import RULES, views
 from ...dim_analysis.sites import leave_out
+from ...inputs.trace_inputs import TraceInputs
 from ...planning.layout import Layouts, Shapes
 from ...planning.obstacle import Obstacle
-from ...tracing.inputs import TraceInputs
 from ...tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
 from ...tracing.trace import trace
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results

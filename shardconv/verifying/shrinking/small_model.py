@@ -23,11 +23,11 @@ from torch import nn
 from ...dim_analysis.analysis import Analysis
 from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.rules import RULES
+from ...inputs.trace_inputs import TraceInputs
 from ...planning.localize import Attribute, Change, localized
 from ...planning.obstacle import Obstacle
 from ...planning.solution import stand_in
 from ...tracing.fold import Folded
-from ...tracing.inputs import TraceInputs
 from ...tracing.ints import sources, traced_ints
 from ...tracing.tape import Tape, prefixes, starred
 from ...tracing.trace import trace

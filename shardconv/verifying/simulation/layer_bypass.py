@@ -20,7 +20,7 @@ from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...tracing.inputs import TraceInputs
+from ...inputs.trace_inputs import TraceInputs
 from ...tracing.tape import Event, Mark, Tape, last_calls, prefixes, reads_and_writes, starred
 from ...tracing.trace import trace
 

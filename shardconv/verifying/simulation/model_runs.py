@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...tracing.inputs import TraceInputs
+from ...inputs.trace_inputs import TraceInputs
 from ...tracing.trace import results
 from .available_memory import require_memory
 from .float64 import Float64, WithoutNoise

@@ -26,11 +26,11 @@ from zoo.stages_run import specification
 from shardconv.arguments import SolveOptions
 from shardconv.cutting.tape_units import Crossings, TapeUnits, Uncut
 from shardconv.dim_analysis.rules import RULES
+from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 from shardconv.pipeline.plan_forms import without_extra_outputs
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.plan_lines import bubble, crossing_bytes, stage_bytes, stage_lines
 from shardconv.reporting.report import report
-from shardconv.tracing.inputs import TraceInputs, trace_inputs
 from shardconv.tracing.trace import trace
 from shardconv.verifying.simulation.rank_simulation import Simulation
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardconv.tracing.inputs import TraceInputs
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
 from shardconv.verifying.simulation.layer_bypass import closed_modules, repeat_results

@@ -7,8 +7,8 @@ from collections import namedtuple
 import torch
 from torch import Tensor, nn
 
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.tracing.fold import fold
-from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.trace import trace
 from shardconv.verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline import plan_forms
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
-from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.proof import prove
 from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
 from shardconv.verifying.shrinking import small_shapes

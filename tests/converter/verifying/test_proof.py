@@ -15,9 +15,9 @@ from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline import numeric_check
 from shardconv.pipeline.stages import solve_plan
-from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans import proof as proofs
 from shardconv.verifying.plans.proof import prove, with_embeddings
 from shardconv.verifying.plans.simulate import Case

@@ -19,11 +19,11 @@ from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan,
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline import plan_forms
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
-from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import Case, simulate

@@ -14,7 +14,7 @@ from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
 from shardconv.dim_analysis.rules import RULES
-from shardconv.tracing.inputs import TraceInputs, trace_inputs
+from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 
 VOCAB, WIDTH, PLACE = 64, 48, 60
 

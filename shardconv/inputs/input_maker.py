@@ -15,13 +15,10 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import Tensor, nn
 
+from ..tracing.tape import Mark, Tape
+from ..tracing.trace import trace
 from .config_sizes import first_int, nodes
-from .input_forms import FORMED, Asked, InputForm, Once, combined, free_sizes
-from .modalities import FormMaker
-from .tape import Mark, Tape
-from .tokens import TokenMaker, token_parameter
-from .trace import trace
-from .trace_errors import (
+from .error_hints import (
     is_about_tokens,
     needed_count,
     needed_mask,
@@ -30,6 +27,9 @@ from .trace_errors import (
     numbers,
     release,
 )
+from .input_forms import FORMED, Asked, InputForm, Once, combined, free_sizes
+from .modalities import FormMaker
+from .tokens import TokenMaker, token_parameter
 
 EXTRA_OUTPUTS = FLAT_OUTPUTS
 """Arguments that ask for further outputs, of which losses are made."""

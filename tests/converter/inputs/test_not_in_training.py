@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from shardconv_runtime.format.plan import module_plans, parameter_plans
 from torch import Tensor, nn
 
-from shardconv.tracing.inputs import TraceInputs
+from shardconv.inputs.trace_inputs import TraceInputs
+from shardconv.inputs.training_code import not_in_training
 from shardconv.tracing.trace import trace
-from shardconv.tracing.training_code import not_in_training
 
 
 class Bounded(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.dim_analysis.rules import RULES
-from shardconv.tracing.inputs import trace_inputs
+from shardconv.inputs.trace_inputs import trace_inputs
 from shardconv.tracing.tape import Op, Tape
 
 EXPERTS, ZERO = 150, 16

@@ -9,9 +9,9 @@ import torch
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
-from .inputs import TraceInputs
-from .tape import Tape
-from .trace import trace
+from ..tracing.tape import Tape
+from ..tracing.trace import trace
+from .trace_inputs import TraceInputs
 
 # Modules that code calls in evaluation, and in training bypasses: it reads their parameters itself.
 

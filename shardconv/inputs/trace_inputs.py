@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tracing.tape import Tape, tensors_read
+from .error_hints import is_about_tokens, release
 from .input_forms import NAMES, STATES
 from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
-from .tape import Tape, tensors_read
-from .trace_errors import is_about_tokens, release
 
 # Experts to which a traced call sent no token, because it had fewer tokens than there are experts.
 

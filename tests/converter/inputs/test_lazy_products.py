@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardconv.tracing.input_forms import Once, combined
+from shardconv.inputs.input_forms import Once, combined
 
 
 def test_combinations_are_those_of_a_product() -> None:

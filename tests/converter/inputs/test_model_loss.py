@@ -8,8 +8,8 @@ from shardconv_runtime.parallel.meta_model import build_model
 from zoo.models import build
 
 from shardconv.dim_analysis.rules import RULES
-from shardconv.tracing.inputs import trace_inputs
-from shardconv.tracing.training_code import returns_its_loss_function
+from shardconv.inputs.trace_inputs import trace_inputs
+from shardconv.inputs.training_code import returns_its_loss_function
 
 
 @pytest.mark.parametrize(("model_type", "expected"), [("llama", True), ("bart", False)])
