@@ -8,10 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan_checks import EXPERT_MODES, MAX_TP
 from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
+
+if TYPE_CHECKING:
+    from .inputs.example_inputs import ExampleInputs
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""
@@ -44,6 +48,8 @@ class SolveOptions:
     """Number of stages, each of which is sharded over ``tp`` ranks."""
     stages: str = ""
     """First and last layer of each stage, as ``0-39,40-79``; empty: stages are balanced."""
+    example: ExampleInputs | None = None
+    """The call to trace; None: the example in the model's directory, or else values that are made up."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)

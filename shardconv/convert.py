@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardconv_runtime.checkpoint.resolve import ModelSpec
     from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
+    from .inputs.example_inputs import Example
     from .writing.writer import Origin
 
 
@@ -60,6 +61,7 @@ def convert(
     trust_remote_code: bool = False,
     overwrite: bool = False,
     check: bool = True,
+    example_inputs: Example | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Solve a model for ``tp`` ranks and write its shards and its plan to ``out``.
@@ -97,6 +99,9 @@ def convert(
         trust_remote_code: import the repository's own Python code.
         overwrite: replace ``out`` if it is a converted directory, and nothing else.
         check: check the plan on numbers (ranks simulated in float64) before anything is written.
+        example_inputs: a call of the model to trace and to check, for a model whose inputs cannot be made up:
+            its keyword arguments, a function that returns them for a config, or a file. A Python file defines
+            ``example_inputs(config)``; a safetensors file has the tensors by name. ``out`` keeps the example.
         progress: where to report to.
 
     Returns:
@@ -111,6 +116,7 @@ def convert(
     """
     progress = progress or Silent()
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
+    options = _with_example(options, example_inputs)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
 
@@ -121,7 +127,7 @@ def convert(
     from shardconv_runtime.checkpoint.resolve import resolve
 
     from .pipeline.stages import solve_plan
-    from .writing.writer import write
+    from .writing.writer import with_example, write
 
     progress.stage(f"reading {os.fspath(model)}")
     hub = Hub(revision, cache_dir, local_files_only, token)
@@ -133,6 +139,9 @@ def convert(
         need_weights=not random_init,
         stream=ranks is not None if stream is None else stream,
     )
+    example = options.example
+    if example is not None:
+        example.arguments(spec.config)  # refused now, and not after the weights were found
     remarks: list[str] = []
     found: Mapping[str, LazyTensor | PackedWeight]
     if random_init:
@@ -140,6 +149,8 @@ def convert(
     else:
         origin, checkpoint = _read(spec, progress, remarks.append, keep_unused)
         spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
+    if example is not None:
+        origin = with_example(origin, example, spec.config)
     for remark in remarks:
         progress.stage(f"note: {remark}")
     solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
@@ -152,6 +163,15 @@ def convert(
 
     write_to(outputs, solved, weights, origin.source, write_options, write_one, progress.stage)
     return solved
+
+
+def _with_example(options: SolveOptions, example: Example | None) -> SolveOptions:
+    """The options with the example inputs that were given."""
+    if example is None:
+        return options
+    from .inputs.example_inputs import read_example
+
+    return replace(options, example=read_example(example))
 
 
 def _read(
@@ -202,6 +222,7 @@ def plan(
     pp: int = 1,
     stages: str = "",
     check: bool = False,
+    example_inputs: Example | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Solve a model for ``tp`` ranks from its config alone; no weights are read or needed.
@@ -221,6 +242,7 @@ def plan(
         stages: first and last layer of each stage, as ``"0-39,40-79"``; by default their bytes and work are
             balanced.
         check: check the plan on numbers too, as ``convert`` does.
+        example_inputs: a call of the model to trace, see ``convert``.
         progress: where to report to.
 
     Raises:
@@ -230,6 +252,7 @@ def plan(
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
+    options = _with_example(options, example_inputs)
 
     from shardconv_runtime.checkpoint.resolve import resolve
 

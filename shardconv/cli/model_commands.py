@@ -22,6 +22,7 @@ from ..reporting.summary import summarize
 from .options import (
     auto_tp_option,
     device_options,
+    example_option,
     experts_option,
     initial_options,
     model_options,
@@ -47,6 +48,7 @@ from .options import (
 @part_options("OUT")
 @stream_option
 @initial_options
+@example_option
 @click.option("--no-check", is_flag=True, help="Skip the numerical check.")
 @model_options
 def convert_command(
@@ -68,6 +70,7 @@ def convert_command(
       shardconv convert org/large --tp 8 --pp 2 out/         # two hosts of 8
       shardconv convert org/large --tp 8 --pp 2 --ranks 8-15 out/  # on the second one
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
+      shardconv convert ./my-robot --trust-remote-code --example-inputs call.py --tp 2 out/
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
@@ -115,6 +118,7 @@ def _initialized(options: dict[str, Any]) -> str:
     default=None,
     help="Check the plan numerically, as convert does.  [default: if it is written as json]",
 )
+@example_option
 @tokens_option
 @device_options
 @model_options

@@ -185,6 +185,14 @@ size_options = together(
     ),
 )
 
+example_option = click.option(
+    "--example-inputs",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Trace and check this call of the model: a safetensors file of its arguments, or a Python file that "
+    "defines example_inputs(config).  [default: inputs are made up]",
+)
+
 initial_options = together(
     click.option(
         "--random-init",

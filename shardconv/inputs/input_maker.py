@@ -84,11 +84,14 @@ class InputMaker:
         extras: Collection[str] = EXTRA_OUTPUTS,
         experts: int = 0,
         offers_states: bool = False,
+        example: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
     ) -> None:
         self.model = model
         self.keep = keep
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
+        self.example = example
+        """Tensors and other arguments that a user gave; nothing is made up then."""
         self.cache = cache and "use_cache" in self.parameters
         self.extras = tuple(name for name in extras if self._can_return(name))
         self.seed = seed
@@ -107,6 +110,9 @@ class InputMaker:
 
         There are as many placeholders as the model makes features of a form.
         """
+        if self.example is not None:
+            yield InputChoice()
+            return
         maker = self._form_maker
         kinds = maker.kinds()
         forms = {k: Once(_CountedForm(self, form) for form in maker.forms(k)) for k in kinds}
@@ -124,6 +130,8 @@ class InputMaker:
 
     def plain_choices(self) -> list[InputChoice]:
         """Those without forms, where the model can be called without."""
+        if self.example is not None:
+            return []
         required = self._required(())
         needs_forms = any(name in required for name in FORMED)
         if needs_forms or not (self.tokens or required):
@@ -140,6 +148,8 @@ class InputMaker:
         features, which are of another width. Where it names the number of an image's patches, images of
         other numbers come first.
         """
+        if self.example is not None:
+            return
         sizes = numbers(error)
         for form in choice.forms if len(choice.forms) == 1 else ():
             for other in self._form_maker.resized(form, sizes):
@@ -246,6 +256,8 @@ class InputMaker:
         return self._required(self._known(choice))
 
     def _known(self, choice: InputChoice) -> dict[str, Tensor]:
+        if self.example is not None:
+            return dict(self.example[0])
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
             length = choice.length or self._text_length(choice)
@@ -313,7 +325,8 @@ class InputMaker:
     def options(self) -> dict[str, Any]:
         """With a cache: its sizes may be read off attributes that no other code reads."""
         cache = {"use_cache": self.cache} if "use_cache" in self.parameters else {}
-        return cache | dict.fromkeys(self.extras, True)
+        given = self.example[1] if self.example is not None else {}
+        return cache | dict.fromkeys(self.extras, True) | given
 
     def _can_return(self, name: str) -> bool:
         """Whether the model knows an argument that asks for more outputs."""
@@ -330,8 +343,8 @@ class InputMaker:
                 f"convert that: {', '.join(parts)}"
             )
         return SolveError(
-            f"{name} takes {', '.join(names)}, which cannot be made up; models that are called with token "
-            "ids, images or sounds can be converted so far"
+            f"{name} takes {', '.join(names)}, which cannot be made up; give an example of a call with "
+            "--example-inputs FILE (example_inputs=)"
         )
 
     def run(self, tensors: Mapping[str, Tensor], forms: Sequence[InputForm], on_numbers: bool) -> Tape:

@@ -16,11 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
 from ..tracing.tape import Tape, tensors_read
 from .error_hints import is_about_tokens, release
-from .input_forms import NAMES, STATES
+from .example_inputs import ExampleInputs
+from .input_forms import FORMED, NAMES, STATES
 from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
 
 # Experts to which a traced call sent no token, because it had fewer tokens than there are experts.
@@ -85,22 +87,32 @@ class TraceInputs:
 
 
 def trace_inputs(
-    model: nn.Module, keep: Collection[str], seed: int = 0, multiple: int = 1
+    model: nn.Module,
+    keep: Collection[str],
+    seed: int = 0,
+    multiple: int = 1,
+    example: ExampleInputs | None = None,
 ) -> tuple[TraceInputs, Tape]:
     """Token ids with a left-padded attention mask, and the other inputs that the model's forward asks for.
+
+    Or the inputs of an example, as they are.
 
     Args:
         model: on meta; floating point inputs get the dtype of its parameters.
         keep: operators that are recorded as one even if they are composite.
         seed: other values, and other sizes than those of seed 0, for a second run on numbers.
         multiple: the length of the sequence is a multiple of it, if the model allows that.
+        example: of a call; nothing is made up then but ``use_cache`` and arguments that ask for more outputs.
 
     Returns:
         The first inputs with which the forward pass can be traced, and the tape.
 
     Raises:
-        SolveError: it cannot be traced with any inputs that can be made up.
+        SolveError: it cannot be traced with any inputs that can be made up, or with the example.
+        SourceError: the example does not fit the model.
     """
+    if example is not None:
+        return _traced_example(model, keep, example)
     found = _traced(model, keep, seed, multiple)
     offers_states = _may_be_offered_states(model, *found)
     if offers_states:
@@ -148,6 +160,40 @@ def _traced(
             inputs, tape = found
             return replace(inputs, left_out=_left_out(maker, choice, problems)), tape
     raise _why(maker, problems)
+
+
+def _traced_example(
+    model: nn.Module, keep: Collection[str], example: ExampleInputs
+) -> tuple[TraceInputs, Tape]:
+    """The example, and the tape of a call with it.
+
+    Raises:
+        SolveError: the model cannot be traced with it, or it leaves out experts.
+        SourceError: it does not fit the model.
+    """
+    call = example.call_of(model)
+    missing = 0
+    for all_experts in (False, True):
+        make = partial(InputMaker, model, keep, 0, 1, example=call, experts=int(all_experts))
+        maker = make()
+        makers = [
+            make(cache=cache, extras=extras)
+            for extras in dict.fromkeys((maker.extras, ()))
+            for cache in dict.fromkeys((maker.cache, False))
+        ]
+        problems: list[tuple[InputChoice, Exception]] = []
+        found = _attempt(makers, InputChoice(), _Seen(), problems)
+        if found is None:
+            raise SolveError(f"a call with {example.source} fails: {problems[0][1]}") from problems[0][1]
+        inputs, tape = found
+        missing = left_out_experts(model, tape)
+        if not missing:
+            not_given = [name for name in FORMED if name in maker.parameters and name not in call[0]]
+            return replace(inputs, left_out=dict.fromkeys(not_given, "it is not in the example inputs")), tape
+    raise SolveError(
+        f"{example.source} has too few tokens: it leaves out some of {missing} experts, of which nothing "
+        f"would be known; give at least {missing} tokens"
+    )
 
 
 def _may_be_offered_states(model: nn.Module, inputs: TraceInputs, tape: Tape) -> bool:

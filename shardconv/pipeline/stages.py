@@ -22,6 +22,7 @@ from ..arguments import SolveOptions
 from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
 from ..inputs.config_sizes import smaller_configs
+from ..inputs.example_inputs import stored_example
 from ..inputs.trace_inputs import TraceInputs, trace_inputs
 from ..inputs.training_code import not_in_training, returns_its_loss_function
 from ..measuring.measure import NotMeasured, measure_memory
@@ -134,7 +135,9 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
             f"{largest}; give a smaller tp"
         )
     tell("tracing")
-    inputs, tape = trace_inputs(model, RULES, multiple=options.tp if options.sequence_parallel else 1)
+    multiple = options.tp if options.sequence_parallel else 1
+    example = options.example or stored_example(spec.directory)
+    inputs, tape = trace_inputs(model, RULES, multiple=multiple, example=example)
     return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
@@ -29,12 +30,13 @@ from shardconv_runtime.format.manifest import (
 from shardconv_runtime.format.plan import ParameterPlan, Plan
 from shardconv_runtime.format.samples import sample_checksum
 from shardconv_runtime.format.shard_files import PlannedShard, shard_files
-from shardconv_runtime.format.small_files import entry_of, files_to_copy, plain_config
+from shardconv_runtime.format.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub.remote_files import RemoteFile
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from shardconv_runtime.versions import tool_versions
 
+from ..inputs.example_inputs import ExampleInputs
 from ..reporting.progress import Progress
 from .fill import fill
 from .job import TargetFile, difference, target_file
@@ -72,6 +74,16 @@ def origin_of(spec: ModelSpec) -> Origin:
         return {"files": {_name(spec, file): _identity(file) for file in files}}
 
     return Origin(source_of(spec), identify(), lambda directory: copy_small_files(spec, directory), identify)
+
+
+def with_example(origin: Origin, example: ExampleInputs, config: Any) -> Origin:
+    """The origin with the example inputs of a user, which take the place of those that a source has."""
+
+    def copy(directory: Path) -> list[FileEntry]:
+        entries = [entry for entry in origin.copy_small_files(directory) if entry.path != EXAMPLE_NAME]
+        return [*entries, entry_of(directory, example.save(config, directory))]
+
+    return replace(origin, copy_small_files=copy)
 
 
 def write(

@@ -12,6 +12,7 @@ import transformers
 from huggingface_hub import snapshot_download
 
 from ..errors import SourceError
+from ..format.small_files import EXAMPLE_NAME
 from ..hub.hub_errors import explain
 from ..hub.remote_files import RemoteFile, remote_files
 from ..hub.time_limits import bounded, require_repo_id
@@ -83,7 +84,7 @@ def is_custom(cls: type) -> bool:
 
 # From the user's path or Hub id to a local directory, downloading it if needed.
 
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*")
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*", EXAMPLE_NAME)
 """Files of a model repository, other than weights and code, that may be needed at run time."""
 
 

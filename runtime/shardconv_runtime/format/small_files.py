@@ -110,6 +110,9 @@ def stage_of(rank: int, world_size: int, count: int) -> int:
     return min(rank // max(1, world_size // count), count - 1)
 
 
+EXAMPLE_NAME = "example-inputs.tensors"
+"""A safetensors file: the example of a call that the user gave. A model that is solved again is called so."""
+
 COPIED = (
     "config.json",
     "generation_config.json",
@@ -127,6 +130,7 @@ COPIED = (
     "processor_config.json",
     "video_preprocessor_config.json",
     "LICENSE*",
+    EXAMPLE_NAME,
 )
 """Files of a model's directory that are copied along with its weights, as glob patterns."""
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
+from ...inputs.example_inputs import stored_example
 from ...inputs.trace_inputs import trace_inputs
 from ...reporting.human_numbers import human_bytes
 from ...reporting.progress import Progress
@@ -100,7 +101,7 @@ def run_numerics(
     progress.stage("tracing")
     plan = converted.plan
     model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype), dict(plan.tied))
-    inputs, tape = trace_inputs(model, RULES)
+    inputs, tape = trace_inputs(model, RULES, example=stored_example(spec.directory))
     sources = _Sources(converted)
     unsharded = sources.usable(converted.weights() if weights is None else weights)
     lockstep = Lockstep(converted.plan, model, inputs, tape, unsharded, sources.of_ranks())

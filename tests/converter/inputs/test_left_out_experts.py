@@ -6,9 +6,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
 from shardconv.dim_analysis.rules import RULES
+from shardconv.inputs.example_inputs import read_example
 from shardconv.inputs.trace_inputs import trace_inputs
 from shardconv.tracing.tape import Op, Tape
 
@@ -89,3 +91,15 @@ def test_numbers_inside_of_experts_are_not_theirs() -> None:
     read = {tid for event in tape.events for tid in getattr(event, "inputs", ())}
     assert all(tid in read for tid, info in enumerate(tape.tensors) if info.kind == "parameter")
     assert not inputs.few_chosen
+
+
+def test_an_example_reaches_every_expert_that_is_a_module() -> None:
+    with torch.device("meta"):
+        model = Chosen(modules=True)
+    ids = torch.arange(3 * 64).reshape(3, 64) % 50
+    inputs, tape = trace_inputs(model, RULES, example=read_example({"input_ids": ids}))
+    assert torch.equal(inputs.tensors["input_ids"], ids)
+    assert sum(isinstance(e, Op) and e.name.startswith("aten.linear") for e in tape.events) == EXPERTS + 1
+    few = read_example({"input_ids": ids[:, :7]})
+    with pytest.raises(SolveError, match=f"has too few tokens: .*give at least {EXPERTS} tokens"):
+        trace_inputs(model, RULES, example=few)

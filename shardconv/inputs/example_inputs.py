@@ -1,0 +1,169 @@
+"""Inputs that the user gives as an example of a call, for models whose inputs cannot be made up.
+
+An example is the keyword arguments of one call of the model's forward method. It comes from a safetensors
+file, or from a function of the model's config: with a function, the converter can call a smaller model of the
+same code, too. A converted directory keeps the example, and what is solved or proven again later uses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.format.small_files import EXAMPLE_NAME
+from torch import Tensor, nn
+
+FUNCTION = "example_inputs"
+"""Name of the function in a Python file."""
+_ARGUMENTS = "arguments"
+"""Key in the metadata of a safetensors file: the arguments that are no tensors, as a JSON object."""
+_PLAIN = (bool, int, float, str, type(None))
+
+Example = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | str | os.PathLike[str]
+"""Keyword arguments of a call, a function that returns them for a config, or the path of a file."""
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """The example of one model."""
+
+    source: str
+    """For messages: the file, or what the caller passed."""
+    call: Callable[[Any], Mapping[str, Any]]
+    """Config -> keyword arguments of a call."""
+
+    def arguments(self, config: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors and the other arguments of the call for a config; the same ones each time.
+
+        Raises:
+            SourceError: there are none, or their values cannot be passed on.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a function may draw its values
+            try:
+                found = self.call(config)
+            except Exception as error:
+                raise SourceError(f"{self.source} fails ({type(error).__name__}: {error})") from error
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            raise SourceError(f"{self.source} should give a dict of the keyword arguments of a call")
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in found.items() if name not in tensors}
+        if not tensors:
+            raise SourceError(
+                f"{self.source} has no tensor among its arguments: {', '.join(found) or 'none'}"
+            )
+        for name, tensor in tensors.items():
+            if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+                raise SourceError(f"{self.source}: {name} should be a dense tensor with values, on the CPU")
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise SourceError(f"{self.source}: {name} has values that are not finite")
+        for name, value in others.items():
+            if not isinstance(value, _PLAIN):
+                raise SourceError(
+                    f"{self.source}: {name} is a {type(value).__name__}; an example can have tensors, "
+                    "numbers, text, true, false and None"
+                )
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, others
+
+    def call_of(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The same for a model that is to be called with them; floating point tensors get its dtype.
+
+        Raises:
+            SourceError: its forward method does not take these arguments, or needs others.
+        """
+        tensors, others = self.arguments(getattr(model, "config", None))
+        parameters = inspect.signature(model.forward).parameters
+        name = type(model).__name__
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        given = {*tensors, *others}
+        if unknown := sorted(given - set(parameters)) if not takes_any else []:
+            raise SourceError(
+                f"{self.source}: {name} takes no argument {unknown[0]!r}; it takes {', '.join(parameters)}"
+            )
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
+        if missing := [n for n in required if n not in given]:
+            raise SourceError(f"{self.source}: {name} also needs {', '.join(missing)}")
+        if "labels" in given:
+            raise SourceError(
+                f"{self.source} has labels: leave them out. A plan is solved for a call without them, and "
+                "the converter tries calls with labels by itself"
+            )
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+        return cast, others
+
+    def save(self, config: Any, directory: Path) -> Path:
+        """Write the example to a converted directory; its path relative to the directory."""
+        tensors, others = self.arguments(config)
+        # One key of metadata, since the library writes several in any order.
+        metadata = {_ARGUMENTS: json.dumps(others, sort_keys=True)}
+        held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(held, directory / EXAMPLE_NAME, metadata)
+        return Path(EXAMPLE_NAME)
+
+
+def read_example(example: Example) -> ExampleInputs:
+    """The example that a user gives.
+
+    Args:
+        example: the keyword arguments, a function that returns them for a config, or the path of a file.
+            A Python file defines ``example_inputs(config)``; it is run. A safetensors file has the tensors
+            under their argument names, and other arguments in its metadata, under ``arguments``, as a JSON
+            object.
+
+    Raises:
+        SourceError: the file cannot be read, or is of another kind.
+    """
+    if isinstance(example, Mapping):
+        found = dict(example)
+        return ExampleInputs("the example inputs", lambda config: found)
+    if callable(example):
+        return ExampleInputs(f"{FUNCTION}={getattr(example, '__name__', example)}", example)
+    path = Path(example).expanduser()
+    if not path.is_file():
+        raise SourceError(f"{path}: there is no such file of example inputs")
+    return _python(path) if path.suffix == ".py" else _safetensors(path)
+
+
+def stored_example(directory: Path | None) -> ExampleInputs | None:
+    """The example that a directory keeps; None where it has none."""
+    path = None if directory is None else directory / EXAMPLE_NAME
+    return _safetensors(path) if path is not None and path.is_file() else None
+
+
+def _python(path: Path) -> ExampleInputs:
+    try:
+        function = runpy.run_path(str(path)).get(FUNCTION)
+    except Exception as error:
+        raise SourceError(f"{path} cannot be run ({type(error).__name__}: {error})") from error
+    if not callable(function):
+        raise SourceError(
+            f"{path} defines no function {FUNCTION}(config), which returns the arguments of a call"
+        )
+    return ExampleInputs(f"{FUNCTION} of {path}", function)
+
+
+def _safetensors(path: Path) -> ExampleInputs:
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+            others = json.loads((file.metadata() or {}).get(_ARGUMENTS, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SourceError(
+            f"{path}: example inputs come from a safetensors file, or from a Python file that ends in .py "
+            f"({error})"
+        ) from error
+    if not isinstance(others, dict):
+        raise SourceError(f"{path}: {_ARGUMENTS!r} in its metadata should be a JSON object")
+    return ExampleInputs(str(path), lambda config: {**tensors, **others})
