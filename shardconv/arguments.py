@@ -6,16 +6,14 @@ Nothing here imports torch or transformers, so that a wrong argument is refused 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.plan_checks import EXPERT_MODES, MAX_TP
+from shardconv_runtime.format.field_checks import MAX_TP
+from shardconv_runtime.format.plan import EXPERT_MODES
 from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
-
-if TYPE_CHECKING:
-    from .inputs.example_inputs import ExampleInputs
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""
@@ -24,6 +22,16 @@ MIN_MEMORY = 2**20
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInputs:
+    """A call of the model that the user gives, to be traced in place of values that are made up."""
+
+    source: str
+    """For messages: the file, or what the caller passed."""
+    call: Callable[[Any], Mapping[str, Any]]
+    """Config -> keyword arguments of the call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def convert(
     from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
     from shardconv_runtime.checkpoint.resolve import resolve
 
+    from .inputs.example_inputs import example_call
     from .pipeline.stages import solve_plan
     from .writing.writer import with_example, write
 
@@ -141,7 +142,7 @@ def convert(
     )
     example = options.example
     if example is not None:
-        example.arguments(spec.config)  # refused now, and not after the weights were found
+        example_call(example, spec.config)  # refused now, and not after the weights were found
     remarks: list[str] = []
     found: Mapping[str, LazyTensor | PackedWeight]
     if random_init:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 from shardconv_runtime.format import plan_json as codec
-from shardconv_runtime.format.plan_checks import EXPERT_MODES
+from shardconv_runtime.format.plan import EXPERT_MODES
 
 from ..arguments import parse_memory, parse_size, require_tp
 from ..reporting.progress import for_terminal

@@ -45,7 +45,9 @@ def read_any_version(path: str | os.PathLike[str]) -> Plan:
         if isinstance(found, dict) and found.get("version") == 2:
             found = _from_version_2(found)
         if isinstance(found, dict) and found.get("version") == 3:  # no products were fused
-            text = json.dumps(found | {"version": VERSION})
+            found |= {"version": 4}
+        if isinstance(found, dict) and found.get("version") == 4:
+            text = json.dumps(_from_version_4(found))
         return plan_json.loads(text)
     except (MalformedError, PlanError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from error
@@ -71,6 +73,22 @@ def _from_version_2(document: dict[str, Any]) -> dict[str, Any]:
         "version": 3,
         "parameters": [_with_packing(entry, dtype) for entry in parameters],
     }
+
+
+def _from_version_4(document: dict[str, Any]) -> dict[str, Any]:
+    """A step had another name."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("op") == "zero_foreign":
+            value = value | {"op": "zero_out_of_shard"}
+        return {name: renamed(item) for name, item in value.items()}
+
+    changed = {name: renamed(document[name]) for name in ("modules", "training") if name in document}
+    return document | {"version": VERSION} | changed
 
 
 def _with_packing(entry: Any, dtype: Any) -> Any:

@@ -19,17 +19,15 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, axes_of, size, to_text
 from shardconv_runtime.format.plan import (
-    AllReduceStep,
-    Boundary,
     ModulePlan,
     ParameterPlan,
     Plan,
     global_shape,
-    layout_of,
     module_plans,
     parameter_plans,
 )
 from shardconv_runtime.format.slices import Range, ranges
+from shardconv_runtime.format.slot_steps import AllReduceStep, Boundary, layout_of
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.meta_model import build_model

@@ -72,7 +72,7 @@ STYLES = (
     Style("packed_colwise", nn.Linear, _rows_of_halves),
     Style("rowwise", nn.Linear, _columns, outputs=("all_reduce",)),
     Style("rowwise_split_input", nn.Linear, _columns, ("slice",), ("all_reduce",)),
-    Style("embedding_rowwise", nn.Embedding, _rows, ("local_rows",), ("zero_foreign", "all_reduce")),
+    Style("embedding_rowwise", nn.Embedding, _rows, ("local_rows",), ("zero_out_of_shard", "all_reduce")),
 )
 """Of modules with sharded parameters; all their parameters are sharded as the style says."""
 

@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from safetensors.torch import save_file
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.small_files import EXAMPLE_NAME
 from torch import Tensor, nn
+
+from ..arguments import ExampleInputs
 
 FUNCTION = "example_inputs"
 """Name of the function in a Python file."""
@@ -33,84 +34,74 @@ Example = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | str | os.Path
 """Keyword arguments of a call, a function that returns them for a config, or the path of a file."""
 
 
-@dataclass(frozen=True)
-class ExampleInputs:
-    """The example of one model."""
+def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the other arguments of the call for a config; the same ones each time.
 
-    source: str
-    """For messages: the file, or what the caller passed."""
-    call: Callable[[Any], Mapping[str, Any]]
-    """Config -> keyword arguments of a call."""
-
-    def arguments(self, config: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors and the other arguments of the call for a config; the same ones each time.
-
-        Raises:
-            SourceError: there are none, or their values cannot be passed on.
-        """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # a function may draw its values
-            try:
-                found = self.call(config)
-            except Exception as error:
-                raise SourceError(f"{self.source} fails ({type(error).__name__}: {error})") from error
-        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-            raise SourceError(f"{self.source} should give a dict of the keyword arguments of a call")
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in found.items() if name not in tensors}
-        if not tensors:
+    Raises:
+        SourceError: there are none, or their values cannot be passed on.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a function may draw its values
+        try:
+            found = example.call(config)
+        except Exception as error:
+            raise SourceError(f"{example.source} fails ({type(error).__name__}: {error})") from error
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise SourceError(f"{example.source} should give a dict of the keyword arguments of a call")
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in found.items() if name not in tensors}
+    if not tensors:
+        raise SourceError(f"{example.source} has no tensor among its arguments: {', '.join(found) or 'none'}")
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            raise SourceError(f"{example.source}: {name} should be a dense tensor with values, on the CPU")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise SourceError(f"{example.source}: {name} has values that are not finite")
+    for name, value in others.items():
+        if not isinstance(value, _PLAIN):
             raise SourceError(
-                f"{self.source} has no tensor among its arguments: {', '.join(found) or 'none'}"
+                f"{example.source}: {name} is a {type(value).__name__}; an example can have tensors, "
+                "numbers, text, true, false and None"
             )
-        for name, tensor in tensors.items():
-            if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-                raise SourceError(f"{self.source}: {name} should be a dense tensor with values, on the CPU")
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise SourceError(f"{self.source}: {name} has values that are not finite")
-        for name, value in others.items():
-            if not isinstance(value, _PLAIN):
-                raise SourceError(
-                    f"{self.source}: {name} is a {type(value).__name__}; an example can have tensors, "
-                    "numbers, text, true, false and None"
-                )
-        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, others
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, others
 
-    def call_of(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The same for a model that is to be called with them; floating point tensors get its dtype.
 
-        Raises:
-            SourceError: its forward method does not take these arguments, or needs others.
-        """
-        tensors, others = self.arguments(getattr(model, "config", None))
-        parameters = inspect.signature(model.forward).parameters
-        name = type(model).__name__
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        given = {*tensors, *others}
-        if unknown := sorted(given - set(parameters)) if not takes_any else []:
-            raise SourceError(
-                f"{self.source}: {name} takes no argument {unknown[0]!r}; it takes {', '.join(parameters)}"
-            )
-        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
-        if missing := [n for n in required if n not in given]:
-            raise SourceError(f"{self.source}: {name} also needs {', '.join(missing)}")
-        if "labels" in given:
-            raise SourceError(
-                f"{self.source} has labels: leave them out. A plan is solved for a call without them, and "
-                "the converter tries calls with labels by itself"
-            )
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-        return cast, others
+def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same for a model that is to be called with them; floating point tensors get its dtype.
 
-    def save(self, config: Any, directory: Path) -> Path:
-        """Write the example to a converted directory; its path relative to the directory."""
-        tensors, others = self.arguments(config)
-        # One key of metadata, since the library writes several in any order.
-        metadata = {_ARGUMENTS: json.dumps(others, sort_keys=True)}
-        held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        save_file(held, directory / EXAMPLE_NAME, metadata)
-        return Path(EXAMPLE_NAME)
+    Raises:
+        SourceError: its forward method does not take these arguments, or needs others.
+    """
+    tensors, others = example_call(example, getattr(model, "config", None))
+    parameters = inspect.signature(model.forward).parameters
+    name = type(model).__name__
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = {*tensors, *others}
+    if unknown := sorted(given - set(parameters)) if not takes_any else []:
+        raise SourceError(
+            f"{example.source}: {name} takes no argument {unknown[0]!r}; it takes {', '.join(parameters)}"
+        )
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
+    if missing := [n for n in required if n not in given]:
+        raise SourceError(f"{example.source}: {name} also needs {', '.join(missing)}")
+    if "labels" in given:
+        raise SourceError(
+            f"{example.source} has labels: leave them out. A plan is solved for a call without them, and "
+            "the converter tries calls with labels by itself"
+        )
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, others
+
+
+def save_example(example: ExampleInputs, config: Any, directory: Path) -> Path:
+    """Write the example to a converted directory; its path relative to the directory."""
+    tensors, others = example_call(example, config)
+    # One key of metadata, since the library writes several in any order.
+    metadata = {_ARGUMENTS: json.dumps(others, sort_keys=True)}
+    held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(held, directory / EXAMPLE_NAME, metadata)
+    return Path(EXAMPLE_NAME)
 
 
 def read_example(example: Example) -> ExampleInputs:

@@ -19,9 +19,10 @@ import torch
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
+from ..arguments import ExampleInputs
 from ..tracing.tape import Tape, tensors_read
 from .error_hints import is_about_tokens, release
-from .example_inputs import ExampleInputs
+from .example_inputs import example_call_of
 from .input_forms import FORMED, NAMES, STATES
 from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
 
@@ -171,7 +172,7 @@ def _traced_example(
         SolveError: the model cannot be traced with it, or it leaves out experts.
         SourceError: it does not fit the model.
     """
-    call = example.call_of(model)
+    call = example_call_of(example, model)
     missing = 0
     for all_experts in (False, True):
         make = partial(InputMaker, model, keep, 0, 1, example=call, experts=int(all_experts))

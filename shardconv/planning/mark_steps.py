@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardconv_runtime.format.dims import Dim, axes_of
-from shardconv_runtime.format.plan import (
+from shardconv_runtime.format.slot_steps import (
     AllGatherStep,
     AllReduceStep,
     Boundary,

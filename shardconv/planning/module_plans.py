@@ -13,22 +13,19 @@ from itertools import chain
 
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.names import compress
-from shardconv_runtime.format.plan import (
+from shardconv_runtime.format.plan import Edit, LogitsInfo, ModulePlan, NormInfo
+from shardconv_runtime.format.slices import local_size
+from shardconv_runtime.format.slot_steps import (
     AllGatherStep,
     AllReduceStep,
     Boundary,
-    Edit,
     LocalRowsOrEndStep,
     LocalRowsStep,
-    LogitsInfo,
-    ModulePlan,
-    NormInfo,
     ReduceScatterStep,
     ReshardingStep,
     SliceStep,
     ZeroOutOfShardStep,
 )
-from shardconv_runtime.format.slices import local_size
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis, NormUse

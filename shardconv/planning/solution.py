@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardconv_runtime.format.plan import AllGatherStep, AllReduceStep, Boundary, NormInfo, Plan, SliceStep
+from shardconv_runtime.format.plan import NormInfo, Plan
+from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep, Boundary, SliceStep
 from shardconv_runtime.parallel.boundary import in_use
 
 from ..dim_analysis.analysis import Analysis

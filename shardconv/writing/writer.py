@@ -36,7 +36,8 @@ from shardconv_runtime.hub.remote_files import RemoteFile
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from shardconv_runtime.versions import tool_versions
 
-from ..inputs.example_inputs import ExampleInputs
+from ..arguments import ExampleInputs
+from ..inputs.example_inputs import save_example
 from ..reporting.progress import Progress
 from .fill import fill
 from .job import TargetFile, difference, target_file
@@ -81,7 +82,7 @@ def with_example(origin: Origin, example: ExampleInputs, config: Any) -> Origin:
 
     def copy(directory: Path) -> list[FileEntry]:
         entries = [entry for entry in origin.copy_small_files(directory) if entry.path != EXAMPLE_NAME]
-        return [*entries, entry_of(directory, example.save(config, directory))]
+        return [*entries, entry_of(directory, save_example(example, config, directory))]
 
     return replace(origin, copy_small_files=copy)
 

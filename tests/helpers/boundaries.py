@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from shardconv_runtime.format.plan import Boundary
+from shardconv_runtime.format.slot_steps import Boundary
 
 KINDS: dict[str, Any] = {kind.__dataclass_fields__["op"].default: kind for kind in get_args(Boundary)}
 

@@ -15,16 +15,9 @@ from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product
 from shardconv_runtime.format.fingerprint import code_info
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source, shard_metadata, shard_path
-from shardconv_runtime.format.plan import (
-    Boundary,
-    Edit,
-    ModulePlan,
-    ParameterPlan,
-    Plan,
-    layout_of,
-    parameter_plans,
-)
+from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.format.slot_steps import Boundary, layout_of
 from shardconv_runtime.format.stored_layout import holds_values, is_common, layout_sha256
 from small_models import hand_plan, small_config
 from torch import Tensor, nn

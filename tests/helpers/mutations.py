@@ -13,15 +13,9 @@ from typing import Any
 
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, leaves, size
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import (
-    Boundary,
-    Edit,
-    LogitsInfo,
-    ModulePlan,
-    ParameterPlan,
-    Plan,
-    layout_of,
-)
+from shardconv_runtime.format.plan import Edit, LogitsInfo, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.slot_steps import Boundary, layout_of
+from shardconv_runtime.format.typed_json import MalformedError
 
 Mutation = Callable[[Plan, Random], Plan]
 
@@ -515,16 +509,21 @@ MUTATIONS: tuple[Mutation, ...] = (
 )
 
 
-def mutations(plan: Plan, random: Random, count: int) -> Iterator[tuple[str, Plan]]:
+def mutations(plan: Plan, random: Random, count: int) -> Iterator[tuple[str, Plan | MalformedError]]:
     """So many plans that differ in one thing, and what was done to each; all kinds in turn.
+
+    Or the error with which a value of such a plan refuses to be made.
 
     Layouts of parameters and steps can be wrong in many ways: they come up more than once in a turn.
     """
     made = 0
     while made < count:
         for mutation in random.sample(MUTATIONS, len(MUTATIONS)):
+            found: Plan | MalformedError
             try:
                 found = mutation(plan, random)
+            except MalformedError as error:
+                found = error
             except (Unchanged, IndexError):
                 continue
             if found != plan and made < count:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import lru_cache
+from typing import TypeVar
 
 from boundaries import boundary
 from shardconv_runtime.checkpoint.resolve import ModelSpec
@@ -42,6 +44,17 @@ EVIL = "<script>alert(1)<b onload='x'>&amp;\"`|_*[x](y)"
 """A name that is markup in HTML, in XML and in Markdown."""
 
 
+T = TypeVar("T")
+
+
+def unchecked(value: T, **changes: object) -> T:
+    """A changed copy of a frozen value, whose fields are not checked."""
+    changed = copy.copy(value)
+    for name, new in changes.items():
+        object.__setattr__(changed, name, new)
+    return changed
+
+
 def evil_plan() -> Plan:
     """A plan whose every text is ``EVIL``, as far as a plan may hold it."""
     plan = hand_plan(small_config(), 2)
@@ -49,7 +62,7 @@ def evil_plan() -> Plan:
     reduce = boundary("output", "all_reduce", axes=(0,), per_token=32)
     return dataclasses.replace(
         plan,
-        model=dataclasses.replace(plan.model, class_name=f"module:{EVIL}"),
+        model=unchecked(plan.model, class_name=f"module:{EVIL}"),
         code=dataclasses.replace(plan.code, torch=EVIL, transformers=EVIL),
         parameters=(
             *plan.parameters,

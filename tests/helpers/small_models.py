@@ -89,7 +89,7 @@ def hand_plan(config: transformers.LlamaConfig, tp: int, dtype: str = "float32")
             ("model.embed_tokens",),
             "vocab",
             inputs=(ids,),
-            outputs=(boundary("output", "zero_foreign"), reduce),
+            outputs=(boundary("output", "zero_out_of_shard"), reduce),
             reduce_output=True,
         ),
         ModulePlan(names(attn + "q_proj", attn + "k_proj", attn + "v_proj"), "column"),

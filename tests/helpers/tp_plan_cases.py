@@ -12,7 +12,8 @@ import transformers
 from boundaries import boundary
 from shardconv_runtime.format.dims import Dim, Leaf, Product, size
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Boundary, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.slot_steps import Boundary
 
 import shardconv
 from shardconv.converted.tp_plan import skeleton

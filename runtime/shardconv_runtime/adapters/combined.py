@@ -16,7 +16,6 @@ from torch import nn
 
 from ..errors import PlanError
 from ..format.plan import (
-    AllGatherStep,
     DrawPlan,
     GradientPlan,
     ModulePlan,
@@ -26,6 +25,7 @@ from ..format.plan import (
     TrainingPlan,
     by_name,
 )
+from ..format.slot_steps import AllGatherStep
 from ..parallel.build import stored_tensors
 from .adapter_names import is_of_adapter, renamed
 from .attaching import Attached

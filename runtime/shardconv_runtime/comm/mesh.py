@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LaunchError
 from ..format.dims import axes_of
-from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
+from ..format.plan import ModulePlan, Plan
 from ..format.slices import Mesh, group_of
+from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
 from . import env_int
 from .collectives import AllReduce, ProcessCommunicator
 from .devices import find_device

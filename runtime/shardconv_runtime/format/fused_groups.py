@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from .dims import axes_of, size
+from .field_checks import fail
 from .names import MAX_NAMES, expand_all
-from .packed_layout import WHOLE, tensor_name
-from .plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
-from .plan_checks import fail
+from .packed_layout import tensor_name
+from .plan import WHOLE, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
+from .slot_steps import AllGatherStep
 from .stored_layout import is_common
 
 FUSED_PARAMETERS = ("weight", "bias")

@@ -23,11 +23,10 @@ from pathlib import Path, PurePosixPath
 from ..errors import CheckpointError, PlanError
 from . import plan_json
 from . import plan_json as codec
+from .field_checks import check_tp, fail, is_sha256
 from .header import StoredTensor, read_header
 from .measured import Numerics
 from .plan import Plan
-from .plan_checks import check_tp, is_sha256
-from .stage_checks import check_numerics
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 2
@@ -67,6 +66,18 @@ class FileEntry:
     """The rank that reads it; None: every rank does."""
     sample: str = ""
     """Of a shard: the checksum of some blocks, see ``samples``; empty in older directories."""
+
+    def __post_init__(self) -> None:
+        if problem := _path_problem(self.path):
+            fail("path", f"{self.path[:200]!r}: {problem}")
+        if self.path in (MANIFEST_NAME, PLAN_NAME):
+            fail("path", f"{self.path} is not listed in the manifest")
+        if self.num_bytes < 0:
+            fail("num_bytes", "must not be negative")
+        if not _CHECKSUM.fullmatch(self.checksum):
+            fail("checksum", "expected crc32: or sha256: and 8 or 64 hex digits in lower case")
+        if self.sample and not _CHECKSUM.fullmatch(self.sample):
+            fail("sample", "expected crc32: and 8 hex digits in lower case")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,37 @@ class Manifest:
     """How the ranks compare with the unsharded model; None: that was not measured for these files."""
     version: int = field(default=VERSION, kw_only=True)
 
+    def __post_init__(self) -> None:
+        check_tp(self.tp)
+        for name, digest in (("plan_sha256", self.plan_sha256), ("sha256", self.sha256)):
+            if not is_sha256(digest) and (name, digest) != ("sha256", ""):
+                fail(name, "expected 64 hex digits in lower case")
+        for index, entry in enumerate(self.files):
+            self._check_reader(f"files[{index}]", entry)
+        texts = [self.source.name, self.source.revision or "", *chain(*self.tools.items())]
+        if any(len(text) > MAX_TEXT_LENGTH for text in texts):
+            fail("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")
+        paths = [entry.path for entry in self.files]
+        if paths != sorted(set(paths)):
+            fail("files", "must be sorted by path, each path once")
+        # On some file systems, names that differ in case only are one file.
+        known = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
+        for path in paths:
+            other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
+            if other != path:
+                fail("files", f"{path!r} and {other!r} differ in case only")
+
+    def _check_reader(self, where: str, entry: FileEntry) -> None:
+        """A file lies in the directory of the rank that reads it, or in none of a rank's."""
+        if entry.rank is not None and not 0 <= entry.rank < self.tp:
+            fail(f"{where}.rank", f"{entry.rank} is not one of {self.tp} ranks")
+        top = entry.path.split("/")[0]
+        owner = top if _RANK_DIRECTORY.fullmatch(top) else None
+        if owner != (None if entry.rank is None else rank_directory(entry.rank, self.tp)):
+            reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+            problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
+            fail(f"{where}.path", problem)
+
     def files_of(self, rank: int) -> Iterator[FileEntry]:
         """The files that ``rank`` reads: its own and those for every rank."""
         files = (entry for entry in self.files if entry.path != UNUSED_NAME)
@@ -151,11 +193,9 @@ def loads(text: str) -> Manifest:
         CheckpointError: the text violates ``docs/plan-format.md``; the message begins with the field.
     """
     try:
-        manifest = load_document(Manifest, text, FORMAT, VERSION, codec.MAX_BYTES)
-        _check(manifest)
+        return load_document(Manifest, text, FORMAT, VERSION, codec.MAX_BYTES)
     except MalformedError as error:
         raise CheckpointError(str(error)) from error
-    return manifest
 
 
 def read(directory: str | os.PathLike[str]) -> Manifest:
@@ -322,53 +362,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _check(manifest: Manifest) -> None:
-    check_tp(manifest.tp)
-    for name in ("plan_sha256", "sha256"):
-        digest = getattr(manifest, name)
-        if not is_sha256(digest) and (name, digest) != ("sha256", ""):
-            raise MalformedError(name, "expected 64 hex digits in lower case")
-    for index, entry in enumerate(manifest.files):
-        _check_entry(f"files[{index}]", entry, manifest.tp)
-    if manifest.numerics is not None:
-        check_numerics(manifest.numerics)
-    texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
-    if any(len(text) > MAX_TEXT_LENGTH for text in texts):
-        raise MalformedError("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")
-    paths = [entry.path for entry in manifest.files]
-    if paths != sorted(set(paths)):
-        raise MalformedError("files", "must be sorted by path, each path once")
-    # On some file systems, names that differ in case only are one file.
-    known = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
-    for path in paths:
-        other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
-        if other != path:
-            raise MalformedError("files", f"{path!r} and {other!r} differ in case only")
-
-
-def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
-    if problem := _path_problem(entry.path):
-        raise MalformedError(f"{where}.path", f"{entry.path[:200]!r}: {problem}")
-    if entry.path in (MANIFEST_NAME, PLAN_NAME):
-        raise MalformedError(f"{where}.path", f"{entry.path} is not listed in the manifest")
-    if entry.num_bytes < 0:
-        raise MalformedError(f"{where}.num_bytes", "must not be negative")
-    if not _CHECKSUM.fullmatch(entry.checksum):
-        raise MalformedError(
-            f"{where}.checksum", "expected crc32: or sha256: and 8 or 64 hex digits in lower case"
-        )
-    if entry.sample and not _CHECKSUM.fullmatch(entry.sample):
-        raise MalformedError(f"{where}.sample", "expected crc32: and 8 hex digits in lower case")
-    if entry.rank is not None and not 0 <= entry.rank < tp:
-        raise MalformedError(f"{where}.rank", f"{entry.rank} is not one of {tp} ranks")
-    top = entry.path.split("/")[0]
-    owner = top if _RANK_DIRECTORY.fullmatch(top) else None
-    if owner != (None if entry.rank is None else rank_directory(entry.rank, tp)):
-        reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
-        problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
-        raise MalformedError(f"{where}.path", problem)
 
 
 def _path_problem(path: str) -> str:

@@ -5,6 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .field_checks import fail
+
+MAX_BYTES = 2**53
+"""Largest number of bytes, or of tokens of a window."""
+MAX_ENTRIES = 64
+"""Most moments of a prefill, or terms of a cache."""
+MAX_NAME_LENGTH = 1000
+"""Most characters of the name of an input."""
+MAX_DIMS = 64
+"""Of an input, as many as torch allows."""
+
+
+def _check_bytes(**values: int) -> None:
+    for name, value in values.items():
+        if not 0 <= value <= MAX_BYTES:
+            fail(name, f"must be 0 or more, and at most {MAX_BYTES}")
+
 
 @dataclass(frozen=True, slots=True)
 class CacheTerm:
@@ -16,6 +33,9 @@ class CacheTerm:
     """Most tokens that are kept; 0: all."""
     source: bool = False
     """The tokens are those that the encoder reads, not those of the decoder."""
+
+    def __post_init__(self) -> None:
+        _check_bytes(token_bytes=self.token_bytes, window=self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +50,11 @@ class LiveBytes:
     """For each sequence of the batch."""
     once: tuple[int, int, int] = (0, 0, 0)
     """Whatever the batch is."""
+
+    def __post_init__(self) -> None:
+        # A part of a sum may be negative.
+        if any(abs(coefficient) > MAX_BYTES for coefficient in (*self.sequence, *self.once)):
+            fail("", f"a coefficient is larger than {MAX_BYTES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +73,17 @@ class MemoryPlan:
     buffer_bytes: int = 0
     """Of the buffers that no file holds, which come on top of the weights."""
 
+    def __post_init__(self) -> None:
+        for name, entries in (("prefill", self.prefill), ("cache", self.cache)):
+            if len(entries) > MAX_ENTRIES:
+                fail(name, f"more than {MAX_ENTRIES} entries")
+        _check_bytes(
+            sequence_bytes=self.sequence_bytes,
+            fixed_bytes=self.fixed_bytes,
+            logits_token_bytes=self.logits_token_bytes,
+            buffer_bytes=self.buffer_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
@@ -64,6 +100,15 @@ class Numerics:
     """That both were run in."""
     inputs: Mapping[str, tuple[int, ...]]
     """Global shapes of the inputs by name, as ``input_ids`` ``[B, S]``."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.worst <= self.tolerance:
+            fail("worst", "must be from 0 to the tolerance")
+        if any(len(text) > MAX_NAME_LENGTH for text in (self.dtype, *self.inputs)):
+            fail("", f"a name has more than {MAX_NAME_LENGTH} characters")
+        for name, shape in self.inputs.items():
+            if len(shape) > MAX_DIMS or any(size < 0 for size in shape):
+                fail(f"inputs.{name}", "expected the sizes of a tensor's dims")
 
 
 # The bytes that a rank needs beside its weights, for a batch and lengths.

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .dims import Dim
+from .field_checks import MAX_TENSOR_DIMS, check_dtype, fail, one_of
 from .measured import MemoryPlan
+
+MAX_ITEMS = 256
+"""Most items that a module returns, arguments of a call of a cache, or calls of one."""
+
+RETURNS = ("tensor", "tuple", "list")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,12 @@ class StandInDim:
     at_most: int = 0
     """The most that the product of what is given can be; 0: anything."""
 
+    def __post_init__(self) -> None:
+        if min(self.times, self.over) < 1:
+            fail("", "a part of a dim should be 1 or more")
+        if self.at_most < 0:
+            fail("at_most", f"a dim of at most {self.at_most}")
+
 
 @dataclass(frozen=True, slots=True)
 class StandInTensor:
@@ -43,6 +55,12 @@ class StandInTensor:
     dims: tuple[StandInDim, ...]
     dtype: str = ""
     """Empty: that of the model's parameters."""
+
+    def __post_init__(self) -> None:
+        if len(self.dims) > MAX_TENSOR_DIMS:
+            fail("dims", f"more than {MAX_TENSOR_DIMS} dims")
+        if self.dtype:
+            check_dtype("dtype", self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,12 @@ class CacheCall:
     """Of that argument, if the cache consists of caches."""
     arguments: tuple[CacheArgument, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.method.startswith("update") or not self.method.isidentifier():
+            fail("method", f"{self.method!r} is not a method that updates a cache")
+        if len(self.arguments) > MAX_ITEMS:
+            fail("arguments", f"more than {MAX_ITEMS}")
+
 
 @dataclass(frozen=True, slots=True)
 class SentValue:
@@ -105,6 +129,17 @@ class StagedModule:
     cache: tuple[CacheCall, ...] = ()
     sent: tuple[SentValue, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.returns not in RETURNS:
+            fail("returns", one_of(self.returns, RETURNS))
+        if self.returns == "tensor" and len(self.items) != 1:
+            fail("items", "a module that returns a tensor has one item")
+        if max(len(self.items), len(self.cache)) > MAX_ITEMS:
+            fail("", f"more than {MAX_ITEMS} items, or calls of a cache")
+        for sent in self.sent:
+            if not 0 <= sent.item < len(self.items) or self.items[sent.item].tensor is None:
+                fail("sent", f"item {sent.item} is not a tensor")
+
 
 @dataclass(frozen=True, slots=True)
 class StagesPlan:
@@ -123,5 +158,12 @@ class StagesPlan:
     memory: tuple[MemoryPlan, ...] = ()
     """Of each stage, where it was measured; for reports."""
 
-
-RETURNS = ("tensor", "tuple", "list")
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            fail("count", f"must be 2 or more, got {self.count}")
+        if self.own is not None and not 0 <= self.own < self.count:
+            fail("own", f"{self.own} is not one of {self.count} stages")
+        if len(self.layers) != self.count:
+            fail("layers", f"expected one pair for each of {self.count} stages")
+        if len(self.memory) not in (0, self.count):
+            fail("memory", f"expected one for each of {self.count} stages")

@@ -1,22 +1,73 @@
 """The plan that the converter solves for and the runtime builds from.
 
-Frozen values; ``plan_json`` writes and reads them, ``docs/plan-format.md`` is the specification.
+Frozen values, each of which checks its own fields when it is made; ``plan_checks`` has the rules between the
+parts of a plan. Entries get their names when they are put into a plan; before that, ``names`` may be empty.
+``plan_json`` writes and reads plans, ``docs/plan-format.md`` is the specification.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import PlanError
-from .dims import Dim, size
+from .dims import MAX_SIZE, Dim, axes_of, size
+from .field_checks import (
+    MAX_STEP_LENGTH,
+    MAX_TENSOR_DIMS,
+    check_dtype,
+    check_slot,
+    check_text,
+    check_tp,
+    fail,
+    is_importable,
+    is_path,
+    is_sha256,
+    is_step,
+    one_of,
+)
 from .measured import MemoryPlan
-from .names import MAX_NAMES, expand_all
+from .names import FORBIDDEN, MAX_NAMES, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .slices import Mesh, local_size
+from .slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ZeroOutOfShardStep
 
-VERSION = 4
+VERSION = 5
 FORMAT = "shardconv.plan"
+
+MAX_SOURCES = 4096
+"""Most modules that the fingerprint covers."""
+
+MAX_MESH_AXES = 16
+
+MAX_PACKED_TENSORS = 16
+"""Most stored tensors of a packed parameter, and most settings."""
+
+EXPERT_MODES = ("tp", "ep")
+
+GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
+"""Activations of the gate of a gated norm: functions of ``torch.nn.functional``, or none."""
+
+WHOLE = "*"
+"""In the name of a stored tensor: the parameter's own name."""
+
+CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
+    "column": frozenset({"gather_output"}),
+    "row": frozenset({"input_is_parallel", "reduce_output"}),
+    "vocab": frozenset({"gather_output", "reduce_output"}),
+    "experts": frozenset({"reduce_output", "flags"}),
+    "norm": frozenset({"norm"}),
+    "boundary": frozenset(),
+}
+"""The fields, of those that not every module has, that may be set in a category."""
+
+FLAG_STEPS: Mapping[str, tuple[str, ...]] = {
+    "gather_output": ("all_gather",),
+    "reduce_output": ("all_reduce", "reduce_scatter"),
+}
+"""The ops of which one is among the outputs if a flag is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +81,19 @@ class CodeInfo:
     fingerprint: str
     """sha256 (hex) over those sources."""
 
+    def __post_init__(self) -> None:
+        check_text("torch", self.torch)
+        check_text("transformers", self.transformers)
+        if len(self.sources) > MAX_SOURCES:
+            fail("sources", f"more than {MAX_SOURCES} modules")
+        for index, source in enumerate(self.sources):
+            if not is_importable(source):
+                fail(f"sources[{index}]", f"{source!r} is not the name of a module")
+        if list(self.sources) != sorted(set(self.sources)):
+            fail("sources", "must be sorted, each name once")
+        if not is_sha256(self.fingerprint):
+            fail("fingerprint", "expected 64 hex digits in lower case")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -42,6 +106,14 @@ class ModelInfo:
     num_parameters: int
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        module, _, name = self.class_name.partition(":")
+        if not is_importable(module) or not is_step(name) or not name.isidentifier():
+            fail("class_name", f'expected "module:Class", got {self.class_name!r}')
+        check_dtype("dtype", self.dtype)
+        if self.num_parameters < 0:
+            fail("num_parameters", "must not be negative")
+
 
 @dataclass(frozen=True, slots=True)
 class PackedDim:
@@ -51,6 +123,10 @@ class PackedDim:
     """The dim of the weight along which it runs; None: it is whole on each rank."""
     step: int
     """Positions of that dim for one of this; the last may have fewer. The size where ``of`` is None."""
+
+    def __post_init__(self) -> None:
+        if not (0 if self.of is None else 1) <= self.step <= MAX_SIZE:
+            fail("step", f"must be 1 to {MAX_SIZE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +140,17 @@ class PackedTensor:
     checkpoint_shape: tuple[int, ...] = ()
     """Its global shape in an ordinary checkpoint, if not that of ``dims``; elements are in the same order."""
 
+    def __post_init__(self) -> None:
+        check_dtype("dtype", self.dtype)
+        components = self.name.replace(WHOLE, "x").split(".")
+        if "" in components or FORBIDDEN.search(self.name) or len(self.name) > MAX_STEP_LENGTH:
+            fail("name", "is no name of a tensor in a module")
+        if len(self.dims) > MAX_TENSOR_DIMS or len(self.checkpoint_shape) > MAX_TENSOR_DIMS:
+            fail("dims", f"more than {MAX_TENSOR_DIMS} dims")
+        along = [dim.of for dim in self.dims if dim.of is not None]
+        if len(set(along)) < len(along):
+            fail("dims", "two of them run along one dim of the weight")
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -74,6 +161,21 @@ class Packing:
     tensors: tuple[PackedTensor, ...]
     settings: tuple[tuple[str, int], ...] = ()
     """What the format needs to know beside its tensors, such as ``bits``."""
+
+    def __post_init__(self) -> None:
+        if not self.method or len(self.method) > MAX_STEP_LENGTH:
+            fail("method", f"must have 1 to {MAX_STEP_LENGTH} characters")
+        if not 1 <= len(self.tensors) <= MAX_PACKED_TENSORS:
+            fail("tensors", f"must be 1 to {MAX_PACKED_TENSORS}")
+        names = {tensor.name for tensor in self.tensors}
+        if len(names) < len(self.tensors):
+            fail("tensors", "two of them have one name")
+        is_long = any(len(key) > MAX_STEP_LENGTH for key, _ in self.settings)
+        if len(self.settings) > MAX_PACKED_TENSORS or is_long:
+            fail(
+                "settings",
+                f"more than {MAX_PACKED_TENSORS}, or a name of more than {MAX_STEP_LENGTH} characters",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,141 +198,36 @@ class ParameterPlan:
     grad_levels: int = 0
     """Levels from the parameter's own module up to the one that reads it; 0: its own module reads it."""
 
+    def __post_init__(self) -> None:
+        check_dtype("dtype", self.dtype)
+        check_text("reason", self.reason)
+        if len(self.dims) > MAX_TENSOR_DIMS:
+            fail("dims", f"more than {MAX_TENSOR_DIMS} dims")
+        both = [axis for axis in sorted(self.partial) if any(axis in axes_of(dim) for dim in self.dims)]
+        if both:
+            fail(
+                "partial",
+                f"mesh axis {both[0]} also shards a dim; a tensor is Partial or Shard over an axis, not both",
+            )
+        if self.packing is not None:
+            self._check_packing(self.packing)
 
-@dataclass(frozen=True, slots=True)
-class AllReduceStep:
-    """Partial over ``axes`` to Replicate."""
-
-    slot: str
-    """Where the step runs: ``input.hidden_states``, ``input.position_embeddings.0``, ``output``,
-    ``output.logits``, ``output.0``; likewise in all steps."""
-    op: Literal["all_reduce"] = field(default="all_reduce", init=False)
-    axes: tuple[int, ...]
-    per_token: int = 0
-    """Elements of the (global) tensor for each token of the input; for reports, likewise in all steps."""
-    grad_axes: tuple[int, ...] = ()
-    """Mesh axes of the step over which the gradient of its replicated side is a Partial: of the output of
-    ``all_reduce`` and ``all_gather``, of the input of ``slice``; likewise below."""
-
-
-@dataclass(frozen=True, slots=True)
-class AllGatherStep:
-    """Dim ``dim``, laid out as ``layout``, becomes replicated."""
-
-    slot: str
-    op: Literal["all_gather"] = field(default="all_gather", init=False)
-    dim: int
-    layout: Dim
-    per_token: int = 0
-    grad_axes: tuple[int, ...] = ()
-    local_grad_axes: tuple[int, ...] = ()
-    """The same for the sharded side, where the layout has segments that are not sharded; likewise below."""
-
-
-@dataclass(frozen=True, slots=True)
-class SliceStep:
-    """Dim ``dim``, replicated, becomes this rank's part of ``layout``."""
-
-    slot: str
-    op: Literal["slice"] = field(default="slice", init=False)
-    dim: int
-    layout: Dim
-    per_token: int = 0
-    grad_axes: tuple[int, ...] = ()
-    local_grad_axes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatterStep:
-    """Partial over the axes of ``layout`` to this rank's part of dim ``dim``."""
-
-    slot: str
-    op: Literal["reduce_scatter"] = field(default="reduce_scatter", init=False)
-    dim: int
-    layout: Dim
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KeepOnFirstStep:
-    """Replicate to Partial over ``axes``: the first rank along them keeps the value, others have zeros."""
-
-    slot: str
-    op: Literal["keep_on_first"] = field(default="keep_on_first", init=False)
-    axes: tuple[int, ...]
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GradAllReduceStep:
-    """The value passes; its gradient, Partial over ``axes``, is summed."""
-
-    slot: str
-    op: Literal["grad_all_reduce"] = field(default="grad_all_reduce", init=False)
-    axes: tuple[int, ...]
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GradDivideStep:
-    """The value passes; its gradient, replicated over ``axes``, becomes a Partial."""
-
-    slot: str
-    op: Literal["grad_divide"] = field(default="grad_divide", init=False)
-    axes: tuple[int, ...]
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRowsStep:
-    """Global row ids (of a table whose dim 0 is laid out as ``layout``) become local row ids.
-
-    Out-of-shard ids become 0 and are remembered. Only on inputs.
-    """
-
-    slot: str
-    op: Literal["local_rows"] = field(default="local_rows", init=False)
-    layout: Dim
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRowsOrEndStep:
-    """As ``LocalRowsStep``, but out-of-shard ids become the number of local rows: experts skip these ids."""
-
-    slot: str
-    op: Literal["local_rows_or_end"] = field(default="local_rows_or_end", init=False)
-    layout: Dim
-    per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroOutOfShardStep:
-    """Zero the positions whose ids were out of the shard.
-
-    The tensor has the shape of the ids plus trailing dims: it is an output, or another input (the weights of
-    experts).
-    """
-
-    slot: str
-    op: Literal["zero_foreign"] = field(default="zero_foreign", init=False)
-    per_token: int = 0
-
-
-ReshardingStep = AllGatherStep | SliceStep | ReduceScatterStep
-"""Steps that change how one dim is sharded."""
-
-Boundary = (
-    AllReduceStep
-    | ReshardingStep
-    | KeepOnFirstStep
-    | GradAllReduceStep
-    | GradDivideStep
-    | LocalRowsStep
-    | LocalRowsOrEndStep
-    | ZeroOutOfShardStep
-)
-"""One step at a slot of a module: applied, in order, before (inputs) or after (outputs) its forward."""
+    def _check_packing(self, packing: Packing) -> None:
+        if self.partial:
+            fail("packing", "a packed parameter cannot be Partial: its zeros cannot be stored")
+        if any(name.endswith("}") for name in self.names):
+            fail("packing", "a packed parameter has a name of its own in its module, not a number")
+        shape = global_shape(self)
+        for index, tensor in enumerate(packing.tensors):
+            where = f"packing.tensors[{index}]"
+            for place, dim in enumerate(tensor.dims):
+                if dim.of is not None and not 0 <= dim.of < len(shape):
+                    fail(f"{where}.dims[{place}].of", f"the weight has {len(shape)} dims")
+            sizes = [
+                dim.step if dim.of is None else math.ceil(shape[dim.of] / dim.step) for dim in tensor.dims
+            ]
+            if tensor.checkpoint_shape and math.prod(tensor.checkpoint_shape) != math.prod(sizes):
+                fail(f"{where}.checkpoint_shape", f"has not as many elements as {sizes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +241,15 @@ class Edit:
     """Global value, which the attribute has before the edit."""
     local: tuple[int, ...]
     """Local value: one for all ranks, or one for each rank."""
+
+    def __post_init__(self) -> None:
+        path = self.attribute.split(".")
+        if not path[0].isidentifier() or not is_path(path) or any(step.startswith("_") for step in path):
+            fail("attribute", f"not the path of an attribute: {self.attribute!r}")
+        if self.value < 1 or any(value < 1 for value in self.local):
+            fail("", "the values must be 1 or more")
+        if max(self.local, default=0) > self.value:
+            fail("", "a local value is larger than the global one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +283,23 @@ class NormInfo:
     gate_first: bool = False
     """Multiply before the norm; else after it."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("rms", "layer"):
+            fail("kind", one_of(self.kind, ("rms", "layer")))
+        if self.eps < 0:
+            fail("eps", "must not be negative")
+        if self.size < 1:
+            fail("size", "must be 1 or more")
+        if any(n < 1 for n in self.groups):
+            fail("groups", "needs a number of 1 or more for all ranks, or one for each")
+        if self.gate and (self.gate_activation not in GATE_ACTIVATIONS or not self.input):
+            fail("gate", "needs an input and a known gate_activation")
+        for field, name in (("weight", self.weight), ("bias", self.bias)):
+            if name and not is_step(name):
+                fail(field, f"not the name of a parameter: {name!r}")
+        if self.compute_dtype != "input":
+            check_dtype("compute_dtype", self.compute_dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
@@ -298,6 +321,40 @@ class ModulePlan:
     flags: tuple[str, ...] = ()
     """Experts: bool attributes to set, so that the module skips ids past the last expert."""
 
+    def __post_init__(self) -> None:
+        if self.category not in CATEGORY_FIELDS:
+            fail("category", one_of(self.category, CATEGORY_FIELDS))
+        for field in ("gather_output", "input_is_parallel", "reduce_output", "norm", "flags"):
+            if getattr(self, field) and field not in CATEGORY_FIELDS[self.category]:
+                fail(field, f'a module of the category "{self.category}" cannot have it')
+        made = {step.op for step in self.outputs}
+        for field, ops in FLAG_STEPS.items():
+            if getattr(self, field) and made.isdisjoint(ops):
+                fail(field, f"needs a step {' or '.join(ops)} among the outputs")
+        self._check_out_of_shard()
+        if flags := [flag for flag in self.flags if not flag.isidentifier() or flag.startswith("__")]:
+            fail("flags", f"not the name of an attribute: {flags[0]!r}")
+        if len(set(self.flags)) < len(self.flags):
+            fail("flags", "an attribute is named twice")
+        edited: set[str] = set()
+        for index, edit in enumerate(self.edits):
+            if edit.attribute in edited:
+                fail(f"edits[{index}].attribute", f"{edit.attribute!r} is edited twice")
+            edited.add(edit.attribute)
+        if self.category == "norm" and self.norm is None:
+            fail("", 'the key "norm" is missing')
+
+    def _check_out_of_shard(self) -> None:
+        """A step that zeroes positions needs the ids that an earlier step found to be out-of-shard."""
+        remembers = False
+        for index, step in enumerate(self.inputs):
+            if isinstance(step, ZeroOutOfShardStep) and not remembers:
+                fail(f"inputs[{index}]", f"{step.op} needs a local_rows before it")
+            remembers |= isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
+        has_rows = any(isinstance(step, LocalRowsStep) for step in self.inputs)
+        if not has_rows and any(isinstance(step, ZeroOutOfShardStep) for step in self.outputs):
+            fail("outputs", "zero_out_of_shard needs a local_rows among the inputs")
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsInfo:
@@ -306,6 +363,9 @@ class LogitsInfo:
     module: str
     """FQN whose output gather may be dropped."""
     slot: str
+
+    def __post_init__(self) -> None:
+        check_slot("slot", self.slot, "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +397,10 @@ class DrawPlan:
     """The same for the code around the module, from its return until it calls another; None: as before."""
     mixed: bool = False
     """The module's own code draws both kinds with no module in between: it must draw nothing."""
+
+    def __post_init__(self) -> None:
+        if self.mixed and self.axes:
+            fail("mixed", "a mixed module cannot have axes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +474,20 @@ class Plan:
     """For a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
 
+    def __post_init__(self) -> None:
+        check_tp(self.tp)
+        if len(self.mesh) > MAX_MESH_AXES:
+            fail("mesh", f"more than {MAX_MESH_AXES} axes")
+        if any(extent < 1 for extent in self.mesh) or math.prod(self.mesh) != self.tp:
+            fail("mesh", f"the product of {list(self.mesh)} must be tp = {self.tp}")
+        if self.experts not in EXPERT_MODES:
+            fail("experts", one_of(self.experts, EXPERT_MODES))
+        if self.training is not None and self.inference_only:
+            fail("inference_only", "must be empty, since the plan has a training part")
+        check_text("inference_only", self.inference_only)
+        for index, note in enumerate(self.notes):
+            check_text(f"notes[{index}]", note)
+
 
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
@@ -432,11 +510,6 @@ def module_plans(plan: Plan) -> dict[str, ModulePlan]:
         PlanError: two entries claim one name, or the patterns stand for too many names.
     """
     return by_name("modules", plan.modules)
-
-
-def layout_of(step: Boundary) -> Dim | None:
-    """The layout of the dim that a step concerns; None for a step that concerns all dims alike."""
-    return step.layout if isinstance(step, ReshardingStep | LocalRowsStep | LocalRowsOrEndStep) else None
 
 
 def global_shape(entry: ParameterPlan) -> tuple[int, ...]:

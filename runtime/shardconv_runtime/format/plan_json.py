@@ -12,12 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import PlanError
-from .fused_groups import check_fused
 from .names import expand_all
-from .packed_layout import check_packings
 from .plan import FORMAT, VERSION, Plan, parameter_plans
-from .plan_checks import check_norms, check_plan, check_training
-from .stage_checks import check_memory, check_stages
+from .plan_checks import check_plan
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 # The forms in which a plan can be used beside inference: for training, and sequence-parallel.
@@ -107,7 +104,7 @@ def loads(text: str) -> Plan:
         if text.count("*") + text.count("+") > MAX_SIGNS:
             raise MalformedError("", f"the dims of the plan have more than {MAX_SIGNS} '*' and '+' in all")
         plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES, _OTHER_VERSION)
-        _check(plan)
+        check_plan(plan)
     except MalformedError as error:
         raise PlanError(str(error)) from error
     return plan
@@ -139,20 +136,3 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
 def sha256(text: str) -> str:
     """sha256 (hex) of a document as it is on disk; of a plan, its identity."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def _check(plan: Plan) -> None:
-    """All checks; those that few plans need are imported for these plans only."""
-    check_plan(plan)
-    if any(entry.norm is not None for entry in plan.modules):
-        check_norms("modules", plan.modules, plan.mesh)
-    if any(entry.packing is not None for entry in plan.parameters):
-        check_packings(plan.parameters, plan.mesh)
-    if plan.fused:
-        check_fused(plan)
-    if plan.training is not None and (plan.training.sequence or plan.training.draws):
-        check_training(plan)
-    if plan.stages is not None:
-        check_stages(plan)
-    if plan.memory is not None:
-        check_memory(plan.memory)

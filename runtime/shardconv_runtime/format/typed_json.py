@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import PlanError
+from ..errors import PlanError, ShardconvError
 from .dims import Dim, Leaf, Product, Sum, parse, to_text
 
 # Frozen dataclasses as deterministic JSON, which ``typed_json`` reads.
@@ -96,12 +96,16 @@ _KINDS: Mapping[type, str] = {
 }
 
 
-class MalformedError(ValueError):
-    """A document is malformed at the path ``where`` in it."""
+class MalformedError(ShardconvError, ValueError):
+    """A document, or a value of one, is malformed at the path ``where`` in it."""
 
     def __init__(self, where: str, problem: str) -> None:
-        where, problem = _shortened(where), _shortened(problem)
-        super().__init__(f"{where}: {problem}" if where else problem)
+        self.where, self.problem = _shortened(where), _shortened(problem)
+        super().__init__(f"{self.where}: {self.problem}" if where else self.problem)
+
+    def inside(self, where: str) -> MalformedError:
+        """The error of a value that lies at a path in a document."""
+        return MalformedError(_join(where, self.where) if self.where else where, self.problem)
 
 
 def _shortened(text: str) -> str:
@@ -230,7 +234,10 @@ def _read_fields(kind: Any, found: dict[str, Any], where: str) -> Any:
     if missing := [name for name, (_, needed) in schema.items() if needed and name not in found]:
         _fail(where, f'the key "{missing[0]}" is missing')
     values = {name: from_json(schema[name][0], item, _join(where, name)) for name, item in found.items()}
-    return kind(**values)
+    try:
+        return kind(**values)  # which checks its own fields
+    except MalformedError as error:
+        raise error.inside(where) from error
 
 
 def _read_union(hint: Any, value: Any, where: str) -> Any:

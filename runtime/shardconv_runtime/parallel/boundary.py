@@ -30,7 +30,8 @@ from ..comm.steps import (
 )
 from ..errors import PlanError
 from ..format.dims import open_parts
-from ..format.plan import (
+from ..format.plan import ModulePlan
+from ..format.slot_steps import (
     AllGatherStep,
     AllReduceStep,
     Boundary,
@@ -39,7 +40,6 @@ from ..format.plan import (
     KeepOnFirstStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
-    ModulePlan,
     ReduceScatterStep,
     ReshardingStep,
     SliceStep,
@@ -227,7 +227,7 @@ class _ZeroOutOfShard:
 
     def __call__(self, x: Tensor) -> Tensor:
         out_of_shard, self._mask.out_of_shard = self._mask.out_of_shard, None
-        assert out_of_shard is not None, "zero_foreign runs after the local_rows of the same call"
+        assert out_of_shard is not None, "zero_out_of_shard runs after the local_rows of the same call"
         return zero_out_of_shard(x, out_of_shard)
 
 

@@ -24,7 +24,8 @@ from ..comm.steps import Reduce, ReduceScatter
 from ..errors import PlanError
 from ..format.names import expand_all
 from ..format.pipeline_stages import StagedModule, StandInDim, StandInItem
-from ..format.plan import AllGatherStep, LogitsInfo, ModulePlan, Plan, module_plans
+from ..format.plan import LogitsInfo, ModulePlan, Plan, module_plans
+from ..format.slot_steps import AllGatherStep
 from ..format.staged_names import staged_modules
 from .boundary import TensorStep
 from .row_ids import RowIds, zero_out_of_shard

@@ -13,19 +13,15 @@ from ..comm.collectives import Communicator
 from ..comm.steps import Slice
 from ..errors import PlanError
 from ..format.dims import size
-from ..format.plan import (
-    AllGatherStep,
+from ..format.plan import ModulePlan, ParameterPlan, Plan, local_shape
+from ..format.slices import Mesh, ranges
+from ..format.slot_steps import (
     AllReduceStep,
     Boundary,
     LocalRowsStep,
-    ModulePlan,
-    ParameterPlan,
-    Plan,
     ReduceScatterStep,
     ZeroOutOfShardStep,
-    local_shape,
 )
-from ..format.slices import Mesh, ranges
 from ..format.stored_layout import holds_values
 from .boundary import TensorStep, attach, forward_signature, in_use, step
 from .edits import apply_edits, raise_flags
@@ -147,13 +143,6 @@ class _Target:
 
 def _convert(target: _Target) -> nn.Module:
     """The module that replaces the target; the target itself, with hooks, where its class is unknown."""
-    entry = target.entry
-    if entry.gather_output and not any(isinstance(step, AllGatherStep) for step in entry.outputs):
-        raise PlanError("gather_output is set, but the outputs have no all_gather")
-    if entry.reduce_output and not _sums(entry):
-        raise PlanError("reduce_output is set, but the outputs have no all_reduce or reduce_scatter")
-    if entry.category == "norm" and entry.norm is None:
-        raise PlanError("the category is norm, but the entry has no norm")
     key = (target.entry.category, type(target.module))
     if key in _PARALLEL_CLASSES:
         return _PARALLEL_CLASSES[key](target).train(target.module.training)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
 from ..format.dims import axes_of
-from ..format.plan import ModulePlan, Packing, ParameterPlan, SliceStep, local_shape
+from ..format.plan import ModulePlan, Packing, ParameterPlan, local_shape
 from ..format.slices import coordinates
+from ..format.slot_steps import SliceStep
 from ..packed.held import WeightSlice
 from .boundary import attach, forward_signature
 from .edits import raise_flags

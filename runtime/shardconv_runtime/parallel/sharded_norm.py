@@ -11,8 +11,7 @@ from torch.nn import functional
 from ..comm.collectives import Communicator
 from ..comm.steps import Reduce
 from ..errors import PlanError
-from ..format.plan import NormInfo
-from ..format.plan_checks import GATE_ACTIVATIONS
+from ..format.plan import GATE_ACTIVATIONS, NormInfo
 from .boundary import forward_signature
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

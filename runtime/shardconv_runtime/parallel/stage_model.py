@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from ..comm.stage_link import Crossing, StageLink
 from ..errors import ShardconvError
 from ..format.dims import size
-from ..format.plan import LocalRowsStep, ModulePlan, Plan, module_plans
+from ..format.plan import ModulePlan, Plan, module_plans
+from ..format.slot_steps import LocalRowsStep
 from ..format.staged_names import staged_modules
 from .boundary import forward_signature
 from .build import submodule

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from ..format.dims import axes_of
 from ..format.grad_sums import sums
-from ..format.plan import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, Plan, SliceStep
+from ..format.plan import Plan
+from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:

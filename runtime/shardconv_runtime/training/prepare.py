@@ -11,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
 from ..errors import PlanError
-from ..format.plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
+from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
+from ..format.slot_steps import AllGatherStep
 from ..format.staged_names import is_inside
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule

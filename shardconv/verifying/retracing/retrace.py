@@ -14,8 +14,9 @@ import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Plan, layout_of
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import local_size
+from shardconv_runtime.format.slot_steps import layout_of
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree

@@ -12,22 +12,19 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.pipeline_stages import CacheCall, StagedModule, StagesPlan, StandInItem
 from shardconv_runtime.format.plan import (
-    Boundary,
     DrawPlan,
     Edit,
     FusedPlan,
     GradientPlan,
-    LocalRowsOrEndStep,
-    LocalRowsStep,
     ModulePlan,
     NormInfo,
     ParameterPlan,
     Plan,
-    ReshardingStep,
     SequencePlan,
     by_name,
 )
 from shardconv_runtime.format.slices import local_size
+from shardconv_runtime.format.slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ReshardingStep
 from shardconv_runtime.format.staged_names import staged_modules
 
 from ...dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find

@@ -15,8 +15,9 @@ from itertools import chain, combinations
 
 import torch
 from shardconv_runtime.format.dims import Dim, axes_of, leaves, size
-from shardconv_runtime.format.plan import Plan, layout_of
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import group_of, ranges
+from shardconv_runtime.format.slot_steps import layout_of
 from torch import Tensor
 
 from ...tracing.tape import Tape

@@ -249,7 +249,14 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         ),
         "all_reduce at output.0",
     ),
-    "a flag": (lambda p: change_modules(p, "o_proj", lambda m: replace(m, flags=("x",))), "more than steps"),
+    "a flag": (
+        lambda p: change_modules(
+            p,
+            "o_proj",
+            lambda m: replace(m, category="experts", input_is_parallel=False, flags=("x",)),
+        ),
+        "more than steps",
+    ),
     "a matrix that is whole": (
         lambda p: change_parameters(p, "o_proj.weight", whole),
         "it computes with a sharded parameter of another module",

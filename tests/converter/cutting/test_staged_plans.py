@@ -156,7 +156,7 @@ def test_a_module_on_the_wrong_stage_gives_other_numbers(plan: Plan) -> None:
 def test_malformed_stages_are_refused(
     plan: Plan, change: Callable[[StagedModule], StagedModule], problem: str
 ) -> None:
-    with pytest.raises(PlanError, match=problem):
+    with pytest.raises(ShardconvError, match=problem):
         plan_json.dumps(with_module(plan, "model.layers.1", change))
 
 

@@ -168,12 +168,12 @@ def test_work_on_other_ranks_tokens_is_left_out_where_the_module_can() -> None:
     (cheap,) = _experts(solve_plan(published("mixtral", 5), SolveOptions(3, experts="ep")))
     assert [(s.slot, s.op) for s in cheap.inputs] == [
         ("input.top_k_index", "local_rows_or_end"),
-        ("input.top_k_weights", "zero_foreign"),
+        ("input.top_k_weights", "zero_out_of_shard"),
     ]
     assert cheap.flags == ("_is_expert_parallel",)
     assert [(e.attribute, e.value, e.local) for e in cheap.edits] == [("num_experts", 5, (2, 2, 1))]
     (plain,) = _experts(solve_plan(published("gpt_oss", 4), SolveOptions(3, experts="ep")))
-    assert [s.op for s in plain.inputs] == ["local_rows", "zero_foreign"]
+    assert [s.op for s in plain.inputs] == ["local_rows", "zero_out_of_shard"]
     assert not plain.flags
 
 

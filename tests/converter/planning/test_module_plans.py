@@ -63,7 +63,7 @@ def test_categories_and_one_reduction_for_each_branch() -> None:
     }  # fmt: skip
     reduce = [("output", "all_reduce")]
     assert collectives(plan) == {
-        "lookup": [("input.input", "local_rows"), ("output", "zero_foreign"), *reduce],
+        "lookup": [("input.input", "local_rows"), ("output", "zero_out_of_shard"), *reduce],
         **{f"stack.{i}.mixer.omega": reduce for i in (0, 1)},
         **{f"stack.{i}.chewer.shut": reduce for i in (0, 1)},
         "speak": [("output", "all_gather")],

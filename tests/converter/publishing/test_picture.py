@@ -17,7 +17,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
 from shardconv_runtime.format.slices import ranges
-from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
+from shown_plans import EVIL, ZOO, evil_plan, unchecked, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
 
 from shardconv.arguments import SolveOptions
@@ -179,7 +179,7 @@ def test_nothing_in_a_plan_is_markup() -> None:
 
 def test_characters_that_xml_cannot_hold_are_replaced() -> None:
     plan = hand_plan(small_config(), 2)
-    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, class_name="m:A\x00B\ud800"))
+    plan = dataclasses.replace(plan, model=unchecked(plan.model, class_name="m:A\x00B\ud800"))
     assert "A\N{REPLACEMENT CHARACTER}B\N{REPLACEMENT CHARACTER}" in texts(parsed(plan))
 
 

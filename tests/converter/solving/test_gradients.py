@@ -9,8 +9,9 @@ import pytest
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import ModulePlan, Plan, ReduceScatterStep, parameter_plans
+from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
 from shardconv_runtime.format.plan_json import of_sequence
+from shardconv_runtime.format.slot_steps import ReduceScatterStep
 from shardconv_runtime.parallel.boundary import in_use
 from zoo.models import build
 from zoo.tasks import specification
@@ -29,7 +30,7 @@ def steps(modules: tuple[ModulePlan, ...]) -> Counter[tuple[str, str]]:
         for module in modules
         for name in expand_all(module.names)
         for step in (*module.inputs, *module.outputs)
-        if step.op not in ("local_rows", "zero_foreign")
+        if step.op not in ("local_rows", "zero_out_of_shard")
     )
 
 

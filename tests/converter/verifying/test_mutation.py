@@ -31,6 +31,7 @@ from shardconv_runtime.format.dims import Leaf, Sum
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import LogitsInfo, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.format.typed_json import MalformedError
 from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
@@ -363,6 +364,10 @@ def escaped(right: Solved, truth: Truth, random: Random, count: int, tally: Tall
     """The corruptions that no check refuses and that change the result, one on each line."""
     found = []
     for kind, plan in mutations(right.plan, random, count):
+        if isinstance(plan, MalformedError):
+            tally.kinds.setdefault(kind, Counter())["_format"] += 1
+            tally.caught["_format"] += 1
+            continue
         verdict = right.reason_against(plan)
         if not verdict:
             verdict = harm(truth, plan) or "harmless"

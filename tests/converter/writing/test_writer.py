@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import GOLDEN_PLAN
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format import manifest, plan_json
@@ -369,6 +371,18 @@ class TestReplan:
         assert shardconv.replan(out) == old
         assert manifest.read_plan(out, manifest.read(out)) == old
         assert {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}} == before
+
+    def test_a_plan_of_version_4_is_carried_over(self, tmp_path: Path) -> None:
+        """A step had another name."""
+        document = json.loads(GOLDEN_PLAN.read_text())
+        (step,) = (s for m in document["modules"] for s in m.get("outputs", ()) if s["op"].startswith("zero"))
+        step["op"] = "zero_foreign"
+        document["training"] = {"sequence": {"modules": copy.deepcopy(document["modules"])}}
+        (tmp_path / "plan.json").write_text(json.dumps(document | {"version": 4}))
+        read = read_any_version(tmp_path / "plan.json")
+        assert read.training is not None
+        assert read.training.sequence is not None
+        assert read.modules == read.training.sequence.modules == plan_json.read(GOLDEN_PLAN).modules
 
     def test_a_run_that_died_halfway_is_repaired(
         self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,8 +10,6 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf
 from shardconv_runtime.format.fused_groups import adjacent_tensors, fused_groups, in_units
 from shardconv_runtime.format.plan import (
-    AllGatherStep,
-    AllReduceStep,
     CodeInfo,
     FusedPlan,
     ModelInfo,
@@ -23,6 +21,7 @@ from shardconv_runtime.format.plan import (
     Plan,
 )
 from shardconv_runtime.format.shard_files import shard_files
+from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep
 
 SHARDED, WHOLE = Leaf(4, (0,)), Leaf(8)
 

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime import CheckpointError, PlanError
-from shardconv_runtime.format import dims, header, manifest, names, plan_checks, plan_json, slices, typed_json
+from shardconv_runtime.format import (
+    dims,
+    field_checks,
+    header,
+    manifest,
+    names,
+    plan_checks,
+    plan_json,
+    slices,
+    typed_json,
+)
+from shardconv_runtime.format.plan import MAX_MESH_AXES
 
 GOLDEN = json.loads(GOLDEN_PLAN.read_text())
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -50,8 +61,8 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("within", "beyond", "says"),
     [
-        (plan(tp=4096, mesh=[4096]), plan(tp=4097, mesh=[4097]), f"at most {plan_checks.MAX_TP}"),
-        (plan(mesh=[1] * 16), plan(mesh=[1] * 17), f"more than {plan_checks.MAX_MESH_AXES} axes"),
+        (plan(tp=4096, mesh=[4096]), plan(tp=4097, mesh=[4097]), f"at most {field_checks.MAX_TP}"),
+        (plan(mesh=[1] * 16), plan(mesh=[1] * 17), f"more than {MAX_MESH_AXES} axes"),
         (
             parameter(names=["a.{0..999}"]),
             parameter(names=["a.{0..524288}"]),
@@ -91,11 +102,11 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
         (boundary("input" + ".a" * 15), boundary("input" + ".a" * 17), "not a slot"),
         (boundary("input." + "a" * 100), boundary("input." + "a" * 101), "not a slot"),
         (parameter(), parameter(dims=["1" + "*1" * 4000] * 66), f"more than {plan_json.MAX_SIGNS} "),
-        (plan(notes=["a" * 10_000]), plan(notes=["a" * 10_001]), f"more than {plan_checks.MAX_TEXT_LENGTH}"),
+        (plan(notes=["a" * 10_000]), plan(notes=["a" * 10_001]), f"more than {field_checks.MAX_TEXT_LENGTH}"),
         (
             parameter(dims=["1"] * 16),
             parameter(dims=["1"] * 17),
-            f"more than {plan_checks.MAX_TENSOR_DIMS} dims",
+            f"more than {field_checks.MAX_TENSOR_DIMS} dims",
         ),
     ],
     ids=range(15),
@@ -154,14 +165,14 @@ def test_long_headers(tmp_path: Path) -> None:
     [
         *(header.MAX_HEADER_BYTES, header.MAX_NAME_LENGTH, header.MAX_DIMS, typed_json.MAX_CONTAINERS),
         *(
-            plan_checks.MAX_TP,
-            plan_checks.MAX_MESH_AXES,
+            field_checks.MAX_TP,
+            MAX_MESH_AXES,
             names.MAX_NAMES,
             names.MAX_NAME_LENGTH,
             plan_json.MAX_SIGNS,
         ),
-        *(dims.MAX_LEAVES, slices.MAX_RANGES, plan_checks.MAX_RANGES_IN_ALL, plan_checks.MAX_PATH_STEPS),
-        *(plan_checks.MAX_STEP_LENGTH, plan_checks.MAX_TEXT_LENGTH),
+        *(dims.MAX_LEAVES, slices.MAX_RANGES, plan_checks.MAX_RANGES_IN_ALL, field_checks.MAX_PATH_STEPS),
+        *(field_checks.MAX_STEP_LENGTH, field_checks.MAX_TEXT_LENGTH),
     ],
 )
 def test_the_page_names_the_limits(limit: int) -> None:

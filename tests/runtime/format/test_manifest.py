@@ -176,14 +176,14 @@ def test_another_plan_is_refused(converted: Path) -> None:
 
 
 def test_plan_of_another_version_or_tp(converted: Path) -> None:
-    newer = PLAN_TEXT.replace('"version": 4', '"version": 5')
+    newer = PLAN_TEXT.replace('"version": 5', '"version": 6')
     (converted / "plan.json").write_text(newer, "utf-8")
     found = replace(manifest.read(converted), plan_sha256=plan_json.sha256(newer))
-    with pytest.raises(PlanError, match="reads version 4, the file has 5; run `shardconv replan"):
+    with pytest.raises(PlanError, match="reads version 5, the file has 6; run `shardconv replan"):
         manifest.read_plan(converted, found)
     (converted / "plan.json").write_text(PLAN_TEXT, "utf-8")
     with pytest.raises(CheckpointError, match=r"tp is 4 in plan\.json and 2 in manifest\.json"):
-        manifest.read_plan(converted, replace(found, plan_sha256=PLAN_SHA256, tp=2))
+        manifest.read_plan(converted, replace(found, plan_sha256=PLAN_SHA256, tp=2, files=()))
 
 
 def test_directory_without_manifest(tmp_path: Path) -> None:

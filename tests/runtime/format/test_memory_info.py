@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from shardconv_runtime.errors import PlanError
+from shardconv_runtime.errors import PlanError, ShardconvError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan, cache_bytes, prefill_bytes
 from small_models import hand_plan, small_config
@@ -40,15 +41,22 @@ def test_it_is_in_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "message"),
+    ("changes", "message"),
     [
-        (replace(MEMORY, sequence_bytes=-1), "memory.sequence_bytes: must be 0 or more"),
-        (replace(MEMORY, cache=(CacheTerm(8, -1),)), r"memory.cache\[0\].window: must be 0 or more"),
-        (replace(MEMORY, cache=(CacheTerm(2**60),)), r"memory.cache\[0\].token_bytes: must be 0 or more"),
-        (replace(MEMORY, cache=(CacheTerm(8),) * 65), "memory.cache: more than 64 entries"),
-        (replace(MEMORY, prefill=(LiveBytes((0, 2**60, 0)),)), r"memory.prefill\[0\]: a coefficient"),
+        ({"sequence_bytes": -1}, "memory.sequence_bytes: must be 0 or more"),
+        ({"cache": [{"token_bytes": 8, "window": -1}]}, r"memory.cache\[0\].window: must be 0 or more"),
+        ({"cache": [{"token_bytes": 2**60}]}, r"memory.cache\[0\].token_bytes: must be 0 or more"),
+        ({"cache": [{"token_bytes": 8}] * 65}, "memory.cache: more than 64 entries"),
+        ({"prefill": [{"sequence": [0, 2**60, 0]}]}, r"memory.prefill\[0\]: a coefficient"),
     ],
 )
-def test_wrong_numbers_are_refused(memory: MemoryPlan, message: str) -> None:
+def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
+    document = json.loads(plan_json.dumps(replace(hand_plan(small_config(), 2), memory=MEMORY)))
+    document["memory"] |= changes
     with pytest.raises(PlanError, match=f"^{message}"):
-        plan_json.dumps(replace(hand_plan(small_config(), 2), memory=memory))
+        plan_json.loads(json.dumps(document))
+
+
+def test_a_wrong_number_cannot_be_made() -> None:
+    with pytest.raises(ShardconvError, match=r"^token_bytes: must be 0 or more"):
+        CacheTerm(-1)

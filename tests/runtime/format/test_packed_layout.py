@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -37,6 +39,11 @@ DIMS = st.recursive(
 def along(*steps: int) -> tuple[PackedDim, ...]:
     """Dims that run along those of the weight."""
     return tuple(PackedDim(index, step) for index, step in enumerate(steps))
+
+
+def stored(name: str, *dims: tuple[int, int]) -> dict[str, Any]:
+    """A stored tensor as it is in a plan's JSON: (of, step) of its dims."""
+    return {"name": name, "dtype": "int8", "dims": [{"of": of, "step": step} for of, step in dims]}
 
 
 @settings(max_examples=300, deadline=None)
@@ -140,26 +147,23 @@ def test_a_packed_plan_is_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        ((), r"tensors: must be 1 to 16"),
-        ((PackedTensor("q", "int32", (PackedDim(2, 1),)),), r"dims\[0\].of: the weight has 2 dims"),
-        ((PackedTensor("q", "int32", (PackedDim(0, 0),)),), r"dims\[0\].step: must be 1"),
-        ((PackedTensor("q", "int32", (PackedDim(0, 1), PackedDim(0, 1))),), r"two of them run along one dim"),
-        ((PackedTensor("", "int32", along(1, 1)),), r"name: is no name"),
-        ((PackedTensor("a/b", "int32", along(1, 1)),), r"name: is no name"),
-        ((PackedTensor("q", "int33", along(1, 1)),), r"dtype"),
-        ((PackedTensor("q", "int8", along(1, 1)),) * 2, r"two of them have one name"),
-        ((PackedTensor("q", "int8", along(1, 1), (3, 3)),), r"checkpoint_shape: has not as many"),
-        (
-            (PackedTensor("q", "int8", along(4, 1)),),
-            r"sharded inside of the 4 positions for which q \(x\) has one",
-        ),
+        ([], r"tensors: must be 1 to 16"),
+        ([stored("q", (2, 1))], r"tensors\[0\].dims\[0\].of: the weight has 2 dims"),
+        ([stored("q", (0, 0))], r"tensors\[0\].dims\[0\].step: must be 1"),
+        ([stored("q", (0, 1), (0, 1))], r"tensors\[0\].dims: two of them run along one dim"),
+        ([stored("", (0, 1), (1, 1))], r"name: is no name"),
+        ([stored("a/b", (0, 1), (1, 1))], r"name: is no name"),
+        ([stored("q", (0, 1), (1, 1)) | {"dtype": "int33"}], r"dtype"),
+        ([stored("q", (0, 1), (1, 1))] * 2, r"two of them have one name"),
+        ([stored("q", (0, 1), (1, 1)) | {"checkpoint_shape": [3, 3]}], r"checkpoint_shape: has not as many"),
+        ([stored("q", (0, 4), (1, 1))], r"sharded inside of the 4 positions for which q \(x\) has one"),
     ],
 )
-def test_wrong_packings_are_refused(tensors: tuple[PackedTensor, ...], problem: str) -> None:
-    entry = ParameterPlan(
-        ("h.up.weight",), (Leaf(6, (0,)), Leaf(8)), "bfloat16", packing=Packing("x", tensors)
-    )
+def test_wrong_packings_are_refused(tensors: list[dict[str, Any]], problem: str) -> None:
+    right = Packing("x", (PackedTensor("q", "int8", along(1, 1)),))
+    entry = ParameterPlan(("h.up.weight",), (Leaf(6, (0,)), Leaf(8)), "bfloat16", packing=right)
     plan = hand_plan(small_config(), 2)
-    wrong = replace(plan, parameters=(*plan.parameters, entry))
+    document = json.loads(plan_json.dumps(replace(plan, parameters=(*plan.parameters, entry))))
+    document["parameters"][-1]["packing"]["tensors"] = tensors
     with pytest.raises(PlanError, match=problem):
-        plan_json.dumps(wrong)
+        plan_json.loads(json.dumps(document))

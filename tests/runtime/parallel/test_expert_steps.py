@@ -11,7 +11,7 @@ from boundaries import boundary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.errors import PlanError
+from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import CodeInfo, Edit, ModelInfo, ModulePlan, ParameterPlan, Plan
@@ -49,7 +49,7 @@ def entry(layout: Leaf, op: str, local: tuple[int, ...]) -> ModulePlan:
     return ModulePlan(
         ("",),
         "experts",
-        inputs=(boundary("input.ids", op, layout=layout), boundary("input.weights", "zero_foreign")),
+        inputs=(boundary("input.ids", op, layout=layout), boundary("input.weights", "zero_out_of_shard")),
         outputs=(boundary("output", "all_reduce", axes=layout.axes),),
         edits=(Edit("count", layout.size, local),),
         reduce_output=True,
@@ -108,7 +108,7 @@ def test_out_of_shard_ids_are_one_past_the_end() -> None:
 def test_only_bools_that_are_false_are_set(flag: str, message: str) -> None:
     module = Experts(4)
     module.lenient = True
-    with pytest.raises(PlanError, match=f"cannot set {flag}: {message}"):
+    with pytest.raises(ShardconvError, match=f"cannot set {flag}: {message}"):
         raise_flags(module, (flag,))
 
 
@@ -139,9 +139,12 @@ def test_a_plan_with_sharded_experts_on_disk() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"inputs": GOOD.inputs[::-1]}, r"modules\[0\]\.inputs\[0\]: zero_foreign needs a local_rows before"),
-        ({"inputs": GOOD.inputs[1:]}, r"zero_foreign needs a local_rows before"),
-        ({"outputs": (*GOOD.outputs, boundary("output", "zero_foreign"))}, r"needs a local_rows among"),
+        (
+            {"inputs": GOOD.inputs[::-1]},
+            r"^inputs\[0\]: zero_out_of_shard needs a local_rows before",
+        ),
+        ({"inputs": GOOD.inputs[1:]}, r"zero_out_of_shard needs a local_rows before"),
+        ({"outputs": (*GOOD.outputs, boundary("output", "zero_out_of_shard"))}, r"needs a local_rows among"),
         (
             {"outputs": (*GOOD.outputs, boundary("output", "local_rows_or_end", layout=Leaf(4, (0,))))},
             "input only",
@@ -160,10 +163,10 @@ def test_a_plan_with_sharded_experts_on_disk() -> None:
     ],
 )
 def test_a_malformed_plan_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ShardconvError, match=message):
         plan_json.dumps(plan(dataclasses.replace(GOOD, **changes)))  # type: ignore[arg-type]
 
 
 def test_there_are_two_ways_to_shard_experts() -> None:
-    with pytest.raises(PlanError, match=r"^experts: expected one of tp, ep; got 'both'"):
+    with pytest.raises(ShardconvError, match=r"^experts: expected one of tp, ep; got 'both'"):
         plan_json.dumps(dataclasses.replace(plan(GOOD), experts="both"))

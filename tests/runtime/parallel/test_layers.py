@@ -246,7 +246,7 @@ def test_vocab_parallel_embedding(mesh: Mesh, text: str, padding_idx: int | None
                 "vocab",
                 inputs=(boundary("input.input", "local_rows", layout=layout),),
                 outputs=(
-                    boundary("output", "zero_foreign"),
+                    boundary("output", "zero_out_of_shard"),
                     boundary("output", "all_reduce", axes=all_axes(mesh)),
                 ),
                 reduce_output=True,
@@ -580,7 +580,7 @@ def block_plan() -> Plan:
             ("embed",),
             "vocab",
             inputs=(boundary("input.input", "local_rows", layout=vocab),),
-            outputs=(boundary("output", "zero_foreign"), reduce),
+            outputs=(boundary("output", "zero_out_of_shard"), reduce),
             reduce_output=True,
         ),
         ModulePlan(("up",), "column"),

@@ -19,6 +19,7 @@ from torch import Tensor
 COLUMNS = 64
 ROWS, WHOLE = PackedDim(0, 1), PackedDim(None, 1)
 VALUES = (ROWS, PackedDim(1, 1))
+PACKED = {"qweight": (torch.zeros(1, 8, dtype=torch.int32), (PackedDim(1, COLUMNS), ROWS))}
 
 
 def part(method: str, rows: int, tensors: Mapping[str, tuple[Tensor, tuple[PackedDim, ...]]]) -> Part:
@@ -157,7 +158,7 @@ SCALE = {"activation_scale": torch.ones(1)}
         [four_bits(4), four_bits(4, size=64)],
         [four_bits(3, size=128), four_bits(1, size=128)],
         [integers(4), eight_bits(4)],
-        [part("gptq", 8, {}), part("gptq", 8, {})],
+        [part("gptq", 8, PACKED), part("gptq", 8, PACKED)],
     ],
     ids=[
         "part of a block", "other factors", "other blocks", "blocks or none", "inputs quantized or not",

@@ -23,7 +23,7 @@ from packed_ranks import Checkpoint, held_bytes, in_float32
 from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf, Product
-from shardconv_runtime.format.plan import Packing, parameter_plans
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, parameter_plans
 from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.packed_values import Part, fill_module
 
@@ -175,7 +175,8 @@ def test_a_kernel_that_cannot_take_the_local_rows_is_not_used(
     layer = bitsandbytes.nn.Linear4bit(64, rows)
     codes, state = bitsandbytes.functional.quantize_4bit(torch.randn(rows, 64), quant_type="nf4")
     tensors = {"*": codes, **{f"*.{name}": value for name, value in state.as_dict(packed=True).items()}}
-    part = Part(Packing("bnb_4bit", ()), tensors, WeightSlice.whole((rows, 64)), torch.float32)
+    values = PackedTensor("*", "uint8", (PackedDim(0, 1), PackedDim(1, 2)))
+    part = Part(Packing("bnb_4bit", (values,)), tensors, WeightSlice.whole((rows, 64)), torch.float32)
     fill_module(layer, "weight", part)
     assert layer.support_avx512bf16_for_cpu == fits
 

@@ -14,7 +14,10 @@ from shardconv_runtime.parallel.quantizers import Quantized, require_computable
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
-def check(method: str, settings: dict[str, Any], tensors: tuple[PackedTensor, ...] = ()) -> None:
+VALUES = (PackedTensor("*", "uint8", (PackedDim(0, 1), PackedDim(1, 1))),)
+
+
+def check(method: str, settings: dict[str, Any], tensors: tuple[PackedTensor, ...] = VALUES) -> None:
     quantized = Quantized(settings, torch.device("cpu"), torch.bfloat16)
     require_computable(quantized, [Packing(method, tensors)])
 
