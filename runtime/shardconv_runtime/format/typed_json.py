@@ -4,6 +4,9 @@ A field that has its default is not written; every key that is read must be a fi
 the type that the hint says. A dim is written as its text. The classes of a union have one field that no
 caller sets (``init=False``): its default is the tag by which they are told apart. A document is an object
 whose first keys are ``format`` and ``version``.
+
+Our own code, and not msgspec: that reads a plan in 0.02 ms where this takes 1.3 (of a load of 200), but it
+accepts a key that is there twice, needs a hook for dims, and would be one more compiled package.
 """
 
 from __future__ import annotations
