@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -20,7 +20,7 @@ from torch import nn
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.solution import inference_only
 from ..verifying.plans.proof import Proof, Tell, prove
-from ..verifying.plans.simulate import Case, may_be_padded, other_numbers, runs, simulate
+from ..verifying.plans.simulate import Case, OutputsDiffer, may_be_padded, other_numbers, runs, simulate
 from ..verifying.shrinking.shrink import Shrinking
 from ..verifying.shrinking.small_model import FullModel, SmallModel
 from ..verifying.shrinking.small_plan import small_plan
@@ -133,19 +133,37 @@ class NumericCheck:
             SolveError: the ranks compute something else.
         """
         failed: list[str] = []
+        without_gradients: tuple[int, str, Proof] | None = None
         for index, (name, tried) in enumerate(other_numbers(case)):
             try:
                 proof = prove(tried, self.tell)
             except Unprovable as error:
                 failed.append(f"{name}: {shorten(str(error), 200)}")
                 continue
-            self._numbers = index
-            note = f"proven with {name}; the unsharded model fails with {'; '.join(failed)}"
-            return proof, (note,) if failed else ()
+            except OutputsDiffer:
+                if not tried.simulation.amplifies_rounding(tried.inputs):
+                    raise
+                failed.append(f"{name}: it amplifies rounding")
+                continue
+            if proof.wrong_gradient and tried.simulation.amplifies_rounding(tried.inputs, gradients=True):
+                without_gradients = without_gradients or (index, name, proof)
+                failed.append(f"{name}: its gradients amplify rounding")
+                continue
+            break
+        else:
+            if without_gradients is None:
+                raise self._unproven(failed)
+            index, name, proof = without_gradients
+        self._numbers = index
+        note = f"proven with {name}; the unsharded model fails with {'; '.join(failed)}"
+        return proof, (note,) if failed else ()
+
+    def _unproven(self, failed: Sequence[str]) -> SolveError | SourceError:
+        """The error of a model that fails on all numbers that were tried."""
         tensors = self.full.inputs.tensors
         if beyond := beyond_tables(self.full.analysis.tape, list(tensors), tensors):
-            raise SourceError(beyond)
-        raise Unprovable(
+            return SourceError(beyond)
+        return Unprovable(
             "the unsharded model fails on random weights, so that the plan cannot be proven on numbers; "
             f"tried {'; '.join(failed)}; pass --no-check (check=False) to rely on shapes and positions"
         )

@@ -46,6 +46,12 @@ T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
 
 
+LAST_DIGITS = 4
+"""Of units in the last place, by which weights are changed to see what a model makes of rounding."""
+VISIBLE = 0.1
+"""Of the tolerance: a change of results that ranks may exceed, since they round in many places."""
+
+
 class Unprovable(SolveError):
     """The unsharded model itself fails on the weights."""
 
@@ -252,6 +258,42 @@ class Simulation:
         without = replace(inputs, options={**inputs.options, "use_cache": False})
         found = outputs_of(self._unsharded_model(self._precision), without, self._precision)
         return largest_difference(found[:1], want[:1]) > self._precision.tolerance
+
+    def amplifies_rounding(self, inputs: TraceInputs, *, gradients: bool = False) -> bool:
+        """Whether changes in the last digits of the weights change results of the unsharded model visibly.
+
+        Then ranks that sum in another order may differ from it by as much, and a comparison shows nothing. It
+        happens where random weights drive activations apart: softmax saturates, layers repeat.
+
+        Args:
+            inputs: of the call.
+            gradients: of those; else of the outputs.
+
+        Raises:
+            Unprovable: the unsharded model fails.
+        """
+        want = self._reference(inputs)[0]
+        precision = self._precision
+        changed = self._new_unsharded(precision)
+        generator = torch.Generator().manual_seed(0)
+        digits = LAST_DIGITS * torch.finfo(precision.dtype).eps
+        tensors = {n: t for n, t in stored_tensors(changed) if n in self.entries}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                signs = torch.randint(0, 2, tensor.shape, generator=generator).mul_(2).sub_(1)
+                tensors[name] = tensor.detach() * (1 + digits * signs.to(tensor.dtype))
+        fill(changed, tensors, gradients=True)
+        if not gradients:
+            difference = largest_difference(outputs_of(changed, inputs, precision), want)
+        else:
+            inputs, exact, problem = usable_gradients(
+                lambda: self._unsharded_model(precision), inputs, precision
+            )
+            if problem:
+                return False
+            found = gradients_of(changed, inputs, precision)
+            difference = max(largest_difference([found[name]], [exact[name]]) for name in exact)
+        return difference > precision.tolerance * VISIBLE
 
     def needed_bytes(self) -> int:
         """Float64 copies of the unsharded model and of all ranks."""

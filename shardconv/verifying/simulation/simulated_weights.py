@@ -20,9 +20,13 @@ class Draw:
     seed: int = 0
     scale: float = 1.0
     """Of matrices; at 1 activations keep their range."""
+    vectors: float = 1.0
+    """Of parameters of one dim, which are about as large as this."""
 
     def __str__(self) -> str:
-        return f"seed {self.seed}" + (f", matrices times {self.scale}" if self.scale != 1 else "")
+        matrices = f", matrices times {self.scale}" if self.scale != 1 else ""
+        vectors = f", vectors times {self.vectors}" if self.vectors != 1 else ""
+        return f"seed {self.seed}{matrices}{vectors}"
 
 
 USUAL = Draw()
@@ -83,7 +87,7 @@ def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dim() < 2:
-        return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
+        return (torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5) * draw.vectors
     inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # of convolutions; of products
     size = math.sqrt(math.prod(inputs)) / draw.scale
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(size)
