@@ -19,6 +19,7 @@ import shardconv_runtime
 import torch
 import transformers
 from checkpoints import CONFIGS, save_causal
+from quick_calls import real_unfreeze
 from torch import nn
 
 import shardconv

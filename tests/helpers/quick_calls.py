@@ -26,9 +26,11 @@ importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 
 def _stay_frozen() -> None:
-    """What the solver has frozen stays so: thawed, the millions of objects that were imported would be in every
-    search for garbage, a quarter of a second each, and simulated ranks ask for dozens. ``conftest.py`` thaws
-    them when garbage has piled up."""
+    """Leave frozen what the solver has frozen; ``conftest.py`` thaws it when garbage has piled up.
+
+    Else the million objects that were imported are in every search for garbage, which then takes a quarter of
+    a second, and simulated ranks ask for dozens.
+    """
 
 
 gc.unfreeze = _stay_frozen
