@@ -33,7 +33,7 @@ from shardconv.arguments import SolveOptions
 
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW_TIMEOUT_S = 7200
-GARBAGE_BYTES = 2**29
+GARBAGE_BYTES = 2**28
 """How much larger this process becomes before all of its objects are searched for garbage."""
 SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
@@ -105,17 +105,17 @@ def _frozen() -> None:
 
     Garbage among what is frozen is freed when this process has become much larger.
     """
-    if (held := _resident_bytes()) > _Memory.swept_at + GARBAGE_BYTES:
+    if _resident_bytes() > _Memory.swept_at + GARBAGE_BYTES:
         quick_calls.real_unfreeze()
         gc.collect()
-        _Memory.swept_at = max(held, _resident_bytes())
+        _Memory.swept_at = _resident_bytes()
     gc.collect()
     gc.freeze()
 
 
 class _Memory:
-    swept_at = 2**30
-    """Resident bytes after garbage was last searched among all objects; at first, about what is imported."""
+    swept_at = 0
+    """Resident bytes after garbage was last searched among all objects."""
 
 
 def _resident_bytes() -> int:
