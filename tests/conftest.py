@@ -22,7 +22,7 @@ os.environ["SHARDCONV_STRICT_RULES"] = "1"
 
 import hypothesis
 import pytest
-import quick_calls  # noqa: F401  (before the code that is tested)
+import quick_calls  # before the code that is tested
 import torch
 import transformers
 from shardconv_runtime.format.plan import Plan
@@ -33,6 +33,8 @@ from shardconv.arguments import SolveOptions
 
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW_TIMEOUT_S = 7200
+GARBAGE_BYTES = 2**28
+"""How much larger this process becomes before all of its objects are searched for garbage."""
 SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
 torch.set_num_threads(1)
@@ -99,9 +101,26 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """The same for what the tests before have imported: a compiler has a million objects."""
+    """The same for what the tests before have imported: a compiler has a million objects.
+
+    Garbage among what is frozen is freed when this process has become much larger.
+    """
+    if _resident_bytes() > _Memory.swept_at + GARBAGE_BYTES:
+        quick_calls.real_unfreeze()
+        gc.collect()
+        _Memory.swept_at = _resident_bytes()
     gc.collect()
     gc.freeze()
+
+
+class _Memory:
+    swept_at = 0
+    """Resident bytes after garbage was last searched among all objects."""
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -213,11 +213,11 @@ class AxisVariables:
             Infeasible: every choice breaks a constraint.
         """
         problem = Problem(len(self.keys))
-        zero = {self._root(v) for v in self.zero}
-        for variables, table in self.costs:
-            self._add_to(problem, [self._root(v) for v in variables], table, zero)
-        values = problem.solve()
         roots = [self._root(v) for v in range(len(self.keys))]
+        zero = {roots[v] for v in self.zero}
+        for variables, table in self.costs:
+            self._add_to(problem, [roots[v] for v in variables], table, zero)
+        values = problem.solve()
         chosen = [
             key for key, root in zip(self.keys, roots, strict=True) if root not in zero and values[root]
         ]
@@ -229,6 +229,10 @@ class AxisVariables:
     @staticmethod
     def _add_to(problem: Problem, variables: list[int], table: Table, zero: set[int]) -> None:
         """Add a cost after fixing zeros and joining variables that are the same."""
+        if len(variables) == 1:
+            if variables[0] not in zero:
+                problem.add(variables, table)
+            return
         names = list(dict.fromkeys(v for v in variables if v not in zero))
         if not names:
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,11 @@ class Problem:
 
     def add(self, variables: Sequence[int], table: Table) -> None:
         """Add a cost table: one dim of length 2 for each of the (distinct) variables."""
-        order = sorted(range(len(variables)), key=lambda i: variables[i])
-        key = tuple(variables[i] for i in order)
-        moved = np.transpose(table, order)
+        key, moved = tuple(variables), table
+        if any(a > b for a, b in pairwise(key)):
+            order = sorted(range(len(variables)), key=lambda i: variables[i])
+            key = tuple(variables[i] for i in order)
+            moved = table.transpose(order)
         known = self._tables.get(key)
         self._tables[key] = moved if known is None else known + moved
 

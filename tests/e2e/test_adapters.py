@@ -50,19 +50,21 @@ class Adapted:
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Adapted]:
-    """For so many ranks."""
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Adapted]:
+    """For so many ranks, with these adapters planned."""
     made: dict[int, Adapted] = {}
 
-    def of(tp: int) -> Adapted:
+    def of(tp: int, *names: str) -> Adapted:
         if tp not in made:
             found = made[tp] = Adapted(tmp_path_factory.mktemp(f"adapted-{tp}"), tp)
             save_base(found.base)
             save_adapters(found.base, found.root / "adapters")
             shardconv.convert(found.base, found.out, tp, sequence_parallel=True)
-            for name, directory in found.directories.items():
-                shardconv.adapt(found.out, found.root / "adapters" / name, directory)
-        return made[tp]
+        found = made[tp]
+        for name in names:
+            if not found.directories[name].exists():
+                shardconv.adapt(found.out, found.root / "adapters" / name, found.directories[name])
+        return found
 
     return of
 
@@ -128,8 +130,8 @@ def use_several(found: Adapted) -> list[str]:
 
 
 @pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_several_adapters_do_what_they_do_in_one_process(adapted: Callable[[int], Adapted], tp: int) -> None:
-    found = adapted(tp)
+def test_several_adapters_do_what_they_do_in_one_process(adapted: Callable[..., Adapted], tp: int) -> None:
+    found = adapted(tp, *CONFIGS)
     assert run_processes(tp, use_several, found) == [[]] * tp
     ids = tokens()
     for name in CONFIGS:
@@ -189,9 +191,9 @@ def compare_gradients(found: Adapted, name: str, sequence: bool, recompute: bool
     ],
 )
 def test_gradients_are_those_of_one_process(
-    adapted: Callable[[int], Adapted], tp: int, name: str, sequence: bool, recompute: bool
+    adapted: Callable[..., Adapted], tp: int, name: str, sequence: bool, recompute: bool
 ) -> None:
-    found = run_processes(tp, compare_gradients, adapted(tp), name, sequence, recompute)
+    found = run_processes(tp, compare_gradients, adapted(tp, name), name, sequence, recompute)
     assert found == [[]] * tp
 
 
@@ -212,7 +214,7 @@ def train_new(found: Adapted, split: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trained(adapted: Callable[[int], Adapted]) -> Callable[[str], Any]:
+def trained(adapted: Callable[..., Adapted]) -> Callable[[str], Any]:
     """Gives the curve of each way to split the model, which was trained and saved once."""
     found = adapted(2)
     shardconv.adapt(found.out, NEW, found.root / "planned-new", seed=3, overwrite=True, check=False)
@@ -221,7 +223,7 @@ def trained(adapted: Callable[[int], Adapted]) -> Callable[[str], Any]:
 
 @pytest.mark.parametrize("split", [pytest.param("afterwards", marks=pytest.mark.slow), "while loading"])
 def test_a_new_adapter_is_trained_as_in_one_process(
-    adapted: Callable[[int], Adapted], trained: Callable[[str], Any], split: str
+    adapted: Callable[..., Adapted], trained: Callable[[str], Any], split: str
 ) -> None:
     found, curve = adapted(2), trained(split)
     torch.manual_seed(3)
@@ -244,7 +246,7 @@ def go_on(found: Adapted, adapter: Path, state: Path) -> Any:
 
 
 def test_training_goes_on_with_another_number_of_processes(
-    adapted: Callable[[int], Adapted], trained: Callable[[str], Any], tmp_path: Path
+    adapted: Callable[..., Adapted], trained: Callable[[str], Any], tmp_path: Path
 ) -> None:
     two, three = adapted(2), adapted(3)
     trained("while loading")
@@ -294,7 +296,7 @@ def add(found: Adapted) -> tuple[bool, bool, list[str]]:
     return same, shares, refused
 
 
-def test_adapters_that_are_added_to_a_loaded_model(adapted: Callable[[int], Adapted]) -> None:
+def test_adapters_that_are_added_to_a_loaded_model(adapted: Callable[..., Adapted]) -> None:
     for same, shares, refused in run_processes(2, add, adapted(2)):
         assert same
         assert shares
@@ -334,7 +336,7 @@ def results_of(out: Path, directory: Path, saved: Path) -> tuple[list[Tensor], s
 @pytest.mark.parametrize(
     "kind", [k if k.startswith(("e", "b")) else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 )
-def test_other_kinds_of_adapters(adapted: Callable[[int], Adapted], kind: str, tmp_path: Path) -> None:
+def test_other_kinds_of_adapters(adapted: Callable[..., Adapted], kind: str, tmp_path: Path) -> None:
     found = adapted(2)
     whole = save_adapters(found.base, tmp_path / "saved", {"default": KINDS[kind]})
     shardconv.adapt(found.out, tmp_path / "saved", tmp_path / "planned")
@@ -351,7 +353,7 @@ def test_other_kinds_of_adapters(adapted: Callable[[int], Adapted], kind: str, t
 
 
 def test_what_would_change_the_layout_of_the_model_is_refused(
-    adapted: Callable[[int], Adapted], tmp_path: Path
+    adapted: Callable[..., Adapted], tmp_path: Path
 ) -> None:
     found = adapted(2)
     save_adapters(found.base, tmp_path / "saved", {"default": low_rank(["o_proj"], use_dora=True)})
@@ -364,10 +366,10 @@ def load_other(found: Adapted, directory: Path) -> None:
     shardconv_runtime.load(found.out, adapter=directory)
 
 
-def test_adapters_of_other_conversions_are_refused_on_all_ranks(adapted: Callable[[int], Adapted]) -> None:
-    two, three = adapted(2), adapted(3)
+def test_adapters_of_other_conversions_are_refused_on_all_ranks(adapted: Callable[..., Adapted]) -> None:
+    two, three = adapted(2), adapted(3, "everything")
     for directory, message in (
-        (three.directories["attention"], "was adapted for another conversion"),
+        (three.directories["everything"], "was adapted for another conversion"),
         (two.root / "adapters" / "attention", "run `shardconv adapt"),
         (two.base, "it has no adapter_config.json"),
     ):

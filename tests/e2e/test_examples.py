@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from distributed import run_processes
 from safetensors.torch import load_file
 
@@ -91,6 +92,7 @@ def history(output: Path) -> tuple[Losses, list[float]]:
 def test_the_trainer_and_resumed(models: Path, tmp_path: Path) -> None:
     """Also evaluation, whose last batch is not full."""
     pytest.importorskip("accelerate")
+    assert transformers.Trainer  # is imported here once, and not by each rank
     common = ["--batch", "4", "--length", "64", "--accumulate", "2", "--steps", "4", "--save-every", "2"]
     common += ["--eval-file", str(EXAMPLES / "small" / "config.json")]
     unsharded = ["--model", str(models / "plain"), "--unsharded", "--output", str(tmp_path / "unsharded")]

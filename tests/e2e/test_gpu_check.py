@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked, run_script
 from places import ROOT
 
 COMMAND = ROOT / "scripts" / "gpu_check"
@@ -48,9 +49,16 @@ def run(*arguments: str, **env: str) -> tuple[int, list[str], str]:
     return child.returncode, out.splitlines(), errors
 
 
+def run_forked_here(*arguments: str) -> tuple[int, list[str], str]:
+    """The same in a fork of this process, which need not import torch again; no section can run in time."""
+    script = COMMAND.with_suffix(".py")
+    done = run_forked(run_script, script, argv=[str(script), *arguments], timeout=TIMEOUT_S)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_was_not_checked(tmp_path: Path) -> None:
-    code, output, errors = run("--json", str(tmp_path / "found.json"))
+    code, output, errors = run_forked_here("--json", str(tmp_path / "found.json"))
     assert code == 0, errors
     *lines, verdict, count = output
     assert [line.split()[:3] for line in lines] == [["not", "checked", name] for name in NAMES]
@@ -152,7 +160,7 @@ def test_a_section_that_takes_too_long_fails_and_the_next_one_is_run(tmp_path: P
 
 
 def test_sections_for_which_there_is_no_time_are_named_at_the_end(tmp_path: Path) -> None:
-    code, output, _ = run(*on_the_cpu(tmp_path, "--seconds", "5", "--sections", "rank", "load"))
+    code, output, _ = run_forked_here(*on_the_cpu(tmp_path, "--seconds", "5", "--sections", "rank", "load"))
     assert code == 0
     assert output[-3:] == [
         "nothing was checked on a GPU",
@@ -163,7 +171,9 @@ def test_sections_for_which_there_is_no_time_are_named_at_the_end(tmp_path: Path
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_is_killed_leaves_the_rows_it_has(tmp_path: Path, how: signal.Signals) -> None:
-    child = start(*on_the_cpu(tmp_path, "--sections", "rank", "load"))
+    """Also from a clone that is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(NO_METADATA)
+    child = start(*on_the_cpu(tmp_path, "--sections", "rank", "load"), PYTHONPATH=str(tmp_path))
     deadline = time.monotonic() + 120
     while not (tmp_path / "a.json").exists() or len(lines_of(tmp_path)) < 2:
         assert time.monotonic() < deadline

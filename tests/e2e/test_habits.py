@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcom
 
 
 def all_unsharded(plain: Path, root: Path) -> dict[str, Outcome]:
-    def load(dtype: Any = torch.float64, training: bool = False, **other: Any) -> Any:
+    @cache
+    def shared_model() -> Any:
+        return load()
+
+    def load(dtype: Any = torch.float64, training: bool = False, shared: bool = False, **other: Any) -> Any:
+        if shared:
+            return shared_model()
         return transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).eval()
 
     place = Place(root / "of one", plain, 0, 1)
@@ -46,7 +53,13 @@ def all_unsharded(plain: Path, root: Path) -> dict[str, Outcome]:
 
 
 def all_on_rank(out: Path, plain: Path, root: Path) -> dict[str, Outcome]:
-    def load(**options: Any) -> Any:
+    @cache
+    def shared_model() -> Any:
+        return load()
+
+    def load(shared: bool = False, **options: Any) -> Any:
+        if shared:
+            return shared_model()
         return shardconv_runtime.load(out, **{"dtype": torch.float64, "timeout_s": 20} | options)
 
     place = Place(root / "of two", plain, int(os.environ["RANK"]), 2)

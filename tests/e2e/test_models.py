@@ -22,7 +22,6 @@ from torch import Tensor
 import shardconv
 
 CASES = [
-    ("llama", 1),
     ("gemma2", 2),  # windows, soft caps, norms behind the blocks
     ("olmo2", 2),  # norms over a sharded dim
     ("phi3", 2),  # fused matrices of segments

@@ -1,4 +1,4 @@
-"""The server, started by torchrun, as a client of OpenAI's API sees it."""
+"""The server, as a client of OpenAI's API sees it: its ranks are forked, and in the slow tests torchrun's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import VOCAB, save_causal
-from distributed import free_port
+from distributed import free_port, torchrun_env
+from forked import Forked, run_forked
+from shardconv_runtime import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +58,6 @@ class Serving:
     """A running server, and the unsharded model."""
 
     port: int
-    process: subprocess.Popen[str]
     unsharded: Any
     tokenizer: Any
 
@@ -77,27 +78,42 @@ class Serving:
         return decoded
 
 
+def arguments(out: Path, port: int) -> list[str]:
+    """Of a small server."""
+    sizes = ["--num-blocks", "32", "--max-batch-tokens", "64"]
+    return [str(out), "--port", str(port), "--name", "tiny", *sizes]
+
+
+def fork_ranks(out: Path, port: int) -> list[Forked]:
+    """Both ranks of a server, as torchrun starts them; they need not import torch again."""
+    others = free_port()
+    return [
+        Forked(
+            _exit_with,
+            serve.main,
+            argv=["serve", *arguments(out, port)],
+            env=os.environ | torchrun_env(rank, 2, others) | {"TRANSFORMERS_VERBOSITY": "error"},
+        )
+        for rank in range(2)
+    ]
+
+
+def _exit_with(main: Callable[[], int]) -> None:
+    sys.exit(main())
+
+
 def start(out: Path, port: int, tp: int) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
-    options = [
-        "--port",
-        port,
-        "--name",
-        "tiny",
-        "--num-blocks",
-        32,
-        "--max-batch-tokens",
-        64,
-    ]
-    command = [*torchrun, "-m", "shardconv_runtime.serve", str(out), *map(str, options)]
+    command = [*torchrun, "-m", "shardconv_runtime.serve", *arguments(out, port)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
-def wait_until_healthy(port: int, process: subprocess.Popen[str]) -> None:
+def wait_until_healthy(port: int, *processes: subprocess.Popen[str] | Forked) -> None:
     end = time.monotonic() + START_S
     while time.monotonic() < end:
-        assert process.poll() is None, process.stdout and process.stdout.read()
+        for process in processes:
+            assert process.poll() is None, process.communicate(timeout=1)
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
         except OSError:
@@ -116,14 +132,15 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     shardconv.convert(source, root / "out", tp=2)
     unsharded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
     port = free_port()
-    process = start(root / "out", port, 2)
+    ranks = fork_ranks(root / "out", port)
     try:
-        wait_until_healthy(port, process)
-        yield Serving(port, process, unsharded, transformers.AutoTokenizer.from_pretrained(source))
+        wait_until_healthy(port, *ranks)
+        yield Serving(port, unsharded, transformers.AutoTokenizer.from_pretrained(source))
     finally:
-        process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=60)
-    assert "Error" not in printed.replace("SignalException", ""), printed
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        printed = ["".join(rank.communicate(timeout=60)) for rank in ranks]
+    assert not any("Error" in each for each in printed), printed
 
 
 def test_models(serving: Serving) -> None:
@@ -537,10 +554,11 @@ def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_
     found = json.loads((source / "generation_config.json").read_text())
     (source / "generation_config.json").write_text(json.dumps({**found, "no_repeat_ngram_size": 2}))
     shardconv.convert(source, tmp_path / "out", tp=1, check=False)
-    process = start(tmp_path / "out", free_port(), 1)
-    printed, _ = process.communicate(timeout=START_S)
-    assert process.returncode != 0
-    assert "--ignore no_repeat_ngram_size" in printed
+    argv = ["serve", *arguments(tmp_path / "out", free_port())]
+    env = os.environ | torchrun_env(0, 1, free_port())
+    done = run_forked(_exit_with, serve.main, argv=argv, env=env, timeout=START_S)
+    assert done.returncode == 1
+    assert "--ignore no_repeat_ngram_size" in done.stderr
 
 
 def test_a_prompt_whose_logits_are_not_numbers(tmp_path: Path) -> None:
@@ -556,7 +574,7 @@ def test_a_prompt_whose_logits_are_not_numbers(tmp_path: Path) -> None:
     process = start(tmp_path / "out", port, 2)
     try:
         wait_until_healthy(port, process)
-        served = Serving(port, process, model, transformers.AutoTokenizer.from_pretrained(source))
+        served = Serving(port, model, transformers.AutoTokenizer.from_pretrained(source))
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match="not numbers for this prompt"):
                 served.client.completions.create(model="tiny", prompt="w90 w5", max_tokens=4)

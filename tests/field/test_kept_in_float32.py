@@ -110,24 +110,36 @@ def load_all(cells: list[tuple[Path, Path, torch.dtype | None]]) -> list[list[di
     return found
 
 
-def test_dtypes_are_those_of_from_pretrained(tmp_path: Path) -> None:
-    """In each cell of what is stored, converted to, and loaded as."""
+STORED_AND_CONVERTED = (
+    *((name, F32, None) for name in MODELS),
+    ("router", BF16, None),
+    ("router", F32, F16),
+    ("for_float16", F32, F16),
+    ("parameters", F32, BF16),
+)
+
+
+@pytest.mark.parametrize("in_all_dtypes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dtypes_are_those_of_from_pretrained(in_all_dtypes: bool, tmp_path: Path) -> None:
+    """In each cell of what is stored, converted to, and loaded as.
+
+    By default in both half precisions, and where a model was converted from one dtype to another in one.
+    """
     cells: list[tuple[Path, Path, torch.dtype | None]] = []
     wanted = []
-    for name, stored, converted in [
-        *((name, F32, None) for name in MODELS),
-        ("router", BF16, None),
-        ("router", F32, F16),
-        ("for_float16", F32, F16),
-        ("parameters", F32, BF16),
-    ]:
+    for name, stored, converted in STORED_AND_CONVERTED:
+        others = (F32, BF16, F16)
+        if not in_all_dtypes:
+            others = (
+                (BF16, F16) if (stored, converted) == (F32, None) else (BF16 if converted == F16 else F16,)
+            )
         source = tmp_path / f"{name}-{stored}"
         if not source.exists():
             save(name, source, stored)
         out = tmp_path / f"{name}-{stored}-{converted}"
         dtype = None if converted is None else str(converted).removeprefix("torch.")
         shardconv.convert(source, out, tp=2, dtype=dtype, check=False)
-        for loaded in (None, F32, BF16, F16):
+        for loaded in (None, *others):
             cells.append((source, out, loaded))
             reference = MODELS[name][1].from_pretrained(source, dtype=loaded or converted or stored)
             wanted.append(dtypes_of(reference))

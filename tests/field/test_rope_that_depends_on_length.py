@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batches import pages
 from checkpoints import CONFIGS, save_causal
 from one_and_ranks import of_one, of_ranks, require_refused, require_same
 from shardconv_runtime.inference import paged_check
@@ -46,7 +47,9 @@ def answers(model: Any, *prompts: list[int]) -> Tensor:
     config = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    found = model.generate_batch(prompts, generation_config=config)
+    found = model.generate_batch(
+        prompts, generation_config=config, continuous_batching_config=pages(max_batch_tokens=128)
+    )
     return torch.tensor([answer.generated_tokens for answer in found.values()])
 
 

@@ -51,12 +51,23 @@ def refused(do: Callable[[Load, Place], Result]) -> Callable[[Load, Place], Resu
     return habit(do)
 
 
-def call(name: str, use: Callable[[Any], Result], *, is_refused: bool = False, **options: Any) -> None:
-    """A habit that uses a model which was loaded with options."""
+def call(
+    name: str,
+    use: Callable[[Any], Result],
+    *,
+    is_refused: bool = False,
+    changes: bool = False,
+    **options: Any,
+) -> None:
+    """A habit that uses a model which was loaded with options.
+
+    Those that load it without options and leave it as it was share one; with ``changes``, it has its own.
+    """
+    shares = not (options or changes or is_refused)
 
     def do(load: Load, place: Place) -> Result:
         with torch.no_grad():
-            return list(use(load(**options)))
+            return list(use(load(shared=True) if shares else load(**options)))
 
     HABITS[name] = do
     if is_refused:
@@ -117,11 +128,11 @@ call("argmax", lambda m: [m(IDS).logits.argmax(-1)])
 call("in_inference_mode", lambda m: [torch.inference_mode()(m)(IDS).logits.clone()])
 call("autocast", lambda m: [torch.autocast("cpu", torch.bfloat16)(m)(IDS).logits.float()], dtype="float32")
 call("under_grad", lambda m: [torch.enable_grad()(m)(IDS).logits.detach()])
-call("hook_on_the_model", lambda m: hooked(m))
-call("pre_hook_on_the_model", lambda m: pre_hooked(m))
+call("hook_on_the_model", lambda m: hooked(m), changes=True)
+call("pre_hook_on_the_model", lambda m: pre_hooked(m), changes=True)
 call("functional_call", lambda m: [torch.func.functional_call(m, dict(m.named_parameters()), IDS).logits])
-call("eager_attention", lambda m: [m.set_attn_implementation("eager"), m(IDS).logits][1:])
-call("sdpa_attention", lambda m: [m.set_attn_implementation("sdpa"), m(IDS).logits][1:])
+call("eager_attention", lambda m: [m.set_attn_implementation("eager"), m(IDS).logits][1:], changes=True)
+call("sdpa_attention", lambda m: [m.set_attn_implementation("sdpa"), m(IDS).logits][1:], changes=True)
 
 
 def hooked(model: Any) -> Result:
@@ -210,7 +221,7 @@ generated("padded", do_sample=False, attention_mask=LEFT)
 generated("long_time", do_sample=False, max_time=100.0)
 call("generate_scores", lambda m: scores(m))
 call("generate_from_embeddings", lambda m: from_embeddings(m))
-call("generate_by_config", lambda m: by_config(m))
+call("generate_by_config", lambda m: by_config(m), changes=True)
 call(
     "generate_streamed",
     lambda m: seeded(m, inputs=IDS[:1], attention_mask=None, do_sample=False, streamer=Null()),
@@ -261,16 +272,16 @@ call("print", lambda m: [torch.tensor(len(repr(m)) > 100)])
 
 
 # Changing.
-call("cast_to_bfloat16", lambda m: [m.bfloat16()(IDS).logits.float()])
-call("cast_to_float32", lambda m: [m.to(torch.float32)(IDS).logits])
-call("move_to_a_device", lambda m: [m.to("cpu")(IDS).logits])
-call("freeze", lambda m: [m.requires_grad_(False)(IDS).logits])
+call("cast_to_bfloat16", lambda m: [m.bfloat16()(IDS).logits.float()], changes=True)
+call("cast_to_float32", lambda m: [m.to(torch.float32)(IDS).logits], changes=True)
+call("move_to_a_device", lambda m: [m.to("cpu")(IDS).logits], changes=True)
+call("freeze", lambda m: [m.requires_grad_(False)(IDS).logits], changes=True)
 call("deep_copy", lambda m: [copy.deepcopy(m)(IDS).logits])
-call("compile", lambda m: [torch.compile(m, backend="eager")(IDS).logits])
-call("scale_all_weights", lambda m: [[p.mul_(1.1) for p in m.parameters()], m(IDS).logits][1:])
-call("tie_weights", lambda m: [m.tie_weights(), m(IDS).logits][1:])
-call("load_own_state", lambda m: [m.load_state_dict(m.state_dict()), m(IDS).logits][1:])
-call("average_of_models", lambda m: [torch.optim.swa_utils.AveragedModel(m).module(IDS).logits])
+call("compile", lambda m: [torch.compile(m, backend="eager")(IDS).logits], changes=True)
+call("scale_all_weights", lambda m: [[p.mul_(1.1) for p in m.parameters()], m(IDS).logits][1:], changes=True)
+call("tie_weights", lambda m: [m.tie_weights(), m(IDS).logits][1:], changes=True)
+call("load_own_state", lambda m: [m.load_state_dict(m.state_dict()), m(IDS).logits][1:], changes=True)
+call("average_of_models", lambda m: [torch.optim.swa_utils.AveragedModel(m).module(IDS).logits], changes=True)
 call("resize_the_vocabulary", lambda m: [m.resize_token_embeddings(300)], is_refused=True)
 call("draw_new_weights", lambda m: [m.init_weights()], is_refused=True)
 call("add_an_adapter", lambda m: [m.add_adapter(None)], is_refused=True)

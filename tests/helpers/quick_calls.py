@@ -7,10 +7,12 @@ that start a new interpreter sync as always. The calls are replaced when this mo
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import os
 
 real_fsync = os.fsync
+real_unfreeze = gc.unfreeze
 
 
 def _check(handle: int) -> None:
@@ -21,3 +23,14 @@ def _check(handle: int) -> None:
 os.fsync = os.fdatasync = _check
 # The metadata of a distribution is parsed anew each time, and does not change while tests run.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
+
+
+def _stay_frozen() -> None:
+    """Leave frozen what the solver has frozen; ``conftest.py`` thaws it when garbage has piled up.
+
+    Else the million objects that were imported are in every search for garbage, which then takes a quarter of
+    a second, and simulated ranks ask for dozens.
+    """
+
+
+gc.unfreeze = _stay_frozen

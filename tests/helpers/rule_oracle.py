@@ -25,6 +25,7 @@ from shardconv.dim_analysis.rule_builder import Arguments
 from shardconv.dim_analysis.rules import RULES, views
 from shardconv.planning.layout import Layouts
 from shardconv.solving.axis_variables import SolverInput
+from shardconv.solving.elimination import Table
 from shardconv.solving.mesh_axis_problem import AxisProblem
 from shardconv.solving.solve import Assignment
 from shardconv.tracing.fold import Folded
@@ -112,6 +113,10 @@ def assignments(analysis: Analysis, extent: int) -> Iterator[Assignment]:
     given = SolverInput(analysis, (), Folded(analysis.tape))
     generator = np.random.default_rng(extent)
     problem = AxisProblem(given, extent, {})
+    summed: dict[tuple[int, ...], Table] = {}  # it is solved many times
+    for variables, table in problem.costs:
+        summed[variables] = summed[variables] + table if variables in summed else table
+    problem.costs = list(summed.items())
     num, num_costs = len(problem.keys), len(problem.costs)
     seen: set[tuple[Any, ...]] = set()
     for wanted, much in itertools.product(range(num), (False, True)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from ..errors import PlanError
@@ -90,6 +91,7 @@ def dumps(plan: Plan) -> str:
     return text
 
 
+@lru_cache(maxsize=4)  # a load asks for its plan two or three times; plans are frozen
 def loads(text: str) -> Plan:
     """Read a plan from JSON.
 

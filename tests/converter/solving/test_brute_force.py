@@ -28,6 +28,10 @@ from shardconv.tracing.tape import Mark
 from shardconv.tracing.trace import trace
 
 NUM_MODELS = 40
+SEEDS = [
+    seed if seed < NUM_MODELS // 2 else pytest.param(seed, marks=pytest.mark.slow)
+    for seed in range(NUM_MODELS)
+]
 BATCH, LENGTH, WIDTH = 3, 11, 6
 
 
@@ -157,7 +161,7 @@ def solved_and_cheapest(seed: int, extent: int) -> Iterator[tuple[float, float]]
 
 
 @pytest.mark.parametrize("extent", [2, 3])
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_assignment_is_cheaper(seed: int, extent: int) -> None:
     prices = list(solved_and_cheapest(seed, extent))
     if not prices:
@@ -173,7 +177,7 @@ def test_most_models_are_small_enough_and_worth_sharding() -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_complete_solver(seed: int, tp: int) -> None:
     """What ``solve`` returns is the cheapest for what it takes a saved element to be worth."""
     analysis = tiny(seed)
