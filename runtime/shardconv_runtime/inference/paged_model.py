@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,18 +112,15 @@ class PagedModel:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, uncompiled: a graph of ``load(compile=True)`` knows no pages."""
-        token, link = PAGED.set(True), self._link
-        shared = link is None or link.shares_results
+        token = PAGED.set(True)
         try:
-            if link is not None:
-                link.shares_results = False  # the chosen tokens are sent, not the logits
-            output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
-            self._check.compare(self.unwrapped, inputs, output.logits)
-            return output
+            # The last stage sends the chosen tokens, not the logits.
+            with nullcontext() if self._link is None else self._link.keeping_results():
+                output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
+                self._check.compare(self.unwrapped, inputs, output.logits)
+                return output
         finally:
             PAGED.reset(token)
-            if link is not None:
-                link.shares_results = shared
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         return self.unwrapped._call_impl(**inputs)

@@ -64,18 +64,17 @@ class _Running:
                     f"{name} asks for what every layer computes, which a model with stages does not collect; "
                     "load a directory that was converted without --pp"
                 )
-        self._link.depth += 1
-        self._link.handed_on.clear()
+        self._link.begin_call()
 
     def leave(self, *_: Any) -> None:
         """It has returned, or failed."""
-        self._link.depth = max(0, self._link.depth - 1)
+        self._link.end_call()
 
     def require(self, fqn: str) -> Any:
         """A hook that refuses a call of one of its modules by itself."""
 
         def check(module: nn.Module, args: Any) -> None:
-            if not self._link.depth:
+            if not self._link.is_called:
                 raise ShardconvError(
                     f"{fqn} has layers on several stages; call the model itself, whose results all get"
                 )
@@ -272,7 +271,7 @@ class _Sender:
             if tuple(item.shape) != shape or item.dtype != dtype:
                 found = f"{item.dtype} {list(item.shape)}, where {dtype} {list(shape)} was expected"
                 raise _other_form(forms.fqn, found)
-            self._link.pass_on((forms.fqn, value.item), item, value.to)
+            self._link.send((forms.fqn, value.item), item, value.to)
 
 
 def _other_form(fqn: str, what: str) -> ShardconvError:
@@ -300,13 +299,12 @@ class _Sharer:
         Raises:
             ShardconvError: a module was not called whose results are for another stage.
         """
-        if missing := self._expected[self.link.stage] - self.link.handed_on:
+        if missing := self.link.missing(self._expected[self.link.stage]):
             raise ShardconvError(
                 f"{min(missing)[0]} was not called, whose results another stage needs: this call leaves it "
                 "out; convert with other --stages"
             )
-        if self.link.shares_results:
-            self.link.share(returned_tensors(model, output))
+        self.link.share_results(returned_tensors(model, output))
 
 
 def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:

@@ -192,12 +192,12 @@ class StandIn(nn.Module):
 
     def is_wanted(self) -> bool:
         """Whether a pass is running of a stage that does not have the module."""
-        return self._link.depth > 0 and self._link.stage not in self.stages
+        return self._link.is_called and self._link.stage not in self.stages
 
     def results(self, *args: Any, **kwargs: Any) -> Any:
         """What the module would return, in shape; in value only what its stage has sent."""
         forms: StandInForms = self._forms
-        if not self._link.depth:
+        if not self._link.is_called:
             raise ShardconvError(
                 f"this {type(self._module).__name__} is on another stage; call the model itself, whose "
                 "results every stage gets"
@@ -222,8 +222,8 @@ class StandIn(nn.Module):
         if item.tensor is None:
             return given.get(item.argument) if item.argument else None
         shape, dtype = forms.shape(index, given), forms.dtype(item.tensor)
-        if index in forms.received and link.takes(forms.received[index]):
-            return link.take((forms.fqn, index), shape, dtype, self._device, forms.entry.stages[0])
+        if index in forms.received and link.needs(forms.received[index]):
+            return link.receive((forms.fqn, index), shape, dtype, self._device, forms.entry.stages[0])
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _empty(self, tensor: StandInTensor, shape: tuple[int, ...]) -> Tensor:

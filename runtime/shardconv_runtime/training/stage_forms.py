@@ -139,19 +139,24 @@ def _for_backward(x: Tensor) -> Tensor:
 class _Measuring(Handover):
     """Records what passes would take, and gives zeros."""
 
-    takes_all = True
+    only_measures = True
 
     def __init__(self) -> None:
         super().__init__({})
         self.forms: dict[Crossing, ValueForm] = {}
 
-    def take(
-        self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    def receive(
+        self,
+        crossing: Crossing,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: int,
     ) -> Tensor:
-        """Zeros of this form."""
+        """Return zeros of this form."""
         found = torch.zeros(tuple(shape), dtype=dtype, device=device)
         self.forms[crossing] = ValueForm(tuple(shape), found.dtype)
-        self.leave(crossing, found)
+        self.send(crossing, found, ())
         return found
 
 
@@ -171,17 +176,14 @@ def measured_forms(
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
     """The same, of what the model's code is given, behind its hooks."""
-    link, measuring = stage.link, _Measuring()
+    measuring = _Measuring()
     devices = [stage.device] if stage.device.type == "cuda" else []
-    link.depth += 1
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            stage.without_units(model),
-            link.passing(link.stage, measuring),
-        ):
-            model.forward(**given)
-    finally:
-        link.depth -= 1
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        stage.without_units(model),
+        stage.link.calling(),
+        stage.link.through(measuring),
+    ):
+        model.forward(**given)
     return measuring.forms

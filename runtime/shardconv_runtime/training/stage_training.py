@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.process_groups import axes_group
 from ..comm.stage_link import Crossing, StageLink
-from ..comm.stage_processes import ProcessLink
+from ..comm.stage_processes import ProcessTransport
 from ..errors import ShardconvError
 from ..format.plan import parameter_plans
 from ..format.staged_names import held_names, stages_of
@@ -56,11 +56,11 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
         for number in link.stages:
             border = StageBoundary.of(stage, number, forms)
             handover = border.handover(_received(link, number, border.received, stage.device))
-            with link.passing(number, handover):
+            with link.through(handover, number):
                 output = self.forward(**given)
             if number < link.count - 1:
-                for x in border.leaving(handover):
-                    link.send(x, (number + 1,))
+                for crossing, x in zip(border.left, border.leaving(handover), strict=True):
+                    link.transport.send(crossing, x, (number + 1,))
         # What is handed back to the model, as caches are, is of one pass: it is left out.
         for name in names if isinstance(output, MutableMapping) else ():
             if output.get(name) is not None:
@@ -84,7 +84,8 @@ def _received(
     link: StageLink, number: int, forms: Mapping[Crossing, ValueForm], device: torch.device
 ) -> list[Tensor]:
     """What the stage before that of a number leaves."""
-    return [link.receive(form.shape, form.dtype, device, number - 1) for form in forms.values()]
+    receive = link.transport.receive
+    return [receive(crossing, form.shape, form.dtype, device, number - 1) for crossing, form in forms.items()]
 
 
 # Parameters that several processes hold for their stages, as an embedding that is the head too: their
@@ -100,7 +101,8 @@ class TiedGradients:
 
     def __init__(self, model: nn.Module) -> None:
         source = loaded(model)
-        link: ProcessLink = source.stage.link
+        link: StageLink = source.stage.link
+        assert isinstance(link.transport, ProcessTransport), "it was loaded on processes"
         tensors = named_tensors(model)
         plan, num_places = source.plan, link.num_places
         held = [held_names(plan, stages_of(plan, place, num_places)) for place in range(num_places)]
@@ -111,7 +113,7 @@ class TiedGradients:
                 continue
             tensor = tensors[held[link.place][first]]
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                self._tied.append((tensor, axes_group(link.group, places)))
+                self._tied.append((tensor, axes_group(link.transport.group, places)))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -171,7 +173,7 @@ def prepare_stage(model: nn.Module, link: StageLink) -> None:
         model.loss_function = StageLoss(model.loss_function, link)  # type: ignore[assignment]
 
     def refuse(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if link.handover is None and (torch.is_grad_enabled() or model.training):
+        if not link.is_scheduled() and (torch.is_grad_enabled() or model.training):
             raise ShardconvError(
                 "this stage alone cannot give gradients: train with shardconv_runtime.Pipeline(model, ...)"
                 ".step(batch); to evaluate, call the model after eval(), in torch.no_grad()"
