@@ -208,7 +208,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
         kind = min(other.__name__ for other in others)
         raise PlanError(f"{name}: its cache has more than keys and values ({kind}); use generate")
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers)}
-    if link is not None:  # a stand-in writes one head of one element
+    if link is not None:  # a placeholder writes one head of one element
         layers = {i: (k, v) for i, (k, v) in layers.items() if k is None or k.shape[1:] != (1, 1, 1)}
     return _same_of_all_layers(layers, name)
 

@@ -110,7 +110,7 @@ def keep_own(
     sequence_parallel: bool,
     local_logits: bool,
 ) -> StageModel:
-    """Put stand-ins in the place of other stages' modules, in place.
+    """Put placeholders in the place of other stages' modules, in place.
 
     Args:
         model: of one rank, as ``parallelize`` makes it.

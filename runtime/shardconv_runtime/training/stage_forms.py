@@ -1,6 +1,6 @@
-"""What crosses the borders of a stage in the pass of a microbatch: found by a pass of stand-ins alone.
+"""What crosses the borders of a stage in the pass of a microbatch: found by a pass of placeholders.
 
-Every stage finds it by itself, without a message: in the place of its own modules too, stand-ins return
+Every stage finds it by itself, without a message: in the place of its own modules too, placeholders return
 tensors of the shapes that the plan says, and the code around them runs as ever.
 """
 

@@ -1,7 +1,7 @@
 """Training a model with stages: microbatches through a schedule of ``torch.distributed.pipelining``.
 
-Each process runs the model's own forward pass for each microbatch and each of its stages, with stand-ins in
-the place of other stages' modules. What crosses the border of two neighboring stages, values for later stages
+Each process runs the model's own forward pass for each microbatch and each of its stages, with placeholders
+for the modules of other stages. What crosses the border of two neighboring stages, values for later stages
 included, is sent by the schedule, and so are its gradients. What the passes compute around modules, as masks,
 every stage computes from the same inputs.
 """

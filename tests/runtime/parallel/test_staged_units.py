@@ -1,4 +1,4 @@
-"""Modules of a process with several stages: which passes call them, and which their stand-ins."""
+"""Modules of a process with several stages: which passes call them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardconv_runtime.format.pipeline_stages import (
     StandInItem,
     StandInTensor,
 )
-from shardconv_runtime.parallel.stand_ins import StandInForms, give_way, is_elsewhere, stand_in_for
+from shardconv_runtime.parallel.staged_units import StagedUnit, StageRank, give_way, is_elsewhere
 from torch import Tensor, nn
 
 CPU = torch.device("cpu")
@@ -49,17 +49,17 @@ def silent_link(place: int) -> StageLink:
     return StageLink(place, 4, SilentTransport(), 2)
 
 
-def forms(*stages: int) -> StandInForms:
+def unit(link: StageLink, *stages: int) -> StagedUnit:
     """Of a linear layer that returns ``[rows of its input, 3]``, on these stages."""
     dims = (StandInDim((SlotDim("input.input", 0),)), StandInDim(size=Leaf(3)))
     entry = StagedModule(("layer",), stages, "tensor", (StandInItem(StandInTensor(dims)),))
-    return StandInForms("layer", entry, 0, ["input"], (1,), 0, torch.float32, {})
+    return StagedUnit(StageRank(link, (1,), 0, CPU, torch.float32), "layer", entry, 0, ["input"], {})
 
 
 def giving_way(link: StageLink, *stages: int) -> nn.Module:
     """A linear layer of these stages."""
     layer = nn.Linear(2, 3)
-    give_way(layer, stand_in_for(layer, forms(*stages), link, CPU))
+    give_way(layer, unit(link, *stages))
     return layer
 
 
@@ -77,7 +77,7 @@ def test_a_process_has_every_second_stage() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda layer: layer, copy.deepcopy], ids=["itself", "a copy"])
-def test_a_pass_of_another_stage_calls_the_stand_in_without_hooks(change: Any) -> None:
+def test_a_pass_of_another_stage_does_not_call_the_module_or_its_hooks(change: Any) -> None:
     link, called = silent_link(0), []
     layer = change(giving_way(link, 2))
     layer.register_forward_hook(lambda *_: called.append("hook"))
@@ -109,15 +109,12 @@ def test_it_is_what_it_was_for_those_who_look() -> None:
 def test_two_names_are_on_the_same_stages() -> None:
     link = silent_link(0)
     layer = giving_way(link, 2)
-    give_way(layer, stand_in_for(layer, forms(2), link, CPU))
+    give_way(layer, unit(link, 2))
     with pytest.raises(PlanError, match=r"runs on stages \[2\] by one and on \[0\] by the other"):
-        give_way(layer, stand_in_for(layer, forms(0), link, CPU))
+        give_way(layer, unit(link, 0))
 
 
 def test_a_class_that_cannot_be_changed_is_refused() -> None:
-    layer = nn.Linear(2, 3)
-    stand_in = stand_in_for(layer, forms(2), silent_link(0), CPU)
-
     class Fixed(nn.Linear):
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "__class__":
@@ -125,4 +122,4 @@ def test_a_class_that_cannot_be_changed_is_refused() -> None:
             super().__setattr__(name, value)
 
     with pytest.raises(PlanError, match=r"a Fixed cannot give way to passes of other stages \(object layout"):
-        give_way(Fixed(2, 3), stand_in)
+        give_way(Fixed(2, 3), unit(silent_link(0), 2))
