@@ -39,16 +39,9 @@ class UnansweredTransport(Transport):
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Drop a value."""
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return memory for a value."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Leave the results where they were made."""

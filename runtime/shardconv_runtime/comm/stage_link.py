@@ -34,14 +34,7 @@ class Transport(ABC):
         """Send a value, local of any shape, to later stages."""
 
     @abstractmethod
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return the value, of this (local) shape, that an earlier stage sends next."""
 
     @abstractmethod
@@ -73,14 +66,7 @@ class Handover(Transport):
             )
         self.values[crossing] = x
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return a value that the schedule has received.
 
         Raises:
@@ -204,17 +190,10 @@ class StageLink:
         """Whether the running pass needs a result that goes to these stages."""
         return self._stage in stages or self.is_measuring
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return the result, of this (local) shape, that an earlier stage sends next."""
         self._handed_on.add(crossing)
-        return self._transport.receive(crossing, shape, dtype, device, source)
+        return self._transport.receive(crossing, shape, dtype, source)
 
     def missing(self, expected: Set[Crossing]) -> Set[Crossing]:
         """Those of the values that should cross in each call which did not in this one."""

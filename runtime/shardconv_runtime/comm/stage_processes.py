@@ -59,7 +59,8 @@ def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) ->
         ranks = replace(ranks, group=group, control=control)
     others = axes_group(start.group, column)
     warm_up([others], start.device)
-    return StageProcesses(ranks, StageLink(place, count, ProcessTransport(others), others.size()))
+    transport = ProcessTransport(others, start.device)
+    return StageProcesses(ranks, StageLink(place, count, transport, others.size()))
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class ProcessTransport(Transport):
 
     Args:
         group: the processes of the pipeline that have this one's place in their stages, in order.
+        device: on which this process receives.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self._device = device
         self.sent_bytes = 0
         """So far, to other stages, results that are shared left out."""
         self._early: EarlyReceives | None = None
@@ -122,18 +125,11 @@ class ProcessTransport(Transport):
             self._early.check(x)
         self.sent_bytes += x.nbytes * len(stages)
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Wait for the next tensor of a stage."""
         if self._early is not None:
             return self._early.take(shape, dtype, source)
-        found = torch.empty(tuple(shape), dtype=dtype, device=device)
+        found = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         dist.recv(found, group=self.group, group_src=source % self.group.size())
         return found
 
@@ -188,16 +184,9 @@ class AsyncTransport(Transport):
         self._sends += self._processes.begin_send(x, stages)
         self._sent += [StageMessage(crossing, stage, tuple(x.shape), x.dtype) for stage in stages]
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Wait for the next tensor of a stage."""
-        found = self._processes.receive(crossing, shape, dtype, device, source)
+        found = self._processes.receive(crossing, shape, dtype, source)
         self._received.append(StageMessage(crossing, source, tuple(found.shape), found.dtype))
         return found
 

@@ -43,14 +43,7 @@ class HeldTransport(Transport):
         """Hold a value."""
         self.held.append((crossing, x, tuple(stages)))
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return the next tensor."""
         return self._received.pop(0)
 
@@ -129,10 +122,8 @@ class _StagedForward:
         return output
 
     def _graph(self, traffic: Traffic, args: Any, kwargs: Any) -> Any:
-        device, processes = self._start.device, self._processes
-        received = [
-            processes.receive(m.crossing, m.shape, m.dtype, device, m.stage) for m in traffic.received
-        ]
+        processes = self._processes
+        received = [processes.receive(m.crossing, m.shape, m.dtype, m.stage) for m in traffic.received]
         output, held = self._between(received, *args, **kwargs)
         for crossing, x, stages in held:
             processes.send(crossing, x, stages)

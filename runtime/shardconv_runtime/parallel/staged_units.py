@@ -114,10 +114,10 @@ class StagedUnit:
         item = self.entry.items[index]
         if item.tensor is None:
             return given.get(item.argument) if item.argument else None
-        shape, dtype, device = self.shape(index, given), self.dtype(item.tensor), self._on.device
+        shape, dtype = self.shape(index, given), self.dtype(item.tensor)
         if index in self._receivers and self._link.needs(self._receivers[index]):
-            return self._link.receive((self.fqn, index), shape, dtype, device, self.entry.stages[0])
-        return torch.zeros(shape, dtype=dtype, device=device)
+            return self._link.receive((self.fqn, index), shape, dtype, self.entry.stages[0])
+        return torch.zeros(shape, dtype=dtype, device=self._on.device)
 
     # Forms of results
 

@@ -141,20 +141,14 @@ class _Measuring(Handover):
 
     only_measures = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__({})
+        self._device = device
         self.forms: dict[Crossing, ValueForm] = {}
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return zeros of this form."""
-        found = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        found = torch.zeros(tuple(shape), dtype=dtype, device=self._device)
         self.forms[crossing] = ValueForm(tuple(shape), found.dtype)
         self.send(crossing, found, ())
         return found
@@ -176,7 +170,7 @@ def measured_forms(
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
     """The same, of what the model's code is given, behind its hooks."""
-    measuring = _Measuring()
+    measuring = _Measuring(stage.device)
     devices = [stage.device] if stage.device.type == "cuda" else []
     with (
         torch.no_grad(),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.process_groups import axes_group
-from ..comm.stage_link import Crossing, StageLink
+from ..comm.stage_link import StageLink
 from ..comm.stage_processes import ProcessTransport
 from ..errors import ShardconvError
 from ..format.plan import parameter_plans
@@ -24,7 +24,7 @@ from ..parallel.boundary import forward_signature
 from ..parallel.stage_model import StageModel
 from ..saving.dcp_boxes import local_tensor
 from ..saving.stored_model import named_tensors
-from .stage_forms import StageBoundary, ValueForm, forms_inside
+from .stage_forms import StageBoundary, forms_inside
 from .without_cache import without_cache
 
 # A call, without gradients, of the model of a process that has several stages: one pass for each of them.
@@ -50,17 +50,21 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
         given = _without_cache(self, names, dict(zip(names, args, strict=False)) | kwargs)
-        link = stage.link
+        link, processes = stage.link, stage.link.transport
         output: Any = None
         forms = forms_inside(self, stage, given)
         for number in link.stages:
             border = StageBoundary.of(stage, number, forms)
-            handover = border.handover(_received(link, number, border.received, stage.device))
+            received = [
+                processes.receive(crossing, form.shape, form.dtype, number - 1)
+                for crossing, form in border.received.items()
+            ]
+            handover = border.handover(received)
             with link.through(handover, number):
                 output = self.forward(**given)
             if number < link.count - 1:
                 for crossing, x in zip(border.left, border.leaving(handover), strict=True):
-                    link.transport.send(crossing, x, (number + 1,))
+                    processes.send(crossing, x, (number + 1,))
         # What is handed back to the model, as caches are, is of one pass: it is left out.
         for name in names if isinstance(output, MutableMapping) else ():
             if output.get(name) is not None:
@@ -78,14 +82,6 @@ def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) ->
             "sequences, or load it without stages_per_process"
         )
     return without_cache(model, names, given)
-
-
-def _received(
-    link: StageLink, number: int, forms: Mapping[Crossing, ValueForm], device: torch.device
-) -> list[Tensor]:
-    """What the stage before that of a number leaves."""
-    receive = link.transport.receive
-    return [receive(crossing, form.shape, form.dtype, device, number - 1) for crossing, form in forms.items()]
 
 
 # Parameters that several processes hold for their stages, as an embedding that is the head too: their

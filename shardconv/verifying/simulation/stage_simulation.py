@@ -45,14 +45,7 @@ class MailTransport(Transport):
         for stage in stages:
             self._mail.setdefault((self._rank, self._stage, stage), deque()).append(x.detach().clone())
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Take what was left first.
 
         Raises:

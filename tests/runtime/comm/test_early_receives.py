@@ -17,7 +17,7 @@ def exchange() -> list[list[float]]:
     """What a stage has of three calls, and of one after them."""
     stage, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    transport = ProcessTransport(group)
+    transport = ProcessTransport(group, torch.device("cpu"))
     first = StageMessage(("unit", 0), 1 - stage, (1, 5, 4), torch.float32)
     messages = first, StageMessage(("unit", 1), 1 - stage, (), torch.int64)
     assert [message.num_bytes for message in messages] == [80, 8]
@@ -35,9 +35,8 @@ def exchange() -> list[list[float]]:
             for item, tensor in enumerate(tensors):
                 transport.send(("unit", item), tensor, [1])
         else:
-            cpu = torch.device("cpu")
             got = [
-                transport.receive(m.crossing, x.shape, x.dtype, cpu, 0)
+                transport.receive(m.crossing, x.shape, x.dtype, 0)
                 for m, x in zip(messages, tensors, strict=True)
             ]
             assert all(torch.equal(x, y) for x, y in zip(got, tensors, strict=True))

@@ -30,14 +30,7 @@ class SilentTransport(Transport):
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         raise AssertionError("nothing is sent")
 
-    def receive(
-        self,
-        crossing: Crossing,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: int,
-    ) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         raise AssertionError("nothing is received")
 
     def share(self, tensors: Sequence[Tensor]) -> None:
