@@ -47,7 +47,7 @@ def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[s
         if args or any(kwargs.get(name) is not None for name in _READ_SCORES):
             return type(model).generate(model, *args, **kwargs)
         model._get_logits_processor = MethodType(_processors(link, until_end), model)
-        until_end.callback(vars(model).pop, "_get_logits_processor")
+        until_end.callback(vars(model).pop, "_get_logits_processor", None)
         return type(model).generate(model, **kwargs)
 
 

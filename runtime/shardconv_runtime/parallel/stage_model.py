@@ -34,29 +34,8 @@ _INNER = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
     """Refuse arguments and calls of parts of a model that no stage could answer alone, in place."""
-    running = _Running(link)
-    model.register_forward_pre_hook(running.enter, with_kwargs=True)
-    model.register_forward_hook(running.leave, always_call=True)
-    inner: dict[str, set[int]] = {}
-    for fqn, (entry, _) in staged_modules(plan).items():
-        parts = fqn.split(".")
-        for length in range(1, len(parts)):
-            inner.setdefault(".".join(parts[:length]), set()).update(entry.stages)
-    for fqn, stages in inner.items():
-        if len(stages) > 1 and type(model.get_submodule(fqn)).forward is not nn.Module.forward:
-            module = model.get_submodule(fqn)
-            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                module.register_forward_pre_hook(running.require(fqn))
 
-
-class _Running:
-    """Whether a call is running in which all stages take part."""
-
-    def __init__(self, link: StageLink) -> None:
-        self._link = link
-
-    def enter(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """The model is called."""
+    def begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         config = getattr(model, "config", None)
         for name in _INNER:
             asked = kwargs.get(name)
@@ -65,22 +44,28 @@ class _Running:
                     f"{name} asks for what every layer computes, which a model with stages does not collect; "
                     "load a directory that was converted without --pp"
                 )
-        self._link.begin_call()
+        link.begin_call()
 
-    def leave(self, *_: Any) -> None:
-        """It has returned, or failed."""
-        self._link.end_call()
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(lambda *_: link.end_call(), always_call=True)
+    inner: dict[str, set[int]] = {}
+    for fqn, (entry, _) in staged_modules(plan).items():
+        parts = fqn.split(".")
+        for length in range(1, len(parts)):
+            inner.setdefault(".".join(parts[:length]), set()).update(entry.stages)
+    for fqn, stages in inner.items():
+        module = model.get_submodule(fqn)
+        is_called = type(module).forward is not nn.Module.forward
+        if len(stages) > 1 and is_called and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            module.register_forward_pre_hook(functools.partial(_require_call, link, fqn))
 
-    def require(self, fqn: str) -> Any:
-        """A hook that refuses a call of one of its modules by itself."""
 
-        def check(module: nn.Module, args: Any) -> None:
-            if not self._link.is_called:
-                raise ShardconvError(
-                    f"{fqn} has layers on several stages; call the model itself, whose results all get"
-                )
-
-        return check
+def _require_call(link: StageLink, fqn: str, module: nn.Module, args: Any) -> None:
+    """A hook that refuses a call of a module by itself whose layers are on several stages."""
+    if not link.is_called:
+        raise ShardconvError(
+            f"{fqn} has layers on several stages; call the model itself, whose results all get"
+        )
 
 
 ArgumentNames = Mapping[str, Sequence[str]]
