@@ -81,12 +81,12 @@ def wait_for_device(model: Any, link: Any, device_ms: float) -> None:
         return
     send, receive = link.send, link.receive
 
-    def sent(x: torch.Tensor, stages: Any) -> None:
+    def sent(crossing: Any, x: torch.Tensor, stages: Any) -> None:
         sleep(x.shape[1])
-        send(x, stages)
+        send(crossing, x, stages)
 
-    def received(shape: Any, *others: Any) -> torch.Tensor:
-        found: torch.Tensor = receive(shape, *others)
+    def received(crossing: Any, shape: Any, *others: Any) -> torch.Tensor:
+        found: torch.Tensor = receive(crossing, shape, *others)
         sleep(shape[1])
         return found
 
@@ -150,10 +150,10 @@ def measure(sharded: Path, staged: Path, options: argparse.Namespace) -> dict[st
             if rank == 0:
                 print(f"round {number + 1}, {way}: {seconds:.2f} s", file=sys.stderr, flush=True)
     found["same"] = {way: tokens[way] == tokens["tp"] for way in ways}
-    link.sent_bytes = 0
+    link.transport.sent_bytes = 0
     with torch.inference_mode():
         models["pp"](torch.tensor([inputs[0]]))
-    num_bytes["pp"]["sent"] = link.sent_bytes / len(inputs[0])
+    num_bytes["pp"]["sent"] = link.transport.sent_bytes / len(inputs[0])
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, num_bytes)
     return found | {"bytes": everyone}

@@ -14,8 +14,8 @@ from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, Stage
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
+from .placeholder_forms import UnitForms
 from .second_call import SecondCall
-from .stand_in_forms import UnitForms
 from .tape_units import Crossings, TapeUnits, Unit, Value
 
 # Which borders to cut at: those that share out bytes and work most evenly.
@@ -166,11 +166,11 @@ def stages_plan(
 
 
 def _everywhere(units: TapeUnits, forms: UnitForms) -> frozenset[str]:
-    """Units that nothing can stand in for, and that every stage can run: tables of positions, looked up by
+    """Units that have no placeholders, and that every stage can run: tables of positions, looked up by
     the length of a sequence."""
     layers = {units.tape.calls[call].fqn for call in units.layers}
     found = (u for u in units.units.values() if u.fqn not in layers and forms.has_own_inputs(u))
-    return frozenset(unit.fqn for unit in found if not forms.has_stand_in(unit))
+    return frozenset(unit.fqn for unit in found if not forms.has_placeholder(unit))
 
 
 def _looped(units: TapeUnits) -> str:

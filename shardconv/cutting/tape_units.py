@@ -1,8 +1,8 @@
 """The tape as a row of units, between which it can be cut into stages.
 
 A **unit** is an outermost module call that contains no border; borders lie behind the layers of the outermost
-stacks. A unit runs on one stage, and the other stages have a stand-in in its place. What runs between units
-(the model's own code, and modules without parameters) runs on every stage.
+stacks. A unit runs on one stage, and the other stages have a placeholder for it. What runs between units (the
+model's own code, and modules without parameters) runs on every stage.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Crossings:
     def unanswerable(self) -> str:
         """Where code between units asks for a value that depends on parameters; empty if it never does.
 
-        Stages on which the unit is a stand-in would get another answer.
+        Stages on which the unit is a placeholder would get another answer.
         """
         weighted = self._weighted()
         for event in self._between():

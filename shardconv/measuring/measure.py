@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.comm.stage_link import Crossing, StageLink
+from shardconv_runtime.comm.stage_link import Crossing, StageLink, Transport
 from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan, cache_bytes
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.staged_names import absent_modules, is_inside, staged_modules
+from shardconv_runtime.format.staged_names import absent_modules, is_inside, num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
 from torch import Tensor, nn
@@ -31,37 +31,20 @@ from .polynomials import Growth, growth, largest_moments, live_bytes
 # One stage of a pipeline, run without the others: what it receives is memory without values.
 
 
-class UnansweredLink(StageLink):
-    """Sends nothing, and allocates what it receives.
+class UnansweredTransport(Transport):
+    """Sends nothing, and allocates what is received."""
 
-    Args:
-        plan: with stages.
-        stage: of this rank.
-    """
+    may_miss_values = True  # a layer that is left out, and counted, hands on none itself
 
-    def __init__(self, plan: Plan, stage: int) -> None:
-        assert plan.stages is not None
-        super().__init__(stage, plan.stages.count)
-        self.handed_on = _Always(
-            (fqn, sent.item) for fqn, (entry, _) in staged_modules(plan).items() for sent in entry.sent
-        )
+    def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
+        """Drop a value."""
 
-    def send(self, x: Tensor, stages: Sequence[int]) -> None:
-        """Nothing is kept of what was sent."""
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """Return memory for a value."""
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
-        """Memory for it."""
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def share(self, results: Sequence[Tensor]) -> None:
-        """The results are where they were made."""
-
-
-class _Always(set[Crossing]):
-    """All values that stages hand on: a layer that is left out, and counted, hands on none itself."""
-
-    def clear(self) -> None:
-        """They stay."""
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Leave the results where they were made."""
 
 
 def bypassed_on(plan: Plan, stage: int, bypassed: Mapping[str, Bypass]) -> dict[str, Bypass]:
@@ -143,7 +126,8 @@ def measure_memory(
     local = parallelize(copy.deepcopy(model), plan, _MemoryCommunicator(0, plan.mesh))
     if stage is not None:
         bypassed = bypassed_on(plan, stage, bypassed)
-        keep_stage(local, plan, UnansweredLink(plan, stage), 0, META, getattr(torch, plan.model.dtype), names)
+        link = StageLink(stage, num_stages(plan), UnansweredTransport())
+        keep_stage(local, plan, link, 0, META, getattr(torch, plan.model.dtype), names)
     counts = Counter(how.like for how in bypassed.values())
     # Of the buffers that are not among the stored tensors.
     stored = {id(tensor) for _, tensor in stored_tensors(local)}

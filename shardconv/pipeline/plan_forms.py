@@ -89,7 +89,7 @@ class StagedForm:
             solution: that the form was made of.
 
         Raises:
-            SolveError: a stand-in cannot make what the ranks have parts of.
+            SolveError: a placeholder cannot make what the ranks have parts of.
         """
         assert plan.training is not None
         assert plan.training.sequence is not None

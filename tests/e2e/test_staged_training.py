@@ -189,8 +189,8 @@ def test_the_proof_finds_a_gradient_that_does_not_cross(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, _ = gpt2(tmp_path)
-    take = Handover.take
-    monkeypatch.setattr(Handover, "take", lambda *args: take(*args).detach())
+    receive = Handover.receive
+    monkeypatch.setattr(Handover, "receive", lambda *args: receive(*args).detach())
     plan = shardconv.plan(source, 2, pp=PP, check=True)
     assert plan.training is None
     assert plan.inference_only.startswith("with stages, the gradient of transformer.")

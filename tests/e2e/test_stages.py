@@ -64,10 +64,10 @@ def of_rank(source: str, plan: str | None, ways: list[str]) -> dict[str, Any]:
     link = model._forward_hooks  # the link is reached through the hook that shares results
     (sharer,) = [hook for hook in link.values() if hasattr(hook, "link")]
     found["held"] = {name: p.nbytes for name, p in model.named_parameters()}
-    sharer.link.sent_bytes = 0
+    sharer.link.transport.sent_bytes = 0
     with torch.inference_mode():
         model(**prompts())
-    found["sent"] = sharer.link.sent_bytes
+    found["sent"] = sharer.link.transport.sent_bytes
     return found
 
 
@@ -210,6 +210,7 @@ def parts_of(source: str, plan: str) -> list[str]:
     calls = [
         lambda: model.model(**prompts()),
         lambda: model(**prompts(), output_hidden_states=True),
+        lambda: model.generate(**prompts(), output_hidden_states=True, return_dict_in_generate=True),
         *([lambda: model.get_input_embeddings()(prompts()["input_ids"])] if stage else []),
     ]
     found = []
@@ -218,6 +219,8 @@ def parts_of(source: str, plan: str) -> list[str]:
             call()
         except ShardconvError as error:
             found.append(str(error))
+    with torch.inference_mode():
+        model(**prompts())  # a refused call leaves nothing behind
     return found
 
 
@@ -226,6 +229,7 @@ def test_calls_that_a_stage_cannot_answer_are_refused(tmp_path: Path) -> None:
     first, last = run_processes(PP, parts_of, str(source), str(planned(source, 1, check=False)))
     expected = [
         "model has layers on several stages",
+        "output_hidden_states asks for what every layer computes",
         "output_hidden_states asks for what every layer computes",
     ]
     for errors, own in ((first, expected), (last, [*expected, "is on another stage"])):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.comm.stage_link import StageLink
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.staged_names import held_by, num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
@@ -24,7 +25,7 @@ from shardconv.pipeline.stages import solve_plan
 from shardconv.verifying.simulation.float64 import Float64
 from shardconv.verifying.simulation.rank_threads import run_ranks
 from shardconv.verifying.simulation.simulated_weights import fill, local_weights
-from shardconv.verifying.simulation.stage_simulation import Mail, MailLink
+from shardconv.verifying.simulation.stage_simulation import Mail, MailTransport
 
 from .generation import NEW_TOKENS
 from .measure import difference, random_weight
@@ -112,21 +113,22 @@ def _sent(plan: Plan) -> dict[str, int]:
 # Generating ------------------------------------------------------------------------------------------
 
 
-class _Replayed(MailLink):
+class _Replayed(MailTransport):
     """A stage whose calls get the results of the unsharded model, and compares them if it is the last."""
 
     def __init__(self, stage: int, count: int, rank: int, mail: Mail, want: Sequence[list[Tensor]]) -> None:
-        super().__init__(stage, count, rank, mail)
+        super().__init__(stage, rank, mail)
+        self._is_last = stage == count - 1
         self._want = deque(want)
         self.worst = 0.0
 
-    def share(self, results: Sequence[Tensor]) -> None:
+    def share(self, tensors: Sequence[Tensor]) -> None:
         """Results of the next call."""
         want = self._want.popleft()
-        if self.is_last:
-            self.worst = max(self.worst, difference(list(results), want))
+        if self._is_last:
+            self.worst = max(self.worst, difference(list(tensors), want))
             return
-        for result, right in zip(results, want, strict=True):
+        for result, right in zip(tensors, want, strict=True):
             result.copy_(right)
 
 
@@ -189,14 +191,15 @@ def _stages_differ(
 
     def rank(comm: Communicator, stage: int) -> str:
         local = parallelize(copy.deepcopy(whole), plan, comm)
-        link = _Replayed(stage, count, comm.rank, mail, made)
+        replayed = _Replayed(stage, count, comm.rank, mail, made)
+        link = StageLink(stage, count, replayed)
         keep_stage(local, plan, link, comm.rank, torch.device("cpu"), dtype, argument_names(whole, plan))
         parts = local_weights(weights, plan, comm.rank)
         fill(local, held_by(plan, stage, parts))
-        link.depth += 1  # ``generate`` may call an encoder by itself
-        tokens = _tokens(local.eval(), dtype, beams)
-        if link.worst > tolerance:
-            return f"stage {stage}: logits differ by {link.worst:.1e}"
+        with link.calling():  # ``generate`` may call an encoder by itself
+            tokens = _tokens(local.eval(), dtype, beams)
+        if replayed.worst > tolerance:
+            return f"stage {stage}: logits differ by {replayed.worst:.1e}"
         return "" if torch.equal(tokens, want) else f"stage {stage}: other tokens"
 
     for stage in range(count):

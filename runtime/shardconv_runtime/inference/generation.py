@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -43,25 +43,24 @@ _READ_SCORES = (
 
 def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's own ``generate``; the stages choose tokens together."""
-    link.depth += 1
-    try:
+    with link.calling(), ExitStack() as until_end:
         if args or any(kwargs.get(name) is not None for name in _READ_SCORES):
             return type(model).generate(model, *args, **kwargs)
-        model._get_logits_processor = MethodType(_processors(link), model)
+        model._get_logits_processor = MethodType(_processors(link, until_end), model)
+        until_end.callback(vars(model).pop, "_get_logits_processor", None)
         return type(model).generate(model, **kwargs)
-    finally:
-        vars(model).pop("_get_logits_processor", None)
-        link.shares_results = True
-        link.depth -= 1
 
 
-def _processors(link: StageLink) -> Any:
-    """A model's ``_get_logits_processor``, private, but whatever is done to scores passes through it."""
+def _processors(link: StageLink, until_end: ExitStack) -> Any:
+    """A model's ``_get_logits_processor``, private, but whatever is done to scores passes through it.
+
+    It is the first to know how the call chooses its tokens.
+    """
 
     def processors(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         found = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
         if _chooses_alone(generation_config):
-            link.shares_results = False
+            until_end.enter_context(link.keeping_results())
             found.append(_TokensOfLastStage(link, draws=generation_config.do_sample))
         return found
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,18 +112,15 @@ class PagedModel:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, uncompiled: a graph of ``load(compile=True)`` knows no pages."""
-        token, link = PAGED.set(True), self._link
-        shared = link is None or link.shares_results
+        token = PAGED.set(True)
         try:
-            if link is not None:
-                link.shares_results = False  # the chosen tokens are sent, not the logits
-            output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
-            self._check.compare(self.unwrapped, inputs, output.logits)
-            return output
+            # The last stage sends the chosen tokens, not the logits.
+            with nullcontext() if self._link is None else self._link.keeping_results():
+                output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
+                self._check.compare(self.unwrapped, inputs, output.logits)
+                return output
         finally:
             PAGED.reset(token)
-            if link is not None:
-                link.shares_results = shared
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         return self.unwrapped._call_impl(**inputs)
@@ -210,7 +208,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
         kind = min(other.__name__ for other in others)
         raise PlanError(f"{name}: its cache has more than keys and values ({kind}); use generate")
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers)}
-    if link is not None:  # a stand-in writes one head of one element
+    if link is not None:  # a placeholder writes one head of one element
         layers = {i: (k, v) for i, (k, v) in layers.items() if k is None or k.shape[1:] != (1, 1, 1)}
     return _same_of_all_layers(layers, name)
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink, Traffic
+from ..comm.stage_link import StageLink
+from ..comm.stage_processes import AsyncTransport, ProcessTransport
 from ..errors import LaunchError
 from .batching_manager import RankBatchingManager
 from .step_coordinator import Message, StageCoordinator
@@ -86,19 +87,20 @@ class _Step:
     Attributes:
         requests: of transformers, as they will be when the tokens are known.
         tokens: what the last stage chose, int32 ``[1 or 2, requests]``, and the messages that they need.
-        sends: of hidden states: stage, work, tensor.
+        transport: with which hidden states are being sent.
     """
 
     requests: list[Any]
     tokens: Tensor
     messages: list[Message]
-    sends: list[tuple[int, Any, Tensor]]
+    transport: AsyncTransport
 
 
 class StagedBatchingManager(RankBatchingManager):
     """The manager of a rank of a stage; made from transformers' own by ``on_stage``."""
 
     _link: StageLink
+    _processes: ProcessTransport
     _is_early: bool
     _flight: deque[_Step]
     _in_flight: StepsInFlight
@@ -118,7 +120,9 @@ class StagedBatchingManager(RankBatchingManager):
         """
         made = cls.adopt(manager, start)
         assert isinstance(made, cls)
-        made._link, made._flight, made._is_early = link, deque(), False
+        assert isinstance(link.transport, ProcessTransport), "requests are answered by processes"
+        made._link, made._processes = link, link.transport
+        made._flight, made._is_early = deque(), False
         made.num_microbatches = num_microbatches
         timeout_s = made.continuous_batching_config.cpu_group_timeout
         draws = link.is_last and bool(made.generation_config.do_sample)
@@ -152,7 +156,7 @@ class StagedBatchingManager(RankBatchingManager):
         ):
             while self._flight:
                 self._end_step()
-            self._link.stop_early()
+            self._processes.stop_early()
             self._is_early = False
             self.distributed_helper.close()
             return False
@@ -164,20 +168,17 @@ class StagedBatchingManager(RankBatchingManager):
         """Compute what this stage does in a step. The last one chooses tokens, the others expect them."""
         tokens = self.batch_processor.inputs_and_outputs.output_ids
         shape = tokens.shape[0], self.batch_processor.inputs_and_outputs.num_request_in_batch
-        sends: list[tuple[int, Any, Tensor]] = []
-        received: list[tuple[int, Tensor]] = []
-        self._link.outgoing, self._link.received = sends, received
+        transport = AsyncTransport(self._processes)
         try:
-            if self._link.is_last:
-                super()._generation_step()
-            else:
-                self._forward()
+            with self._link.through(transport):
+                if self._link.is_last:
+                    super()._generation_step()
+                else:
+                    self._forward()
         except Exception:
             if self._link.is_last:  # the others wait for tokens
                 self._send_tokens(torch.full(shape, -1 - self._start.rank, dtype=torch.int32))
             raise
-        finally:
-            self._link.outgoing = self._link.received = None
         if self._link.is_last:
             own = tokens[:, : shape[1]].to("cpu", torch.int32, copy=True)
             messages = self._send_tokens(own)
@@ -186,14 +187,12 @@ class StagedBatchingManager(RankBatchingManager):
             own = messages[0].content
         if not self._is_early:
             # Be ready for what the next steps bring: what the first one brought, of more tokens.
-            processor = self.batch_processor
-            sent = tuple((stage, x.nbytes) for stage, _, x in sends)
-            seen = Traffic(sent, tuple((stage, x.nbytes) for stage, x in received))
-            num_tokens = processor.inputs_and_outputs.num_q_tokens
-            self._link.receive_early(seen, num_tokens, processor.max_batch_tokens, self.num_microbatches)
+            num_tokens = self.batch_processor.inputs_and_outputs.num_q_tokens
+            most_tokens, num_calls = self.batch_processor.max_batch_tokens, self.num_microbatches
+            self._processes.receive_early(transport.traffic, num_tokens, most_tokens, num_calls)
             self._is_early = True
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
-        self._flight.append(_Step(requests, own, messages, sends))
+        self._flight.append(_Step(requests, own, messages, transport))
 
     def _forward(self) -> None:
         """Call the model without choosing tokens."""
@@ -222,8 +221,7 @@ class StagedBatchingManager(RankBatchingManager):
         first = int(step.tokens[0, 0])
         if first < 0:
             raise LaunchError(f"rank {-1 - first} failed while it answered requests; its own output says why")
-        for _, work, _ in step.sends:
-            work.wait()
+        step.transport.wait()
         processor = self.batch_processor
         outputs, number = processor.inputs_and_outputs, len(step.requests)
         outputs.requests_in_batch, outputs.num_request_in_batch = step.requests, number

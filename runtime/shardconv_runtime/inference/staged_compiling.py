@@ -7,8 +7,7 @@ Which messages a call has is seen in the first call of its shapes, which runs un
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ..comm.agreement import agree
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink
+from ..comm.stage_link import Crossing, StageLink, Transport
+from ..comm.stage_processes import AsyncTransport, ProcessTransport, Traffic
 from ..errors import PlanError
 from ..parallel.fused_products import refresh_fused
 from .compiling import as_one_graph, decode_from_static_cache, first_line, is_allocated
@@ -26,16 +26,30 @@ from .decoding import NOT_ONE_GRAPH
 COMPILE_TIMEOUT_S = 3600
 """How long a stage waits for the others to have compiled theirs."""
 
-Forms = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
-"""Stage, shape and dtype of tensors."""
 
+class HeldTransport(Transport):
+    """Gives what was received before the call, and holds what is to be sent after it.
 
-@dataclass(frozen=True)
-class Messages:
-    """What a stage exchanges with others in a call."""
+    Args:
+        received: the tensors, in the order in which the call takes them.
+    """
 
-    received: Forms
-    sent: Forms
+    def __init__(self, received: list[Tensor]) -> None:
+        self._received = received
+        self.held: list[tuple[Crossing, Tensor, tuple[int, ...]]] = []
+        """What is to be sent: each value, its tensor, and to which stages."""
+
+    def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
+        """Hold a value."""
+        self.held.append((crossing, x, tuple(stages)))
+
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """Return the next tensor."""
+        return self._received.pop(0)
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Results are shared by a hook of the model, which is outside of the graph."""
+        raise AssertionError("no result is shared within a graph")
 
 
 def compile_stage(model: nn.Module, start: Launch, link: StageLink, *, same_bits: bool) -> None:
@@ -74,17 +88,17 @@ class _StagedForward:
     """The forward pass of a stage, without the hooks of its model."""
 
     def __init__(self, plain: Callable[..., Any], start: Launch, link: StageLink, same_bits: bool) -> None:
-        self._plain, self._start, self._link = plain, start, link
-        self._known: dict[Any, Messages] = {}
+        assert isinstance(link.transport, ProcessTransport), "compiled models run on processes"
+        self._plain, self._start, self._link, self._processes = plain, start, link, link.transport
+        self._known: dict[Any, Traffic] = {}
         self._compiled: set[Any] = set()
 
         def between(received: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
             """What is computed between the messages; and what is to be sent."""
-            sent: list[tuple[Tensor, tuple[int, ...]]] = []
-            link.inbox, link.outbox = received, sent
-            output = plain(*args, **kwargs)
-            link.inbox = link.outbox = None
-            return output, sent
+            transport = HeldTransport(received)
+            with link.through(transport):
+                output = plain(*args, **kwargs)
+            return output, transport.held
 
         self._between = as_one_graph(between, same_bits=same_bits)
 
@@ -95,20 +109,11 @@ class _StagedForward:
         shapes = _shapes(args, kwargs)
         if shapes not in self._known:
             # An uncompiled call: its messages, and its result.
-            link = self._link
-            received: list[tuple[int, Tensor]] = []
-            sent: list[tuple[int, Any, Tensor]] = []
-            link.received, link.outgoing = received, sent
-            try:
+            transport = AsyncTransport(self._processes)
+            with self._link.through(transport):
                 output = self._plain(*args, **kwargs)
-            finally:
-                link.received = link.outgoing = None
-            for _, work, _ in sent:
-                work.wait()
-            self._known[shapes] = Messages(
-                tuple((stage, tuple(x.shape), x.dtype) for stage, x in received),
-                tuple((stage, tuple(x.shape), x.dtype) for stage, _, x in sent),
-            )
+            transport.wait()
+            self._known[shapes] = transport.traffic
             return output
         if shapes in self._compiled:
             return self._graph(self._known[shapes], args, kwargs)
@@ -116,32 +121,28 @@ class _StagedForward:
         self._compiled.add(shapes)
         return output
 
-    def _graph(self, messages: Messages, args: Any, kwargs: Any) -> Any:
-        device = self._start.device
-        received = [
-            self._link.receive(shape, dtype, device, stage) for stage, shape, dtype in messages.received
-        ]
-        try:
-            output, sent = self._between(received, *args, **kwargs)
-        finally:
-            self._link.inbox = self._link.outbox = None
-        for x, stages in sent:
-            self._link.send(x, stages)
+    def _graph(self, traffic: Traffic, args: Any, kwargs: Any) -> Any:
+        processes = self._processes
+        received = [processes.receive(m.crossing, m.shape, m.dtype, m.stage) for m in traffic.received]
+        output, held = self._between(received, *args, **kwargs)
+        for crossing, x, stages in held:
+            processes.send(crossing, x, stages)
         return output
 
-    def _first_graph(self, messages: Messages, args: Any, kwargs: Any) -> Any:
+    def _first_graph(self, traffic: Traffic, args: Any, kwargs: Any) -> Any:
         """The first call that runs as a graph: an error of one stage is raised on all."""
         output, error = None, None
         try:
-            output = self._graph(messages, args, kwargs)
+            output = self._graph(traffic, args, kwargs)
         except NOT_ONE_GRAPH as failure:
             error = PlanError(
                 "compile=True makes one graph of what a stage computes, and the model's code cannot be "
                 f"captured as one: {first_line(failure)}; load without compile=True"
             )
             error.__cause__ = failure
-            for stage, shape, dtype in messages.sent:  # the others wait for something
-                self._link.send(torch.zeros(shape, dtype=dtype, device=self._start.device), [stage])
+            for m in traffic.sent:  # the others wait for something
+                nothing = torch.zeros(m.shape, dtype=m.dtype, device=self._start.device)
+                self._processes.send(m.crossing, nothing, [m.stage])
         agree(self._start, error, COMPILE_TIMEOUT_S)
         return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,7 @@ from ..format.header import ShardFile
 from ..format.manifest import Manifest
 from ..format.plan import Plan
 from ..format.slices import Rows
-from ..format.stage_part import of_stage
-from ..format.staged_names import absent_modules, held_by
+from ..format.staged_names import held_by
 from ..hub.fetch import Repository
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from ..comm.stage_processes import StageProcesses
     from ..parallel.stage_model import StageModel
     from ..tensors.lazy_tensor import LazyTensor
+    from .staged_models import StagedBuilder
 
 AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 """One, or several by the names that the adapters get."""
@@ -222,94 +222,115 @@ class ModelBuilder:
         compile_stage(model, self.start, place.link, same_bits=place.ranks.world_size > 1)
 
     def _built(self, comm: Communicator, given: Stored | None, place: StageProcesses | None) -> nn.Module:
-        checked, wanted = self.checked, self.wanted
+        """The model, or its wrapper of the peft library; without a message to other ranks."""
+        checked, wanted, adapters = self.checked, self.wanted, self.checked.adapters
         start = self.start if place is None else place.ranks
-        plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
-        built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
+        # The unsharded model, on meta, with its adapters.
         config, model = _unsharded(checked, wanted)
-        arguments: Mapping[str, Sequence[str]] = {}
-        absent: Sequence[Collection[str]] = (frozenset(),)
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
-        # The model was built in the wanted dtype: what its code keeps in another one is so here as well.
+        # It was built in the wanted dtype: what its code keeps in another one is so here as well.
         dtypes = {} if wanted.dtype is None else {n: t.dtype for n, t in stored_tensors(model)}
         if attached is not None:
             dtypes |= attached.dtypes_of_model(checked.plan, dtypes)
+        # Its plan, with adapters: of all stages, and of what this process holds.
+        plan = held_plan = checked.full_plan
+        staged: StagedBuilder | None = None
         if place is not None:
-            stages = place.link.stages
-            absent = [absent_modules(plan, number) for number in stages]
-            built = replace(built, fused=of_stage(built, stages).fused)
-            from ..parallel.stage_model import argument_names
+            from .staged_models import StagedBuilder
 
-            arguments = argument_names(model, plan)
-        stage: StageModel | None = None
+            staged = StagedBuilder(plan, place, model)
+            held_plan = staged.own(plan)
+        if not wanted.fuse or wanted.form:
+            held_plan = replace(held_plan, fused=())
+        # The model of this rank, still on meta.
         packed = None
         if stays_packed(plan, wanted):
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
             apart = () if attached is None else attached.linear_layers(model)
             from .packed_models import packed_modules
 
-            packed = packed_modules(directory, plan, config, start.device, comm, dtype, apart)
+            packed = packed_modules(checked.directory, plan, config, start.device, comm, dtype, apart)
         heads: Sequence[str] = ()
         if attached is not None and plan.logits is not None:
             heads = attached.in_place_of(plan.logits.module)
+        built_plan = replace(plan, fused=held_plan.fused)
         if wanted.form:
             from ..training.prepare import parallelize_for_training
 
             parallelize_for_training(
                 model,
-                built,
+                built_plan,
                 comm,
                 wanted.gather_logits,
                 packed,
                 **wanted.form,
                 regather=wanted.regather,
-                absent=absent,
+                absent=(frozenset(),) if staged is None else staged.absent,
                 heads=heads,
             )
         else:
-            parallelize(model, built, comm, wanted.gather_logits, packed, heads)
-        if place is not None:
-            forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
-            forms["local_logits"] = wanted.gather_logits is False
-            from .staged_models import keep_own
-
-            stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
-            base = checked.plan
-            weights = checked.checkpoint and held_by(base, stages, checked.checkpoint)
-            checked = replace(checked, plan=of_stage(base, stages), checkpoint=weights)
-            built = replace(of_stage(plan, stages), fused=built.fused)
+            parallelize(model, built_plan, comm, wanted.gather_logits, packed, heads)
+        full_logits = wanted.gather_logits is not False
+        stage: StageModel | None = None
+        if staged is not None:
+            stage = staged.keep_own(
+                model,
+                wanted.computed_dtype,
+                training=wanted.training,
+                sequence_parallel=wanted.sequence_parallel,
+                local_logits=not full_logits,
+            )
+        # Its tensors.
         if wanted.verify:
             for part in (checked, *checked.more):
                 rank_files.verify_checksums(part.directory, part.manifest, start.rank)
-        files = built if adapters is None else replace(checked.plan, fused=())
-        stored = partial(_stored, checked, files, start)
-        if checked.more:
-            parts = [partial(_stored, part, files, start) for part in (checked, *checked.more)]
-            from .staged_models import tensors_of_stages
-
-            stored = partial(tensors_of_stages, base, stages, parts)
-        if adapters is not None and attached is not None:
-            held = (adapters, attached) if place is None else adapters.of_stages(stages, attached)
-            stored = partial(held[0].tensors, stored, held[1], start)
         if given is not None:
-            rank_files.read(model, built, given(attached), start, {}, packed)
-        elif wanted.data_parallel is not None:
-            wanted.data_parallel.read(model, built, stored, start, dtypes)
+            rank_files.read(model, held_plan, given(attached), start, {}, packed)
         else:
-            rank_files.read(model, built, stored({}), start, dtypes, packed)
-        generation_config = read_generation_config(directory, checked.manifest)
-        full_logits = wanted.gather_logits is not False
+            stored = self._stored(held_plan, staged, attached, start)
+            if wanted.data_parallel is not None:
+                wanted.data_parallel.read(model, held_plan, stored, start, dtypes)
+            else:
+                rank_files.read(model, held_plan, stored({}), start, dtypes, packed)
+        # What is called on it.
+        generation_config = read_generation_config(checked.directory, checked.manifest)
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
-        if link is not None and stage is not None and len(link.stages) > 1:
+        if stage is not None and len(stage.link.stages) > 1:
             from ..training.stage_training import evaluate_in_passes
 
             evaluate_in_passes(model, stage)
-        is_packed = packed is not None
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
-        about = directory.absolute(), checked.manifest, plan, self.start
-        remember(model, Loaded(*about, is_packed, self, names, stage))
+        about = checked.directory.absolute(), checked.manifest, plan, self.start
+        remember(model, Loaded(*about, packed is not None, self, names, stage))
         return (model if attached is None else attached.wrapper).eval()
+
+    def _stored(
+        self, held_plan: Plan, staged: StagedBuilder | None, attached: Attached | None, start: Launch
+    ) -> Callable[[Rows], Generator[tuple[str, Tensor]]]:
+        """What gives the local tensors of this process by their names in its model, or rows of them.
+
+        Args:
+            held_plan: of what the process holds, with adapters.
+            staged: builds its stages; None: the model has none.
+            attached: the adapters.
+            start: the ranks of the model or of the stages.
+        """
+        checked, adapters = self.checked, self.checked.adapters
+        plan = checked.plan
+        if staged is not None and checked.checkpoint:
+            checked = replace(checked, checkpoint=held_by(plan, staged.stages, checked.checkpoint))
+        # The files have the names of the model without adapters, whose groups of fused layers are others.
+        stored_plan = held_plan
+        if adapters is not None:
+            stored_plan = replace(plan if staged is None else staged.own(plan), fused=())
+        parts = [partial(_stored, part, stored_plan, start) for part in (checked, *checked.more)]
+        stored = parts[0] if staged is None or len(parts) == 1 else partial(staged.tensors, plan, parts)
+        if adapters is None or attached is None:
+            return stored
+        if staged is not None:
+            adapters, attached = adapters.of_stages(staged.stages, attached)
+        return partial(adapters.tensors, stored, attached, start)
 
 
 def unsharded(checked: CheckedSource, wanted: LoadOptions) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -14,9 +14,10 @@ from ..errors import PlanError
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence
 from ..format.slices import Rows
-from ..format.staged_names import held_names, num_stages
+from ..format.stage_part import of_stage
+from ..format.staged_names import absent_modules, held_names, num_stages
 from ..parallel.layers import with_local_logits
-from ..parallel.stage_model import ArgumentNames, StageModel, keep_stage
+from ..parallel.stage_model import StageModel, argument_names, keep_stage
 from ..training.stage_training import prepare_stage
 
 Tensors = Generator[tuple[str, Tensor]]
@@ -76,57 +77,74 @@ def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
     return place
 
 
-def tensors_of_stages(
-    plan: Plan, stages: Sequence[int], stored: Sequence[Callable[[Rows], Tensors]], rows: Rows
-) -> Tensors:
-    """The tensors of a process's stages, each once, by the names in its model.
+class StagedBuilder:
+    """Builds the model of a process that has one stage of a pipeline, or several.
 
     Args:
-        plan: of all stages.
-        stages: of the process.
-        stored: gives those of each of them, by the names in its directory, or rows of them.
-        rows: see ``building.stored``, by the names in the model.
-    """
-    own = held_names(plan, stages)
-    taken: set[str] = set()
-    for stage, read in zip(stages, stored, strict=True):
-        names = {name: own[first] for first, name in held_names(plan, stage).items()}
-        with closing(read({name: rows[held] for name, held in names.items() if held in rows})) as tensors:
-            for name, tensor in tensors:
-                held = names.get(name, name)  # a packed parameter is stored as several tensors
-                if held not in taken:
-                    taken.add(held)
-                    yield held, tensor
-
-
-def keep_own(
-    model: nn.Module,
-    plan: Plan,
-    place: StageProcesses,
-    dtype: torch.dtype | None,
-    names: ArgumentNames,
-    *,
-    training: bool,
-    sequence_parallel: bool,
-    local_logits: bool,
-) -> StageModel:
-    """Put stand-ins in the place of other stages' modules, in place.
-
-    Args:
-        model: of one rank, as ``parallelize`` makes it.
-        plan: of all stages.
+        plan: of all stages, with adapters.
         place: of this process.
-        dtype: that modules compute in; None: that of the parameters as they are stored.
-        names: of the unsharded model.
-        training: the model is to be trained.
-        sequence_parallel: its activations are sharded over the sequence.
-        local_logits: each rank keeps its shard of the logits.
+        model: unsharded, on meta, before it is parallelized.
     """
-    if sequence_parallel:
-        plan = of_sequence(plan)
-    if local_logits:
-        plan = with_local_logits(plan)
-    dtype = dtype or getattr(torch, plan.model.dtype)
-    if training:
-        prepare_stage(model, place.link)
-    return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, dtype, names)
+
+    def __init__(self, plan: Plan, place: StageProcesses, model: nn.Module) -> None:
+        self._plan = plan
+        self._place = place
+        self._names = argument_names(model, plan)
+        self.stages = place.link.stages
+
+    @property
+    def absent(self) -> Sequence[Collection[str]]:
+        """For each stage of the process, the FQNs of modules that are on other stages."""
+        return [absent_modules(self._plan, stage) for stage in self.stages]
+
+    def own(self, plan: Plan) -> Plan:
+        """Return the part of a plan that is about the stages of this process."""
+        return of_stage(plan, self.stages)
+
+    def keep_own(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        *,
+        training: bool,
+        sequence_parallel: bool,
+        local_logits: bool,
+    ) -> StageModel:
+        """Put placeholders in the place of other stages' modules, in place.
+
+        Args:
+            model: of one rank, as ``parallelize`` makes it.
+            dtype: that modules compute in; None: that of the parameters as they are stored.
+            training: the model is to be trained.
+            sequence_parallel: its activations are sharded over the sequence.
+            local_logits: each rank keeps its shard of the logits.
+        """
+        plan, link, ranks = self._plan, self._place.link, self._place.ranks
+        if sequence_parallel:
+            plan = of_sequence(plan)
+        if local_logits:
+            plan = with_local_logits(plan)
+        dtype = dtype or getattr(torch, plan.model.dtype)
+        if training:
+            prepare_stage(model, link)
+        return keep_stage(model, plan, link, ranks.rank, ranks.device, dtype, self._names)
+
+    def tensors(self, plan: Plan, stored: Sequence[Callable[[Rows], Tensors]], rows: Rows) -> Tensors:
+        """The tensors of the stages, each once, by the names in the process's model.
+
+        Args:
+            plan: of all stages, as they are stored.
+            stored: gives those of each stage, by the names in its directory, or rows of them.
+            rows: of which tensors rows are wanted, by the names in the model; see ``format.slices.Rows``.
+        """
+        own = held_names(plan, self.stages)
+        taken: set[str] = set()
+        for stage, read in zip(self.stages, stored, strict=True):
+            names = {name: own[first] for first, name in held_names(plan, stage).items()}
+            wanted = {name: rows[held] for name, held in names.items() if held in rows}
+            with closing(read(wanted)) as tensors:
+                for name, tensor in tensors:
+                    held = names.get(name, name)  # a packed parameter is stored as several tensors
+                    if held not in taken:
+                        taken.add(held)
+                        yield held, tensor

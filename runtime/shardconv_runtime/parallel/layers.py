@@ -71,13 +71,13 @@ def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tup
 
 
 def with_local_logits(plan: Plan) -> Plan:
-    """The plan of stages whose last one keeps a rank's shard of the logits, and so do stand-ins of the head.
+    """The plan of stages whose last one keeps a rank's shard of the logits, as placeholders of the head do.
 
     Args:
         plan: with stages, in the form that is to run.
 
     Raises:
-        PlanError: the plan does not say what stands in for the head alone.
+        PlanError: the plan does not say what the placeholder of the head alone returns.
     """
     assert plan.stages is not None
     gather = _gather(module_plans(plan), plan.logits)

@@ -1,7 +1,7 @@
-"""The model of one stage of a pipeline: stand-ins in the place of the modules of other stages.
+"""The model of one stage of a pipeline: placeholders in the place of the modules of other stages.
 
-A process of several stages has the modules of all of them in one model, which it runs once for each stage: in
-such a pass the stand-ins of its other modules are called in their place.
+A process of several stages has the modules of all of them in one model, which it runs once for each stage. In
+such a pass the modules of the other stages give way: they return what placeholders would return.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..format.slot_steps import LocalRowsStep
 from ..format.staged_names import staged_modules
 from .boundary import forward_signature
 from .build import submodule
-from .stand_ins import STAND_IN, StandIn, StandInForms, give_way, stand_in_for
+from .placeholders import Placeholder, swap_for_placeholder
+from .staged_units import StagedUnit, StageRank, give_way, gives_way
 
 # Refuses calls of a model with stages for which some stage would return numbers that it does not have.
 
@@ -34,29 +35,8 @@ _INNER = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
     """Refuse arguments and calls of parts of a model that no stage could answer alone, in place."""
-    running = _Running(link)
-    model.register_forward_pre_hook(running.enter, with_kwargs=True)
-    model.register_forward_hook(running.leave, always_call=True)
-    inner: dict[str, set[int]] = {}
-    for fqn, (entry, _) in staged_modules(plan).items():
-        parts = fqn.split(".")
-        for length in range(1, len(parts)):
-            inner.setdefault(".".join(parts[:length]), set()).update(entry.stages)
-    for fqn, stages in inner.items():
-        if len(stages) > 1 and type(model.get_submodule(fqn)).forward is not nn.Module.forward:
-            module = model.get_submodule(fqn)
-            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                module.register_forward_pre_hook(running.require(fqn))
 
-
-class _Running:
-    """Whether a call is running in which all stages take part."""
-
-    def __init__(self, link: StageLink) -> None:
-        self._link = link
-
-    def enter(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """The model is called."""
+    def begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         config = getattr(model, "config", None)
         for name in _INNER:
             asked = kwargs.get(name)
@@ -65,23 +45,28 @@ class _Running:
                     f"{name} asks for what every layer computes, which a model with stages does not collect; "
                     "load a directory that was converted without --pp"
                 )
-        self._link.depth += 1
-        self._link.handed_on.clear()
+        link.begin_call()
 
-    def leave(self, *_: Any) -> None:
-        """It has returned, or failed."""
-        self._link.depth = max(0, self._link.depth - 1)
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(lambda *_: link.end_call(), always_call=True)
+    inner: dict[str, set[int]] = {}
+    for fqn, (entry, _) in staged_modules(plan).items():
+        parts = fqn.split(".")
+        for length in range(1, len(parts)):
+            inner.setdefault(".".join(parts[:length]), set()).update(entry.stages)
+    for fqn, stages in inner.items():
+        module = model.get_submodule(fqn)
+        is_called = type(module).forward is not nn.Module.forward
+        if len(stages) > 1 and is_called and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            module.register_forward_pre_hook(functools.partial(_require_call, link, fqn))
 
-    def require(self, fqn: str) -> Any:
-        """A hook that refuses a call of one of its modules by itself."""
 
-        def check(module: nn.Module, args: Any) -> None:
-            if not self._link.depth:
-                raise ShardconvError(
-                    f"{fqn} has layers on several stages; call the model itself, whose results all get"
-                )
-
-        return check
+def _require_call(link: StageLink, fqn: str, module: nn.Module, args: Any) -> None:
+    """A hook that refuses a call of a module by itself whose layers are on several stages."""
+    if not link.is_called:
+        raise ShardconvError(
+            f"{fqn} has layers on several stages; call the model itself, whose results all get"
+        )
 
 
 ArgumentNames = Mapping[str, Sequence[str]]
@@ -89,7 +74,7 @@ ArgumentNames = Mapping[str, Sequence[str]]
 
 
 def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
-    """Of the modules that have stand-ins on some stage: what replaces a module may call arguments otherwise.
+    """Of the modules that are on some stages only: what replaces a module may call arguments otherwise.
 
     Args:
         model: unsharded, before ``parallelize``.
@@ -124,70 +109,67 @@ def keep_stage(
     Raises:
         PlanError: the plan does not fit the model.
     """
-    forms: dict[str, StandInForms] = {}
+    own = StageRank(link, plan.mesh, rank, device, dtype)
+    units: dict[str, StagedUnit] = {}
+    replaced: dict[Placeholder, nn.Module] = {}
     entries = module_plans(plan)
     for fqn, (entry, position) in staged_modules(plan).items():
         module = submodule(model, fqn)
         tables = _tables(module, entries.get(fqn), names[fqn])
-        forms[fqn] = StandInForms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype, tables)
+        units[fqn] = unit = StagedUnit(own, fqn, entry, position, names[fqn], tables)
         passes = [stage in entry.stages for stage in link.stages]
-        stand_in = None if all(passes) else stand_in_for(module, forms[fqn], link, device)
-        if any(passes) and entry.sent:
-            sender = _Sender(link, forms[fqn])
-            module.register_forward_hook(sender, with_kwargs=True)
-            if forms[fqn].has_parts:
-                module.register_forward_pre_hook(sender.before, prepend=True, with_kwargs=True)
-        if stand_in is None:
+        if not any(passes):
+            replaced[swap_for_placeholder(model, fqn, unit)] = module
             continue
-        if any(passes):
-            give_way(module, stand_in)
-        else:
-            parent, _, attribute = fqn.rpartition(".")
-            submodule(model, parent)._modules[attribute] = stand_in
-    _let_go(model, device, dtype)
+        if entry.sent:
+            sender = _Sender(link, unit)
+            module.register_forward_hook(sender, with_kwargs=True)
+            if unit.has_parts:
+                module.register_forward_pre_hook(sender.before, prepend=True, with_kwargs=True)
+        if not all(passes):
+            give_way(module, unit)
+    _drop_parameters(model, replaced, device, dtype)
     attach_stage_guards(model, plan, link)
     expected = {stage: _handed_on(plan, stage) for stage in link.stages}
     model.register_forward_hook(_Sharer(link, expected), with_kwargs=True)
-    return StageModel(link, device, forms)
+    return StageModel(link, device, units)
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """The model of a stage of a pipeline, or of several: its link to the other stages, and the forms of what
-    modules return."""
+    """The model of a stage of a pipeline, or of several: its link to the other stages, and all units."""
 
     link: StageLink
     device: torch.device
-    _forms: Mapping[str, StandInForms]
+    _units: Mapping[str, StagedUnit]
 
     def crossings(self) -> dict[Crossing, tuple[int, int]]:
         """All values that stages hand on: from which stage, and the last one that needs them; in the order of
         the plan."""
         return {
-            (fqn, value.item): (forms.entry.stages[0], max(value.to))
-            for fqn, forms in self._forms.items()
-            for value in forms.entry.sent
+            (fqn, value.item): (unit.entry.stages[0], max(value.to))
+            for fqn, unit in self._units.items()
+            for value in unit.entry.sent
         }
 
     def units_of(self, model: nn.Module, number: int) -> list[nn.Module]:
         """The modules of the stage of this number, on a rank that has it."""
-        fqns = (fqn for fqn, forms in self._forms.items() if number in forms.entry.stages)
+        fqns = (fqn for fqn, unit in self._units.items() if number in unit.entry.stages)
         return [submodule(model, fqn) for fqn in fqns]
 
     @contextmanager
     def without_units(self, model: nn.Module) -> Iterator[None]:
-        """Put stand-ins in the place of this rank's modules too, while a call runs that sends nothing."""
+        """Put placeholders in the place of this rank's modules too, while a measuring pass runs."""
         kept: list[tuple[nn.Module, str, nn.Module]] = []
         try:
-            for fqn, forms in self._forms.items():
-                if not set(self.link.stages).intersection(forms.entry.stages) or not forms.entry.items:
-                    continue  # it is one already, or nothing can stand in for it
+            for fqn, unit in self._units.items():
                 path, _, attribute = fqn.rpartition(".")
                 parent = submodule(model, path)
                 module = submodule(parent, attribute)
+                if isinstance(module, Placeholder) or gives_way(module) or not unit.entry.items:
+                    continue  # it returns these results by itself, or there are none to return in its place
                 kept.append((parent, attribute, module))
-                made = vars(module).get(STAND_IN) or stand_in_for(module, forms, self.link, self.device)
-                parent._modules[attribute] = made
+                swap_for_placeholder(model, fqn, unit)
             yield
         finally:
             for parent, attribute, module in reversed(kept):
@@ -213,24 +195,28 @@ def _handed_on(plan: Plan, stage: int) -> frozenset[Crossing]:
     )
 
 
-def _let_go(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Code asks weights for their device and dtype: those of stand-ins become one number in their shape, and
-    parts of the model that have none left show one."""
+def _drop_parameters(
+    model: nn.Module, replaced: Mapping[Placeholder, nn.Module], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Drop the parameters of modules that have been replaced, in place.
+
+    Code asks weights for their device and dtype. So the weights of such modules become one number in their
+    shape, and parts of the model that have no parameters left show one number.
+    """
     kept = set(model.modules())
     one = nn.Parameter(torch.zeros((), dtype=dtype, device=device), requires_grad=False)
     for module in kept - {model}:
-        if isinstance(module, StandIn) or next(module.parameters(), None) is not None:
+        if module in replaced or next(module.parameters(), None) is not None:
             continue
-        if any(isinstance(inner, StandIn) for inner in module.modules()):
+        if any(inner in replaced for inner in module.modules()):
             module.parameters = functools.partial(_shown, one)  # type: ignore[method-assign]
-    for module in kept:
-        if isinstance(module, StandIn):
-            for owner in set(module._module.modules()) - kept:
-                for name, tensor in owner._parameters.items():
-                    if tensor is not None:
-                        own = dtype if tensor.is_floating_point() else tensor.dtype
-                        shown = torch.zeros((), dtype=own, device=device).expand(tensor.shape)
-                        owner._parameters[name] = nn.Parameter(shown, requires_grad=False)
+    for module in replaced.values():
+        for owner in set(module.modules()) - kept:
+            for name, tensor in owner._parameters.items():
+                if tensor is not None:
+                    own = dtype if tensor.is_floating_point() else tensor.dtype
+                    shown = torch.zeros((), dtype=own, device=device).expand(tensor.shape)
+                    owner._parameters[name] = nn.Parameter(shown, requires_grad=False)
 
 
 def _shown(parameter: nn.Parameter, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -241,18 +227,18 @@ def _shown(parameter: nn.Parameter, recurse: bool = True) -> Iterator[nn.Paramet
 class _Sender:
     """A hook that sends results of a module to the stages that need them.
 
-    Stand-ins expect them in the form that was traced. A call in which the module returns another form is an
-    error here, where the form is known.
+    Placeholders expect them in the form that was traced. A call in which the module returns another form is
+    an error here, where the form is known.
     """
 
-    def __init__(self, link: StageLink, forms: StandInForms) -> None:
+    def __init__(self, link: StageLink, unit: StagedUnit) -> None:
         self._link = link
-        self._forms = forms
+        self._unit = unit
         self._given: dict[str, Any] | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Keep what the caller gives, before the steps of the plan make parts of it."""
-        self._given = self._forms.bound(args, kwargs)
+        self._given = self._unit.bound(args, kwargs)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Send, in the order of the plan.
@@ -260,20 +246,20 @@ class _Sender:
         Raises:
             ShardconvError: the results have another form than the plan says.
         """
-        forms = self._forms
+        unit = self._unit
         items = [output] if isinstance(output, Tensor) else output
-        given = forms.bound(args, kwargs) if self._given is None else self._given
+        given = unit.bound(args, kwargs) if self._given is None else self._given
         self._given = None
-        planned = [item.tensor is not None for item in forms.entry.items]
+        planned = [item.tensor is not None for item in unit.entry.items]
         if [isinstance(item, Tensor) for item in items] != planned:
-            raise _other_form(forms.fqn, "other results")
-        for value in forms.entry.sent:
-            item, tensor = items[value.item], forms.entry.items[value.item].tensor
-            shape, dtype = forms.shape(value.item, given), forms.dtype(tensor)
+            raise _other_form(unit.fqn, "other results")
+        for value in unit.entry.sent:
+            item, tensor = items[value.item], unit.entry.items[value.item].tensor
+            shape, dtype = unit.shape(value.item, given), unit.dtype(tensor)
             if tuple(item.shape) != shape or item.dtype != dtype:
                 found = f"{item.dtype} {list(item.shape)}, where {dtype} {list(shape)} was expected"
-                raise _other_form(forms.fqn, found)
-            self._link.pass_on((forms.fqn, value.item), item, value.to)
+                raise _other_form(unit.fqn, found)
+            self._link.send((unit.fqn, value.item), item, value.to)
 
 
 def _other_form(fqn: str, what: str) -> ShardconvError:
@@ -301,13 +287,12 @@ class _Sharer:
         Raises:
             ShardconvError: a module was not called whose results are for another stage.
         """
-        if missing := self._expected[self.link.stage] - self.link.handed_on:
+        if missing := self.link.missing(self._expected[self.link.stage]):
             raise ShardconvError(
                 f"{min(missing)[0]} was not called, whose results another stage needs: this call leaves it "
                 "out; convert with other --stages"
             )
-        if self.link.shares_results:
-            self.link.share(returned_tensors(model, output))
+        self.link.share_results(returned_tensors(model, output))
 
 
 def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:

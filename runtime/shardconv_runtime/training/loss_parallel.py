@@ -18,7 +18,7 @@ from ..comm.steps import Gather
 from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import TensorStep, forward_signature, replace_at
-from ..parallel.stand_ins import is_elsewhere
+from ..parallel.staged_units import is_elsewhere
 from .loss import VocabParallelCrossEntropy
 from .token_losses import LossInputError
 

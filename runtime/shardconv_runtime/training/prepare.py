@@ -116,7 +116,7 @@ def parallelize_for_training(
             the number of ranks divides.
         regather: keep parts of what is gathered along the sequence, and gather it again in the backward pass;
             None: of large activations.
-        absent: FQNs of modules that will be replaced by stand-ins, as they are on other stages; for each
+        absent: FQNs of modules that will be replaced by placeholders, as they are on other stages; for each
             stage of this process, those in its passes.
         heads: further modules that compute the logits in place of the plan's, in other calls.
 

@@ -1,6 +1,6 @@
-"""What crosses the borders of a stage in the pass of a microbatch: found by a pass of stand-ins alone.
+"""What crosses the borders of a stage in the pass of a microbatch: found by a pass of placeholders.
 
-Every stage finds it by itself, without a message: in the place of its own modules too, stand-ins return
+Every stage finds it by itself, without a message: in the place of its own modules too, placeholders return
 tensors of the shapes that the plan says, and the code around them runs as ever.
 """
 
@@ -139,19 +139,18 @@ def _for_backward(x: Tensor) -> Tensor:
 class _Measuring(Handover):
     """Records what passes would take, and gives zeros."""
 
-    takes_all = True
+    only_measures = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__({})
+        self._device = device
         self.forms: dict[Crossing, ValueForm] = {}
 
-    def take(
-        self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Zeros of this form."""
-        found = torch.zeros(tuple(shape), dtype=dtype, device=device)
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """Return zeros of this form."""
+        found = torch.zeros(tuple(shape), dtype=dtype, device=self._device)
         self.forms[crossing] = ValueForm(tuple(shape), found.dtype)
-        self.leave(crossing, found)
+        self.send(crossing, found, ())
         return found
 
 
@@ -171,17 +170,14 @@ def measured_forms(
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
     """The same, of what the model's code is given, behind its hooks."""
-    link, measuring = stage.link, _Measuring()
+    measuring = _Measuring(stage.device)
     devices = [stage.device] if stage.device.type == "cuda" else []
-    link.depth += 1
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            stage.without_units(model),
-            link.passing(link.stage, measuring),
-        ):
-            model.forward(**given)
-    finally:
-        link.depth -= 1
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        stage.without_units(model),
+        stage.link.calling(),
+        stage.link.through(measuring),
+    ):
+        model.forward(**given)
     return measuring.forms

@@ -1,7 +1,7 @@
 """Training a model with stages: microbatches through a schedule of ``torch.distributed.pipelining``.
 
-Each process runs the model's own forward pass for each microbatch and each of its stages, with stand-ins in
-the place of other stages' modules. What crosses the border of two neighboring stages, values for later stages
+Each process runs the model's own forward pass for each microbatch and each of its stages, with placeholders
+for the modules of other stages. What crosses the border of two neighboring stages, values for later stages
 included, is sent by the schedule, and so are its gradients. What the passes compute around modules, as masks,
 every stage computes from the same inputs.
 """
@@ -24,8 +24,8 @@ from torch.distributed.pipelining import (
 )
 
 from ..comm.agreement import require_same_inputs
-from ..comm.stage_link import Crossing
-from ..comm.stage_processes import ProcessLink
+from ..comm.stage_link import Crossing, StageLink
+from ..comm.stage_processes import ProcessTransport
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
@@ -86,13 +86,14 @@ class Pipeline:
         if not source.building.wanted.training:
             raise PlanError("the model was loaded for inference; load it with training=True")
         stage: StageModel = source.stage
-        assert isinstance(stage.link, ProcessLink), "it was loaded on processes"
+        assert isinstance(stage.link.transport, ProcessTransport), "it was loaded on processes"
         _require_schedule(schedule, stage.link, microbatches)
         self.model = unwrapped(model)
         self.microbatches = microbatches
         self._schedule = (SCHEDULES | SEVERAL)[schedule]
         self._stage = stage
-        self._link: ProcessLink = stage.link
+        self._link = stage.link
+        self._group = stage.link.transport.group
         _require_inner_units(self.model, stage)
         self._step = _Step(self.model, loss)
         self._passes = [_Pass(self._step, stage, number) for number in stage.link.stages]
@@ -169,7 +170,7 @@ class Pipeline:
             self._stage.device,
             input_args=tuple(given),
             output_args=tuple(left),
-            group=link.group,
+            group=self._group,
         )
 
     def _shared(self, losses: list[Tensor]) -> Tensor:
@@ -177,7 +178,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         if losses:
             total += torch.stack([loss.detach().double() for loss in losses]).sum()
-        dist.broadcast(total, group=self._link.group, group_src=self._link.num_places - 1)
+        dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
         return total
 
 
@@ -186,7 +187,7 @@ def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _require_schedule(schedule: str, link: ProcessLink, microbatches: int) -> None:
+def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None:
     """Check whether a schedule suits the stages of a process, and the number of microbatches.
 
     Raises:
@@ -313,7 +314,7 @@ class _Pass(nn.Module):
         """
         part = self._step.parts[int(number)]
         handover = self.border.handover(received)
-        with self._link.passing(self.number, handover):
+        with self._link.through(handover, self.number):
             output = self._step.output(part)
         if self.number == self._link.count - 1:
             return self._step.loss(output, part)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.process_groups import axes_group
-from ..comm.stage_link import Crossing, StageLink
-from ..comm.stage_processes import ProcessLink
+from ..comm.stage_link import StageLink
+from ..comm.stage_processes import ProcessTransport
 from ..errors import ShardconvError
 from ..format.plan import parameter_plans
 from ..format.staged_names import held_names, stages_of
@@ -24,7 +24,7 @@ from ..parallel.boundary import forward_signature
 from ..parallel.stage_model import StageModel
 from ..saving.dcp_boxes import local_tensor
 from ..saving.stored_model import named_tensors
-from .stage_forms import StageBoundary, ValueForm, forms_inside
+from .stage_forms import StageBoundary, forms_inside
 from .without_cache import without_cache
 
 # A call, without gradients, of the model of a process that has several stages: one pass for each of them.
@@ -50,17 +50,21 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
         given = _without_cache(self, names, dict(zip(names, args, strict=False)) | kwargs)
-        link = stage.link
+        link, processes = stage.link, stage.link.transport
         output: Any = None
         forms = forms_inside(self, stage, given)
         for number in link.stages:
             border = StageBoundary.of(stage, number, forms)
-            handover = border.handover(_received(link, number, border.received, stage.device))
-            with link.passing(number, handover):
+            received = [
+                processes.receive(crossing, form.shape, form.dtype, number - 1)
+                for crossing, form in border.received.items()
+            ]
+            handover = border.handover(received)
+            with link.through(handover, number):
                 output = self.forward(**given)
             if number < link.count - 1:
-                for x in border.leaving(handover):
-                    link.send(x, (number + 1,))
+                for crossing, x in zip(border.left, border.leaving(handover), strict=True):
+                    processes.send(crossing, x, (number + 1,))
         # What is handed back to the model, as caches are, is of one pass: it is left out.
         for name in names if isinstance(output, MutableMapping) else ():
             if output.get(name) is not None:
@@ -80,13 +84,6 @@ def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) ->
     return without_cache(model, names, given)
 
 
-def _received(
-    link: StageLink, number: int, forms: Mapping[Crossing, ValueForm], device: torch.device
-) -> list[Tensor]:
-    """What the stage before that of a number leaves."""
-    return [link.receive(form.shape, form.dtype, device, number - 1) for form in forms.values()]
-
-
 # Parameters that several processes hold for their stages, as an embedding that is the head too: their
 # gradients are summed. Those of stages of one process add up in its parameter by themselves.
 
@@ -100,7 +97,8 @@ class TiedGradients:
 
     def __init__(self, model: nn.Module) -> None:
         source = loaded(model)
-        link: ProcessLink = source.stage.link
+        link: StageLink = source.stage.link
+        assert isinstance(link.transport, ProcessTransport), "it was loaded on processes"
         tensors = named_tensors(model)
         plan, num_places = source.plan, link.num_places
         held = [held_names(plan, stages_of(plan, place, num_places)) for place in range(num_places)]
@@ -111,7 +109,7 @@ class TiedGradients:
                 continue
             tensor = tensors[held[link.place][first]]
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                self._tied.append((tensor, axes_group(link.group, places)))
+                self._tied.append((tensor, axes_group(link.transport.group, places)))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -171,7 +169,7 @@ def prepare_stage(model: nn.Module, link: StageLink) -> None:
         model.loss_function = StageLoss(model.loss_function, link)  # type: ignore[assignment]
 
     def refuse(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if link.handover is None and (torch.is_grad_enabled() or model.training):
+        if not link.is_scheduled() and (torch.is_grad_enabled() or model.training):
             raise ShardconvError(
                 "this stage alone cannot give gradients: train with shardconv_runtime.Pipeline(model, ...)"
                 ".step(batch); to evaluate, call the model after eval(), in torch.no_grad()"

@@ -7,7 +7,6 @@ bypassed by returning these arguments. It is bypassed if it is planned as the la
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.parallel.placeholders import Results, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -132,35 +132,25 @@ def repeat_results(model: nn.Module, modules: Mapping[str, str]) -> None:
         model: on meta.
         modules: FQN -> that of a module of another layer, which is run.
     """
-    results: dict[str, Any] = {}
     for like in set(modules.values()):
-        _keep_result(model.get_submodule(like), like, results)
-    for fqn, like in modules.items():
-        _give_result(model.get_submodule(fqn), like, results)
+        recorded = _RecordedResult()
+        model.get_submodule(like).register_forward_hook(recorded.note)
+        for fqn in (fqn for fqn, other in modules.items() if other == like):
+            swap_for_placeholder(model, fqn, recorded)
 
 
-def _keep_result(module: nn.Module, name: str, results: dict[str, Any]) -> None:
-    forward = module.forward
+class _RecordedResult:
+    """What a module has returned, given again as tensors of the same form."""
 
-    @functools.wraps(forward)  # the tracer asks for the names of its arguments
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        results[name] = pytree.tree_map_only(Tensor, _Geometry, result)
-        return result
+    def __init__(self) -> None:
+        self._result: Any = None
 
-    module.__dict__["forward"] = run
+    def note(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A forward hook of the module."""
+        self._result = pytree.tree_map_only(Tensor, _Geometry, result)
 
-
-def _give_result(module: nn.Module, name: str, results: Mapping[str, Any]) -> None:
-    forward = module.forward
-
-    @functools.wraps(forward)  # the tracer asks for the names of its arguments
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if name not in results:
-            return forward(*args, **kwargs)
-        return pytree.tree_map_only(_Geometry, _Geometry.made, results[name])
-
-    module.__dict__["forward"] = run
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map_only(_Geometry, _Geometry.made, self._result)
 
 
 class _Geometry:
@@ -321,86 +311,35 @@ def bypassed_copy(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
     memo: dict[int, object] = {}
     for fqn, how in layers.items():
         layer = model.get_submodule(fqn)
-        memo[id(layer)] = _stand_in(layer, how)
+        memo[id(layer)] = placeholder_for(layer, _passing_on(layer, how))
     return copy.deepcopy(model, memo)
 
 
 def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
     """Replace these layers of ``model``, in place."""
     for fqn, how in layers.items():
-        parent, _, name = fqn.rpartition(".")
-        owner = model.get_submodule(parent)
-        owner._modules[name] = _stand_in(model.get_submodule(fqn), how)
+        swap_for_placeholder(model, fqn, _passing_on(model.get_submodule(fqn), how))
     return model
 
 
-def _stand_in(layer: nn.Module, how: Bypass) -> nn.Module:
-    """A module of the layer's class, since models look for the layers whose outputs they collect."""
+def _passing_on(layer: nn.Module, how: Bypass) -> Results:
+    """The arguments that a layer would have changed, in the form in which it returns them."""
+    names = list(forward_signature(layer).parameters)
+    outputs = [
+        (_index(slot), name, int(name) if name.isdigit() else names.index(name))
+        for slot, name in how.arguments
+    ]
+    tuple_of = getattr(how.kind, "_make", tuple)  # of a named tuple
 
-    @functools.wraps(type(layer).forward)  # stand-ins of stages ask for the names of its arguments
-    def forward(self: _Bypassed, *args: Any, **kwargs: Any) -> Any:
-        return self.passed_on(*args, **kwargs)
-
-    kind = type(type(layer).__name__, (_Bypassed, type(layer)), {"forward": forward})
-    made: _Bypassed = object.__new__(kind)
-    made.bypass(layer, how)
-    return made
-
-
-class _Bypassed(nn.Module):
-    """Stands in for a layer: its attributes, none of its parameters, some of its inputs as outputs.
-
-    Code that changes the layer, as some models do when they are first called, changes a copy.
-    """
-
-    def bypass(self, layer: nn.Module, how: Bypass) -> None:
-        """Set up, in place of the constructor."""
-        nn.Module.__init__(self)
-        self.__dict__.update(_layer=layer, _is_own=False)
-        names = list(forward_signature(layer).parameters)
-        self._made = getattr(how.kind, "_make", tuple)  # of a named tuple
-        self._length, self._unread = how.length, how.unread
-        self._outputs = [
-            (_index(slot), name, int(name) if name.isdigit() else names.index(name))
-            for slot, name in how.arguments
-        ]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_layer" not in self.__dict__:  # of a class that is derived from this one
-                raise
-            if not self.__dict__["_is_own"]:
-                self.__dict__.update(_layer=_with_own_attributes(self.__dict__["_layer"]), _is_own=True)
-            return getattr(self.__dict__["_layer"], name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Bypassed:
-        """A copy that stands in for the same layer."""
-        other: _Bypassed = object.__new__(type(self))
-        own = self.__dict__.items()  # hooks of one copy are not those of another
-        other.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
-        other.__dict__["_is_own"] = False
-        return other
-
-    def passed_on(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments that the layer would have changed, in the form in which it returns them."""
+    def results(*args: Any, **kwargs: Any) -> Any:
         found = {
             index: kwargs[argument] if argument in kwargs else args[position]
-            for index, argument, position in self._outputs
+            for index, argument, position in outputs
         }
         if -1 in found:
             return found[-1]
         like = next(value for value in found.values() if isinstance(value, Tensor))
-        found |= {index: like.new_zeros(0) for index in self._unread}
-        return self._made(found.get(i) for i in range(self._length))
+        found |= {index: like.new_zeros(0) for index in how.unread}
+        return tuple_of(found.get(i) for i in range(how.length))
 
-
-def _with_own_attributes(module: nn.Module) -> nn.Module:
-    """A copy of a module and those in it, which have the same values and tensors as attributes."""
-    made: nn.Module = object.__new__(type(module))
-    own = module.__dict__.items()
-    made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
-    for name, child in module._modules.items():
-        made._modules[name] = None if child is None else _with_own_attributes(child)
-    return made
+    return results

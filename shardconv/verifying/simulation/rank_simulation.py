@@ -40,7 +40,7 @@ from .model_runs import (
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
 from .shared_activations import SharedActivations
 from .simulated_weights import RandomWeights, fill
-from .stage_simulation import Mail, MailLink, gradients_of_stages, stage_of_rank
+from .stage_simulation import Mail, MailTransport, gradients_of_stages, stage_of_rank
 
 T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
@@ -160,8 +160,8 @@ class Simulation:
 
             def run(comm: ThreadCommunicator, stage: int = stage) -> float:
                 weights = self.weights.local(comm.rank, precision.dtype)
-                link = MailLink(stage, num_stages(self.plan), comm.rank, mail)
-                local = stage_of_rank(model, self.plan, comm, stage, weights, link)
+                transport = MailTransport(stage, comm.rank, mail)
+                local = stage_of_rank(model, self.plan, comm, stage, weights, transport)
                 found = outputs_of_calls(local, inputs, precision, len(want))
                 return _largest(found, want) if stage == num_stages(self.plan) - 1 else 0.0
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from shardconv_runtime.comm.stage_link import Handover, StageLink
+from shardconv_runtime.comm.stage_link import Crossing, Handover, StageLink, Transport
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.staged_names import absent_modules, held_by, held_names, num_stages
 from shardconv_runtime.parallel.build import parallelize
@@ -26,44 +26,44 @@ Mail = dict[tuple[int, int, int], deque[Tensor]]
 """(rank among those of a stage, sender, receiver) -> tensors that were sent and not received."""
 
 
-class MailLink(StageLink):
-    """Leaves what it sends for stages that run later; results of the last stage go nowhere.
+class MailTransport(Transport):
+    """Leaves what a stage sends for stages that run later; results of the last stage go nowhere.
 
     Args:
-        stage, count: of the pipeline.
+        stage: the one that sends and receives.
         rank: among those of the stage.
         mail: of all stages.
     """
 
-    def __init__(self, stage: int, count: int, rank: int, mail: Mail) -> None:
-        super().__init__(stage, count)
+    def __init__(self, stage: int, rank: int, mail: Mail) -> None:
+        self._stage = stage
         self._rank = rank
         self._mail = mail
 
-    def send(self, x: Tensor, stages: Sequence[int]) -> None:
+    def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Leave a copy for each stage."""
         for stage in stages:
-            self._mail.setdefault((self._rank, self.stage, stage), deque()).append(x.detach().clone())
+            self._mail.setdefault((self._rank, self._stage, stage), deque()).append(x.detach().clone())
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Take what was left first.
 
         Raises:
-            RanksDisagree: nothing is there, or a tensor of another shape or dtype.
+            RanksDisagree: if nothing is there, or a tensor of another shape or dtype.
         """
-        left = self._mail.get((self._rank, source, self.stage))
+        left = self._mail.get((self._rank, source, self._stage))
         if not left:
-            raise RanksDisagree(f"stage {self.stage} waits for a tensor that stage {source} does not send")
+            raise RanksDisagree(f"stage {self._stage} waits for a tensor that stage {source} does not send")
         found = left.popleft()
         if tuple(found.shape) != tuple(shape) or found.dtype != torch.empty(0, dtype=dtype).dtype:
             raise RanksDisagree(
-                f"stage {source} sends {found.dtype} {list(found.shape)}, stage {self.stage} expects {dtype} "
-                f"{list(shape)}"
+                f"stage {source} sends {found.dtype} {list(found.shape)}, stage {self._stage} expects "
+                f"{dtype} {list(shape)}"
             )
         return found
 
-    def share(self, results: Sequence[Tensor]) -> None:
-        """Only those of the last stage are compared."""
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Leave the results: only those of the last stage are compared."""
 
 
 def stage_of_rank(
@@ -72,7 +72,7 @@ def stage_of_rank(
     comm: ThreadCommunicator,
     stage: int,
     weights: Mapping[str, Tensor],
-    link: StageLink,
+    transport: Transport,
     *,
     training: bool = False,
 ) -> nn.Module:
@@ -84,7 +84,7 @@ def stage_of_rank(
         comm: this rank among those of the stage.
         stage: its number.
         weights: local ones of the rank, of all stages.
-        link: to the other stages.
+        transport: to and from the other stages.
         training: with a backward pass.
     """
     names, local = argument_names(model, plan), copy.deepcopy(model)
@@ -93,6 +93,7 @@ def stage_of_rank(
         parallelize_for_training(local, plan, comm, gather_logits=True, absent=(absent,))
     else:
         parallelize(local, plan, comm)
+    link = StageLink(stage, num_stages(plan), transport)
     keep_stage(local, plan, link, comm.rank, torch.device("cpu"), _dtype(model), names)
     fill(local, held_by(plan, stage, weights), gradients=training)
     refresh_fused(local)
@@ -117,11 +118,7 @@ def gradients_of_stages(
         precision: to compute in.
     """
     handover, stages = Handover({}), range(num_stages(plan))
-    models = []
-    for stage in stages:
-        link = MailLink(stage, len(stages), comm.rank, Mail())
-        link.handover = handover
-        models.append(stage_of_rank(model, plan, comm, stage, weights, link, training=True))
+    models = [stage_of_rank(model, plan, comm, stage, weights, handover, training=True) for stage in stages]
 
     def run(**arguments: Any) -> Any:
         for local in models[:-1]:

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_processes
 from shardconv_runtime import ShardconvError
-from shardconv_runtime.comm.stage_link import Traffic
-from shardconv_runtime.comm.stage_processes import ProcessLink
+from shardconv_runtime.comm.stage_processes import ProcessTransport, StageMessage, Traffic
 
 SHAPES = ((1, 5, 4), (1, 1, 4), (1, 20, 4))
 """Of three calls, of 5, 1 and 20 tokens; each sends a tensor of this shape and one number."""
@@ -18,23 +17,28 @@ def exchange() -> list[list[float]]:
     """What a stage has of three calls, and of one after them."""
     stage, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    link = ProcessLink(stage, 2, group)
-    messages = ((1, 80), (1, 8)) if stage == 0 else ((0, 80), (0, 8))
+    transport = ProcessTransport(group, torch.device("cpu"))
+    first = StageMessage(("unit", 0), 1 - stage, (1, 5, 4), torch.float32)
+    messages = first, StageMessage(("unit", 1), 1 - stage, (), torch.int64)
+    assert [message.num_bytes for message in messages] == [80, 8]
     seen = Traffic(*((messages, ()) if stage == 0 else ((), messages)))
-    link.receive_early(seen, num_tokens=5, most_tokens=20, num_calls=2)
+    transport.receive_early(seen, num_tokens=5, most_tokens=20, num_calls=2)
     found = []
     for call, shape in enumerate((*SHAPES, (1, 50, 4))):
         if call == len(SHAPES):
             if stage == 0:
                 with pytest.raises(ShardconvError, match="stop the manager first"):
-                    link.send(torch.zeros(shape), [1])
-            link.stop_early()
+                    transport.send(("unit", 0), torch.zeros(shape), [1])
+            transport.stop_early()
         tensors = torch.full(shape, call + 0.5), torch.tensor(call)
         if stage == 0:
-            for tensor in tensors:
-                link.send(tensor, [1])
+            for item, tensor in enumerate(tensors):
+                transport.send(("unit", item), tensor, [1])
         else:
-            got = [link.receive(x.shape, x.dtype, torch.device("cpu"), 0) for x in tensors]
+            got = [
+                transport.receive(m.crossing, x.shape, x.dtype, 0)
+                for m, x in zip(messages, tensors, strict=True)
+            ]
             assert all(torch.equal(x, y) for x, y in zip(got, tensors, strict=True))
             found.append([x.float().sum().item() for x in got])
     return found

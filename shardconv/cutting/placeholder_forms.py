@@ -1,4 +1,4 @@
-"""What a stand-in returns in place of a unit, and what it does to caches: read off the tape."""
+"""What a placeholder returns in place of a unit, and what it does to caches: read off the tape."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class UnitForms:
         """How a unit's results come, and what they are.
 
         Raises:
-            SolveError: a stand-in could not return such a result.
+            SolveError: a placeholder could not return such a result.
         """
         form = self._form(unit)
         outputs = self._outputs.get(unit.calls[0], {})
@@ -91,8 +91,8 @@ class UnitForms:
         """Whether a unit is given nothing that depends on parameters, so that every stage could run it."""
         return not any(given.is_weighted for call in unit.calls for given in self._inputs.get(call, ()))
 
-    def has_stand_in(self, unit: Unit) -> bool:
-        """Whether a stand-in could return such a result."""
+    def has_placeholder(self, unit: Unit) -> bool:
+        """Whether a placeholder could return such a result."""
         try:
             self.returned(unit)
         except SolveError:
@@ -105,9 +105,9 @@ class UnitForms:
             forms.add(self._second.returned[unit.fqn])
         form = forms.pop()
         if forms:
-            raise _no_stand_in(unit, "returns values of several kinds")
+            raise _no_placeholder(unit, "returns values of several kinds")
         if form.kind == "other" or any(item.is_other for item in form.items):
-            raise _no_stand_in(unit, "returns a value that is no tensor")
+            raise _no_placeholder(unit, "returns a value that is no tensor")
         return form
 
     def cache_calls(self, unit: Unit) -> tuple[CacheCall, ...]:
@@ -142,7 +142,7 @@ class UnitForms:
             elif type(value) is int:
                 found.append(CacheArgument(name, numbers=(value,)))
             elif not name:
-                raise _no_stand_in(unit, f"gives {update.method} of its cache a {type(value).__name__}")
+                raise _no_placeholder(unit, f"gives {update.method} of its cache a {type(value).__name__}")
         return tuple(found)
 
     def _cached(self, unit: Unit, tid: int, second: Shape | None, keeps_last: bool) -> StandInTensor:
@@ -177,7 +177,7 @@ class UnitForms:
                 problem = (
                     f"returns a tensor {list(shape)} whose dim {index} is no product of dims of its inputs"
                 )
-                raise _no_stand_in(unit, problem)
+                raise _no_placeholder(unit, problem)
             dims.append(part if of else StandInDim((), layout))
         return StandInTensor(tuple(dims), self._dtype(mark.target))
 
@@ -339,7 +339,7 @@ def _whole(dim: Dim) -> Dim:
     return Sum(tuple(map(_whole, dim.segments)))
 
 
-def _no_stand_in(unit: Unit, problem: str) -> SolveError:
+def _no_placeholder(unit: Unit, problem: str) -> SolveError:
     return SolveError(f"the model cannot be cut into stages: {unit.fqn} {problem}")
 
 
