@@ -21,8 +21,8 @@ from shardconv_runtime.format.pipeline_stages import (
     SlotDim,
     StagedModule,
     StagesPlan,
-    StandInDim,
-    StandInItem,
+    PlaceholderDim,
+    PlaceholderItem,
 )
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class _Call:
     """Of each item; None: no tensor."""
 
 
-def _is_integer(item: StandInItem) -> bool:
+def _is_integer(item: PlaceholderItem) -> bool:
     if item.tensor is None or not item.tensor.dtype:
         return False
     dtype: torch.dtype = getattr(torch, item.tensor.dtype)
@@ -145,7 +145,9 @@ def _fitted(entry: StagedModule, calls: Sequence[Mapping[str, _Call]]) -> Staged
     return replace(entry, items=tuple(items))
 
 
-def _fitted_dim(fqn: str, dim: StandInDim, item: int, index: int, calls: Sequence[_Call]) -> StandInDim:
+def _fitted_dim(
+    fqn: str, dim: PlaceholderDim, item: int, index: int, calls: Sequence[_Call]
+) -> PlaceholderDim:
     """The dim of an item, with what it is at most, as all calls say."""
     sizes = [shape[index] for call in calls if (shape := call.returned[item]) is not None]
     most = max(sizes, default=0)

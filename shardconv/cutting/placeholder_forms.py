@@ -15,9 +15,9 @@ from shardconv_runtime.format.pipeline_stages import (
     CacheArgument,
     CacheCall,
     SlotDim,
-    StandInDim,
-    StandInItem,
-    StandInTensor,
+    PlaceholderDim,
+    PlaceholderItem,
+    PlaceholderTensor,
 )
 
 from ..planning.layout import Layouts
@@ -68,7 +68,7 @@ class UnitForms:
         self._model_dtype = _model_dtype(self.tape)
         self._input_sizes = {n for t in self.tape.inputs for n in self.tape.tensors[t].shape}
 
-    def returned(self, unit: Unit) -> tuple[str, tuple[StandInItem, ...]]:
+    def returned(self, unit: Unit) -> tuple[str, tuple[PlaceholderItem, ...]]:
         """How a unit's results come, and what they are.
 
         Raises:
@@ -80,7 +80,7 @@ class UnitForms:
         for index, item in enumerate(form.items):
             slot = "output" if form.kind == "tensor" else f"output.{index}"
             tensor = self._tensor(unit, slot, outputs[slot]) if item.is_tensor else None
-            items.append(StandInItem(tensor, item.argument))
+            items.append(PlaceholderItem(tensor, item.argument))
         return form.kind, tuple(items)
 
     def is_called_again(self, fqn: str) -> bool:
@@ -145,7 +145,7 @@ class UnitForms:
                 raise _no_placeholder(unit, f"gives {update.method} of its cache a {type(value).__name__}")
         return tuple(found)
 
-    def _cached(self, unit: Unit, tid: int, second: Shape | None, keeps_last: bool) -> StandInTensor:
+    def _cached(self, unit: Unit, tid: int, second: Shape | None, keeps_last: bool) -> PlaceholderTensor:
         """A tensor for a cache: as long as the true one, of one head of one element."""
         first = self.tape.tensors[tid].shape
         arguments = self._arguments(unit)
@@ -155,12 +155,12 @@ class UnitForms:
         for index, sizes in enumerate(_pairs(first, second)):
             is_kept = keeps_last and index == len(first) - 1
             of = self._dims_of(arguments, unit, sizes, index)
-            dims.append(StandInDim(of, None if of else Leaf(sizes.first if is_kept else 1)))
-        return StandInTensor(tuple(dims), self._dtype(tid))
+            dims.append(PlaceholderDim(of, None if of else Leaf(sizes.first if is_kept else 1)))
+        return PlaceholderTensor(tuple(dims), self._dtype(tid))
 
     # Shapes ----------------------------------------------------------------------------------
 
-    def _tensor(self, unit: Unit, slot: str, mark: Mark) -> StandInTensor:
+    def _tensor(self, unit: Unit, slot: str, mark: Mark) -> PlaceholderTensor:
         """A result of a unit, as its caller gets it."""
         layouts = self._layout(unit, slot)
         shape = self.tape.tensors[mark.target].shape
@@ -168,7 +168,7 @@ class UnitForms:
         for index, sizes in enumerate(_pairs(shape, self._second.shapes.get((unit.fqn, slot)))):
             layout = layouts[index] if layouts else Leaf(sizes.first)
             of = self._dims_of(self._arguments(unit), unit, sizes, index, layout)
-            part = StandInDim(of)
+            part = PlaceholderDim(of)
             if not of and self._is_open(unit, slot, index):
                 part = self._part_of(unit, sizes, index, layout)
                 of = part.of
@@ -178,10 +178,10 @@ class UnitForms:
                     f"returns a tensor {list(shape)} whose dim {index} is no product of dims of its inputs"
                 )
                 raise _no_placeholder(unit, problem)
-            dims.append(part if of else StandInDim((), layout))
-        return StandInTensor(tuple(dims), self._dtype(mark.target))
+            dims.append(part if of else PlaceholderDim((), layout))
+        return PlaceholderTensor(tuple(dims), self._dtype(mark.target))
 
-    def _part_of(self, unit: Unit, wanted: _Sizes, index: int, layout: Dim) -> StandInDim:
+    def _part_of(self, unit: Unit, wanted: _Sizes, index: int, layout: Dim) -> PlaceholderDim:
         """A dim of which ranks have parts where they have all of a dim of an argument, or the other way
         round: one of the sequence, in the sequence-parallel form."""
         mesh = self._layouts.mesh
@@ -193,8 +193,8 @@ class UnitForms:
                 has, wants = axes_of(found), axes_of(layout)
                 times = math.prod(mesh[axis] for axis in has - wants)
                 over = math.prod(mesh[axis] for axis in wants - has)
-                return StandInDim((SlotDim(given.slot, dim),), None, times, over)
-        return StandInDim()
+                return PlaceholderDim((SlotDim(given.slot, dim),), None, times, over)
+        return PlaceholderDim()
 
     def _dims_of(
         self,

@@ -1,7 +1,7 @@
 """The stages of a pipeline, as a plan has them: which modules run where, and what the others are replaced by.
 
-On a stage, the model's own forward pass runs. Modules of other stages are stand-ins without parameters: they
-return tensors of the right shape, or what another stage has sent.
+On a stage, the model's own forward pass runs. Modules of other stages are placeholders without parameters:
+they return tensors of the right shape, or what another stage has sent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SlotDim:
 
 
 @dataclass(frozen=True, slots=True)
-class StandInDim:
-    """A dim of a tensor that a stand-in makes: the product of these."""
+class PlaceholderDim:
+    """A dim of a tensor that a placeholder makes: the product of these."""
 
     of: tuple[SlotDim, ...] = ()
     size: Dim | None = None
@@ -49,10 +49,10 @@ class StandInDim:
 
 
 @dataclass(frozen=True, slots=True)
-class StandInTensor:
-    """A tensor that a stand-in makes."""
+class PlaceholderTensor:
+    """A tensor that a placeholder makes."""
 
-    dims: tuple[StandInDim, ...]
+    dims: tuple[PlaceholderDim, ...]
     dtype: str = ""
     """Empty: that of the model's parameters."""
 
@@ -64,10 +64,10 @@ class StandInTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StandInItem:
-    """An item of what a stand-in returns: a tensor, one of its arguments, or None."""
+class PlaceholderItem:
+    """An item of what a placeholder returns: a tensor, one of its arguments, or None."""
 
-    tensor: StandInTensor | None = None
+    tensor: PlaceholderTensor | None = None
     argument: str = ""
 
 
@@ -77,14 +77,14 @@ class CacheArgument:
 
     name: str = ""
     """Empty: it is positional."""
-    tensor: StandInTensor | None = None
+    tensor: PlaceholderTensor | None = None
     numbers: tuple[int, ...] = ()
     """One for all names of the module, or one for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCall:
-    """A call by which a stand-in keeps its layer of a cache as long as the others."""
+    """A call by which a placeholder keeps its layer of a cache as long as the others."""
 
     method: str
     argument: str
@@ -116,14 +116,14 @@ class SentValue:
 
 @dataclass(frozen=True, slots=True)
 class StagedModule:
-    """Modules that run on some stages, and have stand-ins on the others."""
+    """Modules that run on some stages, and have placeholders on the others."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
     """Ascending; more than one if it is called on several."""
     returns: str
     """``tensor``: its one item; ``tuple`` or ``list`` of its items."""
-    items: tuple[StandInItem, ...]
+    items: tuple[PlaceholderItem, ...]
     takes_cache: bool = False
     """It is given a cache; one that is not was not traced with any."""
     cache: tuple[CacheCall, ...] = ()

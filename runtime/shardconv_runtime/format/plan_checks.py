@@ -13,7 +13,7 @@ from .field_checks import MAX_TENSOR_DIMS, MAX_TP, check_axes, check_dims, check
 from .fused_groups import check_fused
 from .names import MAX_NAME_LENGTH, expand_all
 from .packed_layout import check_packing
-from .pipeline_stages import StagedModule, StagesPlan, StandInTensor
+from .pipeline_stages import StagedModule, StagesPlan, PlaceholderTensor
 from .plan import (
     DrawPlan,
     LogitsInfo,
@@ -186,7 +186,7 @@ def _check_staged_module(where: str, entry: StagedModule, stages: StagesPlan, pl
             fail(f"{where}.sent", "what is sent is made on one stage, and received on later ones")
 
 
-def _check_tensor(where: str, tensor: StandInTensor, plan: Plan) -> None:
+def _check_tensor(where: str, tensor: PlaceholderTensor, plan: Plan) -> None:
     for dim in tensor.dims:
         if len(dim.of) > MAX_TENSOR_DIMS:
             fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")

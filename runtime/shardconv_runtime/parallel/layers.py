@@ -23,7 +23,7 @@ from ..comm.collectives import refuse_gradient
 from ..comm.steps import Reduce, ReduceScatter
 from ..errors import PlanError
 from ..format.names import expand_all
-from ..format.pipeline_stages import StagedModule, StandInDim, StandInItem
+from ..format.pipeline_stages import StagedModule, PlaceholderDim, PlaceholderItem
 from ..format.plan import LogitsInfo, ModulePlan, Plan, module_plans
 from ..format.slot_steps import AllGatherStep
 from ..format.staged_names import staged_modules
@@ -92,8 +92,8 @@ def with_local_logits(plan: Plan) -> Plan:
     tensor = entry.items[0].tensor
     assert tensor is not None, "it is the only item"
     dims = list(tensor.dims)
-    dims[step.dim] = StandInDim(size=step.layout)
-    own = replace(entry, names=(module,), items=(StandInItem(replace(tensor, dims=tuple(dims))),))
+    dims[step.dim] = PlaceholderDim(size=step.layout)
+    own = replace(entry, names=(module,), items=(PlaceholderItem(replace(tensor, dims=tuple(dims))),))
     others = [replace(each, names=_without(each, module)) for each in plan.stages.modules]
     modules = (*(each for each in others if each.names), own)
     return replace(plan, stages=replace(plan.stages, modules=modules))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
-from ..format.pipeline_stages import CacheCall, StagedModule, StandInDim, StandInTensor
+from ..format.pipeline_stages import CacheCall, StagedModule, PlaceholderDim, PlaceholderTensor
 from ..format.slices import Mesh, local_size
 from .row_ids import IdCheck, is_recorded
 
@@ -127,7 +127,7 @@ class StagedUnit:
         assert find is not None, "it is a tensor"
         return find(given)
 
-    def dtype(self, tensor: StandInTensor | None) -> torch.dtype:
+    def dtype(self, tensor: PlaceholderTensor | None) -> torch.dtype:
         """The dtype of an item."""
         if tensor is None or not tensor.dtype:
             return self._on.dtype
@@ -139,11 +139,11 @@ class StagedUnit:
         names = [*self._names, *map(str, range(len(self._names), len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _shape(self, tensor: StandInTensor) -> Shape:
+    def _shape(self, tensor: PlaceholderTensor) -> Shape:
         dims = [self._dim(dim) for dim in tensor.dims]
         return lambda given: tuple(dim(given) for dim in dims)
 
-    def _dim(self, dim: StandInDim) -> Callable[[Mapping[str, Any]], int]:
+    def _dim(self, dim: PlaceholderDim) -> Callable[[Mapping[str, Any]], int]:
         size = 1 if dim.size is None else local_size(dim.size, self._on.mesh, self._on.rank)
         if not dim.of:
             return lambda given: size
@@ -177,7 +177,7 @@ class StagedUnit:
             shape = None if argument.tensor is None else self._shape(argument.tensor)
             arguments.append((argument.name, argument.tensor, shape, number))
 
-        def zeros(tensor: StandInTensor, shape: tuple[int, ...]) -> Tensor:
+        def zeros(tensor: PlaceholderTensor, shape: tuple[int, ...]) -> Tensor:
             return torch.zeros(shape, dtype=self.dtype(tensor), device=self._on.device)
 
         def run(given: Mapping[str, Any]) -> None:

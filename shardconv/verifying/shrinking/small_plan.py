@@ -10,7 +10,7 @@ from typing import TypeVar
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
-from shardconv_runtime.format.pipeline_stages import CacheCall, StagedModule, StagesPlan, StandInItem
+from shardconv_runtime.format.pipeline_stages import CacheCall, StagedModule, StagesPlan, PlaceholderItem
 from shardconv_runtime.format.plan import (
     DrawPlan,
     Edit,
@@ -166,7 +166,7 @@ def _of_name(entry: StagedModule, position: int, name: str, dim_of: ResultDim) -
     return replace(entry, names=(name,), items=items, cache=cache)
 
 
-def _item(item: StandInItem, name: str, slot: str, dim_of: ResultDim) -> StandInItem:
+def _item(item: PlaceholderItem, name: str, slot: str, dim_of: ResultDim) -> PlaceholderItem:
     if item.tensor is None:
         return item
     dims = tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shardconv_runtime.format.pipeline_stages import SlotDim, StandInDim, StandInTensor
+from shardconv_runtime.format.pipeline_stages import SlotDim, PlaceholderDim, PlaceholderTensor
 from zoo.models import build
 from zoo.stages_run import run, specification
 
@@ -19,12 +19,12 @@ def test_sizes_that_end_at_a_constant(most: int) -> None:
     assert plan.stages is not None
     tensors = [entry.items[1].tensor for entry in plan.stages.modules if len(entry.items) > 1]
     for tensor in tensors:
-        assert isinstance(tensor, StandInTensor)
+        assert isinstance(tensor, PlaceholderTensor)
         assert tensor.dtype == "int32"
         keys = tensor.dims[2]
         assert keys in (
-            StandInDim((SlotDim("input.attention_mask", 3),), at_most=most),
-            StandInDim((SlotDim("input.prev_topk_indices", 2),)),
+            PlaceholderDim((SlotDim("input.attention_mask", 3),), at_most=most),
+            PlaceholderDim((SlotDim("input.prev_topk_indices", 2),)),
         )
     assert any(tensor is not None and tensor.dims[2].at_most == most for tensor in tensors)
 

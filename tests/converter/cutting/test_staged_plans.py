@@ -13,7 +13,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.pipeline_stages import StagedModule, StandInDim
+from shardconv_runtime.format.pipeline_stages import StagedModule, PlaceholderDim
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.format.staged_names import held_before, held_names, staged_modules, stages_of
@@ -128,7 +128,7 @@ def test_a_result_of_another_shape_is_not_sent(plan: Plan) -> None:
     def longer(entry: StagedModule) -> StagedModule:
         item = entry.items[0]
         assert item.tensor is not None
-        dims = (*item.tensor.dims[:1], StandInDim(size=Leaf(7)), *item.tensor.dims[2:])
+        dims = (*item.tensor.dims[:1], PlaceholderDim(size=Leaf(7)), *item.tensor.dims[2:])
         return replace(entry, items=(replace(item, tensor=replace(item.tensor, dims=dims)),))
 
     with pytest.raises(SolveError, match=r"model\.layers\.1 returns .* another stage cannot receive it"):

@@ -14,9 +14,9 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.pipeline_stages import (
     SlotDim,
     StagedModule,
-    StandInDim,
-    StandInItem,
-    StandInTensor,
+    PlaceholderDim,
+    PlaceholderItem,
+    PlaceholderTensor,
 )
 from shardconv_runtime.parallel.staged_units import StagedUnit, StageRank, give_way, is_elsewhere
 from torch import Tensor, nn
@@ -44,8 +44,8 @@ def silent_link(place: int) -> StageLink:
 
 def unit(link: StageLink, *stages: int) -> StagedUnit:
     """Of a linear layer that returns ``[rows of its input, 3]``, on these stages."""
-    dims = (StandInDim((SlotDim("input.input", 0),)), StandInDim(size=Leaf(3)))
-    entry = StagedModule(("layer",), stages, "tensor", (StandInItem(StandInTensor(dims)),))
+    dims = (PlaceholderDim((SlotDim("input.input", 0),)), PlaceholderDim(size=Leaf(3)))
+    entry = StagedModule(("layer",), stages, "tensor", (PlaceholderItem(PlaceholderTensor(dims)),))
     return StagedUnit(StageRank(link, (1,), 0, CPU, torch.float32), "layer", entry, 0, ["input"], {})
 
 
