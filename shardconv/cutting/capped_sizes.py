@@ -18,11 +18,11 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import size
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.pipeline_stages import (
+    PlaceholderDim,
+    PlaceholderItem,
     SlotDim,
     StagedModule,
     StagesPlan,
-    PlaceholderDim,
-    PlaceholderItem,
 )
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn

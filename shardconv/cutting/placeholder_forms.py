@@ -14,10 +14,10 @@ from shardconv_runtime.format.dims import leaves as dim_leaves
 from shardconv_runtime.format.pipeline_stages import (
     CacheArgument,
     CacheCall,
-    SlotDim,
     PlaceholderDim,
     PlaceholderItem,
     PlaceholderTensor,
+    SlotDim,
 )
 
 from ..planning.layout import Layouts

@@ -13,7 +13,7 @@ from .field_checks import MAX_TENSOR_DIMS, MAX_TP, check_axes, check_dims, check
 from .fused_groups import check_fused
 from .names import MAX_NAME_LENGTH, expand_all
 from .packed_layout import check_packing
-from .pipeline_stages import StagedModule, StagesPlan, PlaceholderTensor
+from .pipeline_stages import PlaceholderTensor, StagedModule, StagesPlan
 from .plan import (
     DrawPlan,
     LogitsInfo,

@@ -23,7 +23,7 @@ from ..comm.collectives import refuse_gradient
 from ..comm.steps import Reduce, ReduceScatter
 from ..errors import PlanError
 from ..format.names import expand_all
-from ..format.pipeline_stages import StagedModule, PlaceholderDim, PlaceholderItem
+from ..format.pipeline_stages import PlaceholderDim, PlaceholderItem, StagedModule
 from ..format.plan import LogitsInfo, ModulePlan, Plan, module_plans
 from ..format.slot_steps import AllGatherStep
 from ..format.staged_names import staged_modules

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
-from ..format.pipeline_stages import CacheCall, StagedModule, PlaceholderDim, PlaceholderTensor
+from ..format.pipeline_stages import CacheCall, PlaceholderDim, PlaceholderTensor, StagedModule
 from ..format.slices import Mesh, local_size
 from .row_ids import IdCheck, is_recorded
 

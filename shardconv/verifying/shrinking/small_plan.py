@@ -10,7 +10,7 @@ from typing import TypeVar
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
-from shardconv_runtime.format.pipeline_stages import CacheCall, StagedModule, StagesPlan, PlaceholderItem
+from shardconv_runtime.format.pipeline_stages import CacheCall, PlaceholderItem, StagedModule, StagesPlan
 from shardconv_runtime.format.plan import (
     DrawPlan,
     Edit,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shardconv_runtime.format.pipeline_stages import SlotDim, PlaceholderDim, PlaceholderTensor
+from shardconv_runtime.format.pipeline_stages import PlaceholderDim, PlaceholderTensor, SlotDim
 from zoo.models import build
 from zoo.stages_run import run, specification
 

@@ -13,7 +13,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.pipeline_stages import StagedModule, PlaceholderDim
+from shardconv_runtime.format.pipeline_stages import PlaceholderDim, StagedModule
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.format.staged_names import held_before, held_names, staged_modules, stages_of

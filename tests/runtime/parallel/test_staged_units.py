@@ -12,11 +12,11 @@ from shardconv_runtime import PlanError
 from shardconv_runtime.comm.stage_link import Crossing, Handover, StageLink, Transport
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.pipeline_stages import (
-    SlotDim,
-    StagedModule,
     PlaceholderDim,
     PlaceholderItem,
     PlaceholderTensor,
+    SlotDim,
+    StagedModule,
 )
 from shardconv_runtime.parallel.staged_units import StagedUnit, StageRank, give_way, is_elsewhere
 from torch import Tensor, nn
