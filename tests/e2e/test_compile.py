@@ -377,7 +377,9 @@ def test_more_kinds_of_calls_than_torch_allows() -> None:
             compile_model(model, cuda_graphs=False)
             for n, word in enumerate(words, 1):
                 assert float(model(torch.ones(()), word)) == n
-    assert len(graphs) == 2 * len(words)
+    # Up to 2.11, the second model's calls run the graphs of the first.
+    shared = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+    assert len(graphs) == (1 if shared else 2) * len(words)
 
 
 @pytest.mark.parametrize("same_bits", [False, True])

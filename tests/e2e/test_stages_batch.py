@@ -75,6 +75,8 @@ def of_own_layers(model: Any) -> int:
         model_config, continuous_batching_config=pages()
     ) as manager:
         cache = manager.batch_processor.cache
+        if not hasattr(cache, "cache_tensor"):
+            return len(cache.key_cache)  # in earlier versions
         of_layer = cache.num_blocks * 16 * model.config.num_key_value_heads * KV_BYTES
         return round((cache.cache_tensor.nbytes - 2 * cache.bytes_per_sector) / of_layer)
 

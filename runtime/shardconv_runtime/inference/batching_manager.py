@@ -65,9 +65,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             manager.distributed_helper = StepCoordinator(start, timeout_s, is_sampling)
             manager.is_tp_driver = start.rank == 0
         if start.rank:
-            for name in ("_wake_up_loop", "_has_new_requests"):  # in versions of transformers
-                if hasattr(manager, name):
-                    setattr(manager, name, _AlwaysSet())
+            setattr(manager, _name_of_waker(manager), _AlwaysSet())
             manager.output_router = _NoAnswers()
         adopted: RankBatchingManager = manager
         return adopted
@@ -149,11 +147,19 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         return min((each for each in limits if each is not None), default=None)
 
     @property
+    def waker(self) -> Any:
+        """The event that is set when there is something to do."""
+        return getattr(self, _name_of_waker(self))
+
+    @property
     def cache_use(self) -> float | None:
         """The share of the cache that requests hold; None where the installed transformers hides it."""
-        allocators = getattr(getattr(self.batch_processor, "cache", None), "cache_allocators", None)
+        cache = getattr(self.batch_processor, "cache", None)
+        allocators = getattr(cache, "cache_allocators", None)
         if not allocators:
-            return None
+            if cache is None or not hasattr(cache, "get_num_free_blocks"):
+                return None
+            return 1.0 - float(cache.get_num_free_blocks() / cache.num_blocks)  # in earlier versions
         # The loop's thread adds and removes requests meanwhile: the lists are copied first.
         held = [(list(each.block_table.values()), each.num_blocks) for each in allocators.values()]
         shares = [len({page for pages in tables for page in pages}) / count for tables, count in held]
@@ -265,6 +271,12 @@ class _AlwaysSet(threading.Event):
 
     def clear(self) -> None:
         """Nothing."""
+
+
+def _name_of_waker(manager: Any) -> str:
+    """The attribute with the event for which the loop waits; transformers renamed it after 5.17."""
+    names = ("_wake_up_loop", "_has_new_requests")
+    return next(name for name in names if hasattr(manager, name))
 
 
 def _tokens_of_one_request(cache: Any) -> int:

@@ -160,8 +160,8 @@ class StagedBatchingManager(RankBatchingManager):
             self._is_early = False
             self.distributed_helper.close()
             return False
-        self._wake_up_loop.wait(timeout=0.1)
-        self._wake_up_loop.clear()
+        self.waker.wait(timeout=0.1)
+        self.waker.clear()
         return True
 
     def _generation_step(self) -> None:

@@ -7,8 +7,7 @@ the ranks: only replicated ones are the same everywhere.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from ..errors import PlanError
 from .boundary import forward_signature, renumber
 
 # Arguments of a forward pass that are refused, since their result would be one rank's part.
+#
+# The checks are functions: dynamo of torch 2.11 fails on hooks that are objects.
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
@@ -31,8 +32,18 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
         why: the rest of "ARGUMENT was given to a model ...".
         unless_inference: allow it where gradients are disabled.
     """
-    hook = _Refused(forward_signature(model), argument, why, unless_inference)
-    model.register_forward_pre_hook(hook, with_kwargs=True)
+    names = list(forward_signature(model).parameters)
+    position = names.index(argument) if argument in names else None
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if unless_inference and not torch.is_grad_enabled():
+            return
+        is_given = position is not None and position < len(args)
+        value = args[position or 0] if is_given else kwargs.get(argument)
+        if is_asked_for(module, argument, value):
+            raise PlanError(f"{argument} was given to a model {why}")
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def refuse_implementations(model: nn.Module, attribute: str, names: Collection[str]) -> None:
@@ -43,9 +54,18 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
         attribute: of the config, which names the implementation.
         names: of those to refuse.
     """
-    hook = _RefusedImplementation(attribute, names)
+
+    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+        chosen = getattr(getattr(module, "config", None), attribute, None)
+        if str(chosen).removeprefix("paged|") in names:
+            raise PlanError(
+                f"{attribute} of the config is {chosen!r}, with which ranks compute something else than the "
+                "unsharded model (`shardconv plan` says why); choose the one that the model was converted "
+                "with, by set_attn_implementation or set_experts_implementation"
+            )
+
     for part in {model, getattr(model, "base_model", model)}:
-        part.register_forward_pre_hook(hook)
+        part.register_forward_pre_hook(check)
 
 
 def refuse_head_masks(model: nn.Module) -> None:
@@ -55,7 +75,8 @@ def refuse_head_masks(model: nn.Module) -> None:
         model: all of it; a rank has some of the heads, and nothing says which of the masks are theirs.
     """
     for part in {model, getattr(model, "base_model", model)}:
-        part.register_forward_pre_hook(_RefusedHeadMask(forward_signature(part)), with_kwargs=True)
+        check = _head_mask_check(list(forward_signature(part).parameters))
+        part.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
@@ -65,35 +86,19 @@ def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
     return value is not None and value is not False
 
 
-class _RefusedImplementation:
-    """Forward pre-hook."""
-
-    def __init__(self, attribute: str, names: Collection[str]) -> None:
-        self._attribute = attribute
-        self._names = names
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        chosen = getattr(getattr(module, "config", None), self._attribute, None)
-        if str(chosen).removeprefix("paged|") in self._names:
-            raise PlanError(
-                f"{self._attribute} of the config is {chosen!r}, with which ranks compute something else "
-                "than the unsharded model (`shardconv plan` says why); choose the one that the model was "
-                "converted with, by set_attn_implementation or set_experts_implementation"
-            )
-
-
 TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
 """Masks whose second of four dims counts heads; in those of images and cross attention it counts others."""
 
 
-class _RefusedHeadMask:
-    """Forward pre-hook: masks of full attention are for all heads, or for each."""
+def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
+    """A forward pre-hook: masks of full attention are for all heads, or for each.
 
-    def __init__(self, signature: inspect.Signature) -> None:
-        self._names = list(signature.parameters)
+    Args:
+        names: of the forward method's parameters.
+    """
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             if name not in TOKEN_MASKS:
                 continue
             for mask in value.values() if isinstance(value, Mapping) else (value,):
@@ -103,26 +108,7 @@ class _RefusedHeadMask:
                         "rank has some of these; give one for all heads, [B, 1, Q, K]"
                     )
 
-
-class _Refused:
-    """Forward pre-hook of the model: an argument whose result would be one rank's part of the true one."""
-
-    def __init__(self, signature: inspect.Signature, argument: str, why: str, unless_inference: bool) -> None:
-        names = list(signature.parameters)
-        self._argument = argument
-        self._position = names.index(argument) if argument in names else None
-        self._why = why
-        self._unless_inference = unless_inference
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._unless_inference and not torch.is_grad_enabled():
-            return
-        if self._position is not None and self._position < len(args):
-            value = args[self._position]
-        else:
-            value = kwargs.get(self._argument)
-        if is_asked_for(module, self._argument, value):
-            raise PlanError(f"{self._argument} was given to a model {self._why}")
+    return check
 
 
 ARGUMENT = "output_hidden_states"

@@ -162,7 +162,7 @@ class Pipeline:
         given = [form.tensor() for form in border.received.values()]
         left = [form.tensor() for form in border.left.values()]
         if number == link.count - 1:
-            left = [torch.empty((), device="meta", requires_grad=True)]
+            left = [torch.empty((), dtype=LOSS_DTYPE, device="meta", requires_grad=True)]
         return PipelineStage(
             each,
             number,
@@ -289,6 +289,10 @@ class _Step:
         return loss
 
 
+LOSS_DTYPE = torch.float64
+"""Of the last stage's result: torch 2.11 wants to know it before a step, and models choose theirs freely."""
+
+
 class _Pass(nn.Module):
     """The passes of a stage, as torch's schedules call them.
 
@@ -317,7 +321,7 @@ class _Pass(nn.Module):
         with self._link.through(handover, self.number):
             output = self._step.output(part)
         if self.number == self._link.count - 1:
-            return self._step.loss(output, part)
+            return self._step.loss(output, part).to(LOSS_DTYPE)
         left = self.border.leaving(handover)
         _gather_before_backward(self._step.model, left)
         return left
