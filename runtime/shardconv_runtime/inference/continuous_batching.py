@@ -98,6 +98,7 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         if link is not None:
             kinds = kinds_of_stages(exchange(start, kinds_of_layers(self, heads.layers)), start.rank)
         paged = PagedModel(self, heads, link, kinds)
+        attention = self.config._attn_implementation
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
         if isinstance(manager, RankBatchingManager):
@@ -108,7 +109,12 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
             else:
                 manager = StagedBatchingManager.on_stage(manager, start, link, in_flight)
             error = _dropped(manager, self, generation_config)
-        agree(start, error)
+        try:
+            agree(start, error)
+        except Exception:
+            if self.config._attn_implementation != attention:  # 5.17 changes it when a manager is made
+                self.set_attn_implementation(attention)
+            raise
         adopted: RankBatchingManager = manager
         return adopted
 

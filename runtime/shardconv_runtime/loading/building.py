@@ -27,6 +27,7 @@ from ..hub.fetch import Repository
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
+from ..parallel.boundary import settle_hooks
 from ..parallel.build import parallelize, stored_tensors
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
@@ -207,6 +208,7 @@ class ModelBuilder:
             from ..training.replica_inputs import compare_replicas
 
             compare_replicas(model, self.all_ranks)
+        settle_hooks(model)
         return built
 
     def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:

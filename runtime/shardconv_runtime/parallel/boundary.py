@@ -154,7 +154,7 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
 
     Torch numbers the hooks of all modules in one sequence, and notes by number how each is called. Dynamo
     guards on these notes: with torch's numbers, no layer could reuse code compiled for another one.
-    Torch has no public way to choose them; this function alone knows of the tables.
+    Torch has no public way to choose them; this function and the next one alone know of the tables.
     """
     tables = [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
     number = min((0, *(key for table in tables for key in table))) - 1  # torch's are not negative
@@ -165,6 +165,20 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
             table.update(entries)
     handle.id = number
     return handle
+
+
+def settle_hooks(model: nn.Module) -> None:
+    """Write the hooks of all modules down in the order in which they are called.
+
+    Those that were registered with ``prepend=True`` were moved to the front of an ordered dict, which dynamo
+    of torch 2.11 does not see: it takes other hooks for them, and fails.
+    """
+    for module in model.modules():
+        for name, table in vars(module).items():
+            if name.startswith(_HOOK_TABLES) and len(table) > 1:
+                entries = list(table.items())
+                table.clear()
+                table.update(entries)
 
 
 def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:

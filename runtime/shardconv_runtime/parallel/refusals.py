@@ -19,8 +19,6 @@ from ..errors import PlanError
 from .boundary import forward_signature, renumber
 
 # Arguments of a forward pass that are refused, since their result would be one rank's part.
-#
-# The checks are functions: dynamo of torch 2.11 fails on hooks that are objects.
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
