@@ -107,9 +107,6 @@ class ModelInfo:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        module, _, name = self.class_name.partition(":")
-        if not is_importable(module) or not is_step(name) or not name.isidentifier():
-            fail("class_name", f'expected "module:Class", got {self.class_name!r}')
         check_dtype("dtype", self.dtype)
         if self.num_parameters < 0:
             fail("num_parameters", "must not be negative")

@@ -9,7 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .field_checks import MAX_TENSOR_DIMS, MAX_TP, check_axes, check_dims, check_slot, fail
+from .field_checks import (
+    MAX_TENSOR_DIMS,
+    MAX_TP,
+    check_axes,
+    check_dims,
+    check_slot,
+    fail,
+    is_importable,
+    is_step,
+)
 from .fused_groups import check_fused
 from .names import MAX_NAME_LENGTH, expand_all
 from .packed_layout import check_packing
@@ -41,6 +50,9 @@ def check_plan(plan: Plan) -> None:
         MalformedError: a rule is broken; the message begins with the path of the field.
         PlanError: the name patterns of two entries overlap, or are malformed.
     """
+    path, _, name = plan.model.class_name.partition(":")  # of a class that can be imported
+    if not is_importable(path) or not is_step(name) or not name.isidentifier():
+        fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
     for index, parameter in enumerate(plan.parameters):
         _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
     # The work for each rank's part of each entry is bounded.

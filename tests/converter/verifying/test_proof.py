@@ -7,12 +7,16 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import models
 import pytest
 import torch
 import transformers
 from shardconv_runtime.checkpoint.resolve import ModelSpec
+from shardconv_runtime.comm.steps import Reduce
+from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
@@ -248,9 +252,53 @@ def test_other_weights_are_tried_where_the_model_fails(monkeypatch: pytest.Monke
     (note,) = plan_of_small().notes
     assert note == (
         "proven with weights of seed 2, matrices times 0.25; the unsharded model fails with "
-        "weights of seed 0: division by zero; weights of seed 1: division by zero"
+        "weights of seed 0: division by zero; weights of seed 1: division by zero; "
+        "weights of seed 4, vectors times 0.02: division by zero"
     )
-    assert [case.draw.seed for case in tried] == [0, 1, 2]
+    assert [case.draw.seed for case in tried] == [0, 1, 4, 2]
+
+
+class Brittle(models.DenseModel):
+    """The sine of large numbers, unless its gain is as small as it is initialized: rounding decides."""
+
+    usual = 0.02
+
+    def __init__(self, config: models.OddConfig) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.empty(1))
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        """As of its base class."""
+        logits = super().forward(input_ids).logits
+        assert logits is not None
+        return CausalLMOutput(logits=torch.sin(logits * (self.gain / self.usual) ** 8))
+
+
+class MoreBrittle(Brittle):
+    """Whatever its gain is."""
+
+    usual = 1e-6
+
+
+def brittle(model_class: type[Brittle]) -> Plan:
+    """The plan of such a model."""
+    return solve_plan(ModelSpec("brittle", models.OddConfig(), model_class, "float32"), SolveOptions(2))
+
+
+def test_numbers_that_amplify_rounding_prove_nothing() -> None:
+    (note,) = (note for note in brittle(Brittle).notes if note.startswith("proven with"))
+    assert note.startswith("proven with weights of seed 4, vectors times 0.02; the unsharded model fails")
+    assert "weights of seed 0: it amplifies rounding" in note
+    with pytest.raises(Unprovable, match=r"seed 0: it amplifies rounding; .*pass --no-check"):
+        brittle(MoreBrittle)
+
+
+def test_a_wrong_plan_of_a_usual_model_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only results that the last digits of weights change are rounding."""
+    monkeypatch.setattr(Reduce, "__call__", lambda self, x: x)
+    spec = ModelSpec("dense", models.OddConfig(), models.DenseModel, "float32")
+    with pytest.raises(SolveError, match="the plan is wrong: simulated ranks differ"):
+        solve_plan(spec, SolveOptions(2))
 
 
 def test_an_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

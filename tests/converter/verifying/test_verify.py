@@ -327,7 +327,7 @@ class TestChecksums:
         files = {
             FileEntry("short", 4, "crc32:00000000"): tmp_path / "short",
             FileEntry("absent", 4, "crc32:00000000"): tmp_path / "absent",
-            FileEntry("absent.txt", 4, "sha256:"): tmp_path / "absent",
+            FileEntry("absent.txt", 4, "sha256:" + 64 * "0"): tmp_path / "absent",
         }
         found = [str(error) for error in intact.checksums(files, lambda count: None).values()]
         assert found[0] == "ends at byte 3: it was cut off while it was read"
