@@ -13,7 +13,7 @@ from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import ModelInfo, ParameterPlan, Plan, SequencePlan, TrainingPlan, by_name
 from shardconv_runtime.format.plan import parameter_plans as entries_of
 from shardconv_runtime.format.plan_json import of_sequence
-from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import tied_names
 from torch import nn
@@ -116,9 +116,10 @@ def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:
     Returns:
         None if the model takes no cache, cannot be called so, or gives none to its modules.
     """
-    if "past_key_values" not in forward_signature(model).parameters or "input_ids" not in inputs.tensors:
+    name = next((name for name in CACHE_ARGUMENTS if name in forward_signature(model).parameters), None)
+    if name is None or "input_ids" not in inputs.tensors:
         return None
-    options = {**inputs.options, "past_key_values": DynamicCache()}
+    options = {**inputs.options, name: DynamicCache()}
     try:
         tape = trace(model, inputs.tensors, RULES, options, few_chosen=inputs.few_chosen)
     except SolveError:

@@ -14,6 +14,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..parallel.boundary import CACHE_ARGUMENTS, given_cache
 from .decode_cache import Buffers, OneTokenCache, repeat_first
 from .sampling import INTEGERS, SMALLEST, History, SamplingMode, choice_of
 
@@ -327,15 +328,13 @@ AttentionInterface.register(NAME, decode_attention)
 AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[ORDINARY])
 
 
-CACHE_NAMES = ("past_key_values", "cache_params")
 OTHER_WAYS = (
     "custom_generate",
     "assistant_model",
     "assistant_tokenizer",
     "tokenizer",
     "synced_gpus",
-    "past_key_values",
-    "cache_params",
+    *CACHE_ARGUMENTS,
 )
 """Arguments of ``generate`` with which it decodes in another way, or continues a cache of the caller's."""
 
@@ -402,7 +401,7 @@ def prepared_call(
     ids: Tensor, processors: Any, criteria: Any, config: Any, arguments: dict[str, Any]
 ) -> Call | None:
     """A call as ``generate`` hands it to a decoding method; None if it is decoded in another way."""
-    cache_name = next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    cache_name = given_cache(arguments)
     chosen = choice_of(processors, config.do_sample, ids.shape[-1])
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     stops = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
+from ..parallel.boundary import given_cache
 from ..parallel.fused_products import refresh_fused
 from .compiled_step import CompiledStep
 from .deadline import pause, progress
 from .decode_cache import Buffers, is_known, make_cache, num_tokens, windows
 from .decode_state import (
-    CACHE_NAMES,
     Bucket,
     Call,
     StepState,
@@ -112,9 +112,7 @@ class Decoder:
         cache = defaults.cache_implementation
         options = options_of(self._model, arguments)
         mode = options.get_generation_mode(arguments.get("assistant_model"))
-        if mode is GenerationMode.ASSISTED_GENERATION or any(
-            arguments.get(name) is not None for name in CACHE_NAMES
-        ):
+        if mode is GenerationMode.ASSISTED_GENERATION or given_cache(arguments) is not None:
             defaults.cache_implementation = None
         try:
             yield self._method(arguments) if may_take(self._model, arguments, options) else None

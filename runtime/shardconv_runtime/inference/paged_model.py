@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm.agreement import PAGED
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError, brief
-from ..parallel.boundary import forward_signature
+from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from .paged_check import PagedCheck, ordinary_attention
 
 
@@ -200,7 +200,8 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         with ordinary_attention(model):
-            cache = model._call_impl(input_ids=ids, use_cache=True).get("past_key_values")
+            output = model._call_impl(input_ids=ids, use_cache=True)
+            cache: Any = next((output[name] for name in CACHE_ARGUMENTS if name in output), None)
     finally:
         PAGED.reset(token)
     kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {type(cache)}

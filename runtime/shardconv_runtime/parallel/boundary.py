@@ -186,6 +186,15 @@ def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
     renumber(module, module.register_forward_hook(_After([(_output_path(slot), function)])))
 
 
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
+"""Names of the argument with the cache of earlier calls; since 5.24 transformers has the last one alone."""
+
+
+def given_cache(arguments: Mapping[str, Any]) -> str | None:
+    """The name of the argument by which a call is given a cache; None if it is given none."""
+    return next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+
+
 def forward_signature(module: nn.Module) -> inspect.Signature:
     """The signature of a module's forward method, without ``self``."""
     return inspect.signature(module.forward)

@@ -184,7 +184,7 @@ class StagedUnit:
             cache = given.get(call.argument)
             # One cache comes in place of several where there is nothing to attend to beside the tokens.
             cache = getattr(cache, call.attribute, cache) if call.attribute else cache
-            if cache is None or any(_found(given, path) is None for path in paths):
+            if cache is None or _is_paged(cache) or any(_found(given, path) is None for path in paths):
                 return
             values = [
                 (name, zeros(tensor, shape(given)) if tensor is not None and shape is not None else number)
@@ -193,6 +193,14 @@ class StagedUnit:
             getattr(cache, call.method)(*(v for n, v in values if not n), **{n: v for n, v in values if n})
 
         return run
+
+
+def _is_paged(cache: Any) -> bool:
+    """Whether a cache is that of continuous batching, whose loop knows how long each request is.
+
+    Since transformers 5.24 layers get it under the name of other caches.
+    """
+    return hasattr(cache, "free_blocks")
 
 
 def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:

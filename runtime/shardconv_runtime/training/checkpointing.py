@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..errors import PlanError
 from ..loaded import loaded, unwrapped
-from ..parallel.boundary import forward_signature
+from ..parallel.boundary import forward_signature, given_cache
 from .random_streams import resumable
 from .without_cache import without_cache
 
@@ -162,9 +162,9 @@ class _WithoutCache:
         if not (module.training and torch.is_grad_enabled()):
             return None
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if given.get("past_key_values") is not None:
+        if (name := given_cache(given)) is not None:
             raise PlanError(
-                "past_key_values was passed to a model that recomputes its activations: the cache would be "
+                f"{name} was passed to a model that recomputes its activations: the cache would be "
                 "filled twice; pass full sequences"
             )
         return (), without_cache(module, self._names, given)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..errors import PlanError
-from ..parallel.boundary import forward_signature, replace_at
+from ..parallel.boundary import forward_signature, given_cache, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
 from .without_cache import without_cache
@@ -180,8 +180,8 @@ class _Padding:
             raise PlanError(
                 "a sequence-parallel model needs input_ids or inputs_embeds, [B, S, ...]; pass one of them"
             )
-        if given.get("past_key_values") is not None:
-            raise PlanError("a sequence-parallel model takes full sequences; leave past_key_values out")
+        if (name := given_cache(given)) is not None:
+            raise PlanError(f"a sequence-parallel model takes full sequences; leave {name} out")
         given = without_cache(module, self._names, given)
         length = tokens.shape[1]
         missing = -length % self._num_ranks

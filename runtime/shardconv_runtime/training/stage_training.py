@@ -20,7 +20,7 @@ from ..errors import ShardconvError
 from ..format.plan import parameter_plans
 from ..format.staged_names import held_names, stages_of
 from ..loaded import loaded
-from ..parallel.boundary import forward_signature
+from ..parallel.boundary import forward_signature, given_cache
 from ..parallel.stage_model import StageModel
 from ..saving.dcp_boxes import local_tensor
 from ..saving.stored_model import named_tensors
@@ -31,8 +31,6 @@ from .without_cache import without_cache
 #
 # What crosses the border of two neighboring stages goes from process to process as in a schedule, in which
 # this is one microbatch.
-
-_CACHE = "past_key_values"
 
 
 def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
@@ -76,9 +74,9 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
 
 def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that makes no cache: each pass would make one, of the layers of its stage."""
-    if given.get(_CACHE) is not None:
+    if (name := given_cache(given)) is not None:
         raise ShardconvError(
-            f"{_CACHE} was given to a model with several stages in each process, which keeps none; pass full "
+            f"{name} was given to a model with several stages in each process, which keeps none; pass full "
             "sequences, or load it without stages_per_process"
         )
     return without_cache(model, names, given)

@@ -26,6 +26,7 @@ COMMANDS = {
         "--verbose",
     },
     "convert": {
+        "--example-inputs",
         "--tp",
         "--experts",
         "--pp",
@@ -50,6 +51,7 @@ COMMANDS = {
         "--verbose",
     },
     "plan": {
+        "--example-inputs",
         "--tp",
         "--experts",
         "--pp",

@@ -13,7 +13,7 @@ import pytest
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Source, SourceFile
 from shardconv_runtime.format.plan import ParameterPlan, Plan
-from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
+from shown_plans import EVIL, ZOO, evil_plan, unchecked, wide_plan, zoo_plan
 from small_conversion import Model
 from small_models import hand_plan, small_config
 
@@ -120,9 +120,10 @@ def test_the_page_is_alone() -> None:
 
 
 def test_nothing_in_a_plan_or_a_manifest_is_markup() -> None:
-    found = dataclasses.replace(a_manifest(EVIL), tools={EVIL: EVIL})
-    found = dataclasses.replace(found, source=Source(EVIL, EVIL, (SourceFile(EVIL, 1, EVIL),)))
-    found = dataclasses.replace(found, files=(FileEntry(f"{EVIL}/{EVIL}", 1, EVIL),))
+    found = unchecked(a_manifest(EVIL), tools={EVIL: EVIL})
+    found = unchecked(found, source=Source(EVIL, EVIL, (SourceFile(EVIL, 1, EVIL),)))
+    entry = unchecked(FileEntry("a", 1, "crc32:00000000"), path=f"{EVIL}/{EVIL}", checksum=EVIL)
+    found = unchecked(found, files=(entry,))
     page = parsed(evil_plan(), found)
     assert "script" not in page.tags
     assert "b" not in page.tags
