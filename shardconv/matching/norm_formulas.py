@@ -3,6 +3,7 @@
 A norm over a sharded dim is replaced at run time by one that reduces its statistic over the ranks. Which
 one (RMS or layer norm, where it casts, whether it stores its weight less one) is not read from the
 code: every variant is compared with the module itself, on random weights and inputs, in three dtypes.
+An L2 norm divides by the length of its input: it is an RMS norm of another scale.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,21 +44,24 @@ def fit_norm(module: nn.Module, site: NormSite, tape: Tape) -> NormInfo | None:
     size = tape.tensors[site.inputs[0]].shape[-1]
     cases = {dtype: _case(module, site, size, dtype) for dtype in _TOLERANCES}
     best: tuple[float, NormInfo] | None = None
-    for info in _variants(site, tape, size):
-        error = 0.0
-        for dtype, case in cases.items():
-            error += _error(info, *case) / _TOLERANCES[dtype]
-            if not error <= 1:
-                break
-        if error <= 1 and (best is None or error < best[0]):
-            best = error, info
-    return best[1] if best else None
+    for kinds in (("rms", "layer"), ("l2",)):  # the usual ones first
+        for info in _variants(kinds, site, tape, size):
+            error = 0.0
+            for dtype, case in cases.items():
+                error += _error(info, *case) / _TOLERANCES[dtype]
+                if not error <= 1:
+                    break
+            if error <= 1 and (best is None or error < best[0]):
+                best = error, info
+        if best is not None:
+            return best[1]
+    return None
 
 
-def _variants(site: NormSite, tape: Tape, size: int) -> Iterator[NormInfo]:
+def _variants(kinds: Sequence[str], site: NormSite, tape: Tape, size: int) -> Iterator[NormInfo]:
     for weight, bias in _roles(site, tape):
         for kind, offset, dtype, early, eps in itertools.product(
-            ("rms", "layer"), (0.0, 1.0), ("float32", "input"), (False, True), _epsilons(site, tape)
+            kinds, (0.0, 1.0), ("float32", "input"), (False, True), _epsilons(site, tape)
         ):
             info = NormInfo(
                 kind=kind, eps=eps, size=size // site.groups, axes=(), weight=weight, bias=bias,

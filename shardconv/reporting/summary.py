@@ -244,6 +244,6 @@ def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str,
         if step.op in COMMUNICATING:
             yield step.op, step.slot, step.per_token, dtype
     if module.norm is not None and module.norm.axes:
-        statistics = {"rms": 1}.get(module.norm.kind, 2)
+        statistics = {"layer": 2}.get(module.norm.kind, 1)
         kept = module.norm.compute_dtype
         yield "all_reduce", "statistic", statistics, dtype if kept == "input" else kept

@@ -239,6 +239,14 @@ class Rms(nn.Module):
         )
 
 
+class UnitLength(nn.Module):
+    """``x`` over its length, in float32, without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).type_as(x)
+
+
 class NormedMlp(nn.Module):
     """Normalises its hidden values, which are sharded."""
 
@@ -399,6 +407,12 @@ class RmsModel(OddModel):
     @staticmethod
     def mlp(config: OddConfig) -> nn.Module:
         return NormedMlp(config, Rms(config.girth, 0.0))
+
+
+class UnitLengthModel(OddModel):
+    @staticmethod
+    def mlp(config: OddConfig) -> nn.Module:
+        return NormedMlp(config, UnitLength())
 
 
 class OffsetRmsModel(OddModel):

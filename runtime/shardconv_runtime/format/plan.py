@@ -50,6 +50,8 @@ EXPERT_MODES = ("tp", "ep")
 GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
 """Activations of the gate of a gated norm: functions of ``torch.nn.functional``, or none."""
 
+NORM_KINDS = ("rms", "layer", "l2")
+
 WHOLE = "*"
 """In the name of a stored tensor: the parameter's own name."""
 
@@ -254,7 +256,7 @@ class NormInfo:
     """How a norm over a sharded dim computes (its statistic is reduced over the ranks)."""
 
     kind: str
-    """``rms`` or ``layer``."""
+    """``rms``, ``layer`` or ``l2``."""
     eps: float
     size: int
     """Global size of the last dim, or of one group of it, where groups are normalized one by one."""
@@ -281,8 +283,8 @@ class NormInfo:
     """Multiply before the norm; else after it."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("rms", "layer"):
-            fail("kind", one_of(self.kind, ("rms", "layer")))
+        if self.kind not in NORM_KINDS:
+            fail("kind", one_of(self.kind, NORM_KINDS))
         if self.eps < 0:
             fail("eps", "must not be negative")
         if self.size < 1:

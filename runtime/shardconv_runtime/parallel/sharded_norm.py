@@ -11,16 +11,16 @@ from torch.nn import functional
 from ..comm.collectives import Communicator
 from ..comm.steps import Reduce
 from ..errors import PlanError
-from ..format.plan import GATE_ACTIVATIONS, NormInfo
+from ..format.plan import NormInfo
 from .boundary import forward_signature
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class ShardedNorm(nn.Module):
-    """RMS norm or layer norm over the last dim, or over groups of it, sharded over ranks.
+    """RMS, L2 or layer norm over the last dim, or over groups of it, sharded over ranks.
 
-    An RMS norm reduces one number for each token, the sum of squares; a layer norm two, one after the
+    RMS and L2 norms reduce one number for each token, the sum of squares; a layer norm two, one after the
     other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
     the mean is large). A gate, if there is one, multiplies before or after.
 
@@ -34,17 +34,13 @@ class ShardedNorm(nn.Module):
     Shapes: ``x``, gate and output: local ``[..., D/n]``, the dtype of ``x``.
 
     Raises:
-        PlanError: the kind of the norm is unknown, or it lacks a parameter that the plan names.
+        PlanError: the norm lacks a parameter that the plan names.
     """
 
     def __init__(
         self, info: NormInfo, replaced: nn.Module, comm: Communicator, training: bool = False
     ) -> None:
         super().__init__()
-        if info.kind not in ("rms", "layer"):
-            raise PlanError(f"unknown kind of norm {info.kind!r}; expected rms or layer")
-        if info.gate and info.gate_activation not in GATE_ACTIVATIONS:
-            raise PlanError(f"unknown activation of a gate {info.gate_activation!r}")
         self.info = info
         self.groups = info.groups[0] if len(info.groups) == 1 else info.groups[comm.rank]
         self.reduce = Reduce(comm, info.axes, info.axes if training else None)
@@ -88,7 +84,7 @@ class ShardedNorm(nn.Module):
 
     def _normalized(self, x: Tensor) -> Tensor:
         grouped = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
-        y = self._rms(grouped) if self.info.kind == "rms" else self._layer(grouped)
+        y = {"rms": self._rms, "layer": self._layer, "l2": self._l2}[self.info.kind](grouped)
         return y if grouped is x else y.reshape(x.shape)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
@@ -100,6 +96,9 @@ class ShardedNorm(nn.Module):
 
     def _rms(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(self._mean(x.square()) + self.info.eps)
+
+    def _l2(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(self._mean(x.square()) * self.info.size + self.info.eps)
 
     def _layer(self, x: Tensor) -> Tensor:
         centered = x - self._mean(x)

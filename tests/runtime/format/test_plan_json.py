@@ -271,7 +271,7 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/1/outputs/0/slot", "output.__class__", "not a slot of an output"),
         ("modules/1/outputs/0/slot", "outputs", "not a slot of an output"),
         ("modules/5/norm", ..., r'^modules\[5\]: the key "norm" is missing'),
-        ("modules/5/norm/kind", "batch", "expected one of rms, layer"),
+        ("modules/5/norm/kind", "batch", "expected one of rms, layer, l2"),
         ("modules/5/norm/eps", -1.0, "eps: must not be negative"),
         ("modules/5/norm/eps", "1e-6", "expected a number"),
         ("modules/5/norm/size", 0, "size: must be 1 or more"),
