@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.small_files import EXAMPLE_NAME
+from shardconv_runtime.parallel.guards import EMBEDDINGS
 from torch import Tensor, nn
 
 from ..arguments import ExampleInputs
@@ -28,6 +29,13 @@ FUNCTION = "example_inputs"
 """Name of the function in a Python file."""
 _ARGUMENTS = "arguments"
 """Key in the metadata of a safetensors file: the arguments that are no tensors, as a JSON object."""
+NOT_IN_EXAMPLES = {
+    "labels": "a plan is solved for a call without, and the converter tries calls with labels by itself",
+    **dict.fromkeys(EMBEDDINGS, "give ids, and the converter tries embeddings in their place by itself"),
+    "output_attentions": "a rank has the weights of its own heads only, and refuses to return them",
+    "output_hidden_states": "ranks return those that a plan keeps replicated; one is solved without them",
+}
+"""Arguments that a traced call cannot have, and why."""
 _PLAIN = (bool, int, float, str, type(None))
 
 Example = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | str | os.PathLike[str]
@@ -50,8 +58,6 @@ def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor]
         raise SourceError(f"{example.source} should give a dict of the keyword arguments of a call")
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in found.items() if name not in tensors}
-    if not tensors:
-        raise SourceError(f"{example.source} has no tensor among its arguments: {', '.join(found) or 'none'}")
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise SourceError(f"{example.source}: {name} should be a dense tensor with values, on the CPU")
@@ -63,6 +69,8 @@ def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor]
                 f"{example.source}: {name} is a {type(value).__name__}; an example can have tensors, "
                 "numbers, text, true, false and None"
             )
+    if not tensors:
+        raise SourceError(f"{example.source} has no tensor among its arguments: {', '.join(found) or 'none'}")
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, others
 
 
@@ -85,11 +93,9 @@ def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str,
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
     if missing := [n for n in required if n not in given]:
         raise SourceError(f"{example.source}: {name} also needs {', '.join(missing)}")
-    if "labels" in given:
-        raise SourceError(
-            f"{example.source} has labels: leave them out. A plan is solved for a call without them, and "
-            "the converter tries calls with labels by itself"
-        )
+    for argument, why in NOT_IN_EXAMPLES.items():
+        if argument in given:
+            raise SourceError(f"{example.source} has {argument}: leave it out; {why}")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, others
 
@@ -120,7 +126,7 @@ def read_example(example: Example) -> ExampleInputs:
         found = dict(example)
         return ExampleInputs("the example inputs", lambda config: found)
     if callable(example):
-        return ExampleInputs(f"{FUNCTION}={getattr(example, '__name__', example)}", example)
+        return ExampleInputs(f"{FUNCTION}={getattr(example, '__name__', example)}", _of_config(example))
     path = Path(example).expanduser()
     if not path.is_file():
         raise SourceError(f"{path}: there is no such file of example inputs")
@@ -142,7 +148,12 @@ def _python(path: Path) -> ExampleInputs:
         raise SourceError(
             f"{path} defines no function {FUNCTION}(config), which returns the arguments of a call"
         )
-    return ExampleInputs(f"{FUNCTION} of {path}", function)
+    return ExampleInputs(f"{FUNCTION} of {path}", _of_config(function))
+
+
+def _of_config(function: Callable[..., Mapping[str, Any]]) -> Callable[[Any], Mapping[str, Any]]:
+    """A function of the config; one that takes no argument is one, too."""
+    return function if inspect.signature(function).parameters else lambda config: function()
 
 
 def _safetensors(path: Path) -> ExampleInputs:

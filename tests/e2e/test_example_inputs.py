@@ -21,6 +21,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import shardconv
 from shardconv.cli.entry import cli
+from shardconv.inputs.example_inputs import NOT_IN_EXAMPLES
 
 CODE = {
     "configuration_pilot.py": """
@@ -205,6 +206,20 @@ class TestGiven:
         assert found.exit_code == 2
         assert "nowhere.py" in found.output
 
+    @pytest.mark.parametrize("argument", sorted(NOT_IN_EXAMPLES))
+    def test_arguments_that_no_example_has(self, argument: str) -> None:
+        config = transformers.AutoConfig.for_model("t5", **T5)
+        call = {"input_ids": torch.ones(2, 7, dtype=torch.int64), argument: torch.ones(2, 7)}
+        with pytest.raises(SourceError, match=f"has {argument}: leave it out; "):
+            shardconv.plan(config, 2, example_inputs=call)
+
+    def test_ids_beyond_the_vocabulary(self) -> None:
+        config = transformers.AutoConfig.for_model("llama", **LLAVA["text_config"])
+        with pytest.raises(SourceError, match="input_ids 97 lies beyond the vocabulary of 97 rows"):
+            shardconv.plan(
+                config, 2, example_inputs=lambda: {"input_ids": torch.arange(85, 98)[None]}, check=True
+            )
+
     def test_without_an_example(self, pilot: Path) -> None:
         with pytest.raises(SolveError, match="example_inputs="):
             shardconv.plan(pilot, 2, trust_remote_code=True)
@@ -231,6 +246,15 @@ LLAVA: dict[str, Any] = {
     },
     "image_token_id": 3,
 }
+T5: dict[str, Any] = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 1,
+    "num_heads": 4,
+    "vocab_size": 97,
+    "decoder_start_token_id": 0,
+}
 GOOD = given(13, 3)
 
 
@@ -251,6 +275,7 @@ GOOD = given(13, 3)
         ({**GOOD, "readings": GOOD["readings"] / 0}, "readings has values that are not finite"),
         ({**GOOD, "readings": GOOD["readings"].to("meta")}, "readings should be a dense tensor with values"),
         ({**GOOD, "labels": GOOD["gait_of_step"]}, "takes no argument 'labels'"),
+        ({**GOOD, "readings": GOOD["readings"].numpy()}, "readings is a ndarray"),
         (lambda config: 1 / 0, "fails .ZeroDivisionError"),
         (lambda config: [1], "should give a dict"),
         ("call.txt", "no such file"),
