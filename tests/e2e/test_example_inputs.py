@@ -214,11 +214,11 @@ class TestGiven:
             shardconv.plan(config, 2, example_inputs=call)
 
     def test_ids_beyond_the_vocabulary(self) -> None:
-        config = transformers.AutoConfig.for_model("llama", **LLAVA["text_config"])
-        with pytest.raises(SourceError, match="input_ids 97 lies beyond the vocabulary of 97 rows"):
-            shardconv.plan(
-                config, 2, example_inputs=lambda: {"input_ids": torch.arange(85, 98)[None]}, check=True
-            )
+        config = transformers.AutoConfig.for_model(**LLAVA["text_config"])
+        with pytest.raises(
+            SourceError, match="input_ids 97 lies beyond the vocabulary of 97 rows; correct the"
+        ):
+            shardconv.plan(config, 2, example_inputs=lambda: {"input_ids": IDS_BEYOND}, check=True)
 
     def test_without_an_example(self, pilot: Path) -> None:
         with pytest.raises(SolveError, match="example_inputs="):
@@ -255,6 +255,7 @@ T5: dict[str, Any] = {
     "vocab_size": 97,
     "decoder_start_token_id": 0,
 }
+IDS_BEYOND = torch.arange(85, 98).expand(2, -1)
 GOOD = given(13, 3)
 
 

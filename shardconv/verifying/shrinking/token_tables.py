@@ -335,5 +335,7 @@ def beyond_tables(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor
         if beyond:
             known = {a.rpartition(".")[2]: s.id for (_, a), s in use.special.items() if s.id in beyond}
             ids = ", ".join(f"{attribute}={i}" for attribute, i in known.items()) or f"{name} {min(beyond)}"
-            return f"{ids} lies beyond the vocabulary of {rows} rows; correct config.json"
+            return (
+                f"{ids} lies beyond the vocabulary of {rows} rows; correct the example inputs, or config.json"
+            )
     return ""
