@@ -214,8 +214,12 @@ class _Trial:
     def run(self, exact: bool) -> tuple[float, Counter[str]]:
         """The largest difference, and one rank's collectives; NaN where the unsharded model fails."""
         counts = Counter[str]()
+        whole, weights = self.whole, self.weights
+        if exact:  # code may keep a parameter in float32, and cast what meets it
+            whole = copy.deepcopy(whole).to(torch.float64)
+            weights = {n: w.double() if w.is_floating_point() else w for n, w in weights.items()}
         try:
-            want = _run(fill(copy.deepcopy(self.whole), self.weights).eval(), self.inputs, exact)
+            want = _run(fill(copy.deepcopy(whole), weights).eval(), self.inputs, exact)
         except (RuntimeError, ValueError):
             return math.nan, counts
         if not want or not all(t.isfinite().any() for t in want if t.numel()):
@@ -224,8 +228,8 @@ class _Trial:
         def rank(comm: Communicator) -> float:
             if comm.rank == 0:
                 _count(comm, counts)
-            local = parallelize(copy.deepcopy(self.whole), self.plan, comm)
-            parts = local_weights(self.weights, self.plan, comm.rank)
+            local = parallelize(copy.deepcopy(whole), self.plan, comm)
+            parts = local_weights(weights, self.plan, comm.rank)
             return difference(_run(fill(local, parts).eval(), self.inputs, exact), want)
 
         return max(run_ranks(self.plan.mesh, rank)), counts

@@ -62,7 +62,7 @@ def _results(task: Task) -> Iterator[Result]:
         except Exception as error:
             yield Result(**about, tp=0, status="not built", message=f"{type(error).__name__}: {error}"[:300])
             continue
-        if model is None or (variant and not _runs(model)):
+        if model is None or (variant and not runs(model)):
             continue
         for tp in tps:
             yield _limited(task.seconds, about | {"tp": tp}, model, variant)
@@ -70,7 +70,7 @@ def _results(task: Task) -> Iterator[Result]:
         yield from _generation(task)
 
 
-def _runs(model: ZooModel) -> bool:
+def runs(model: ZooModel) -> bool:
     """Whether the unsharded model takes such a config: not every type lets its heads be grouped."""
     try:
         solve_plan(specification(model), SolveOptions(1))
