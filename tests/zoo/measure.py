@@ -41,6 +41,8 @@ TOLERANCE = 1e-9
 """Largest difference of any output in float64, relative to the largest value."""
 FLOAT32_TOLERANCE = 1e-5
 """The same where the model's own code computes in float32."""
+AMPLIFIED = 10 * 2.0**29
+"""So much larger than a difference in float64 may be one in float32: the ratio of their digits, and room."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,9 @@ class Judged:
         """``equal``, ``float32`` (equal, but for float32 inside of the model) or ``wrong``."""
         if self.error <= TOLERANCE:
             return "equal"
-        if self.exact <= TOLERANCE and not self.error > FLOAT32_TOLERANCE:
+        # A model that amplifies rounding does so with that of its float32 parts, too.
+        amplified = AMPLIFIED * self.exact if self.exact <= TOLERANCE else 0.0
+        if self.exact <= TOLERANCE and not self.error > max(FLOAT32_TOLERANCE, amplified):
             return "float32"
         return "float32" if math.isnan(self.exact) and self.single <= FLOAT32_TOLERANCE else "wrong"
 

@@ -35,7 +35,13 @@ _MAPPING = re.compile(
 _ENTRY = re.compile(r'\(\s*"([\w\-./]+)",\s*"\w+"')
 _FILES = ("models/auto/configuration_auto.py", "models/auto/auto_mappings.py")
 LATER_OVERRIDES: dict[str, dict[str, Any]] = {
-    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 """As the zoo's ``OVERRIDES``, for types that the pinned version of transformers does not have."""
 THEIR_TOLERANCE = 1e-3
