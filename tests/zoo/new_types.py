@@ -7,13 +7,13 @@ import re
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from distributed import run_processes
+from distributed import RankFailed, run_processes
 from small_models import save_random
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -163,6 +163,8 @@ def _theirs(model: ZooModel) -> str:
             with torch.no_grad():
                 want = loaded(ids).logits
             found = run_processes(THEIR_TP, _their_logits, directory, ids)
+        except RankFailed as error:
+            return str(error).strip().splitlines()[-1][:200]  # without the traceback before it
         except Exception as error:
             return _line(error)[:200]
     worst = max(float((got - want).abs().max() / want.abs().max()) for got in found)
@@ -284,3 +286,8 @@ def _problems(row: dict[str, Any]) -> Iterator[str]:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of earlier runs."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by release, then by type."""
+    return sorted(rows, key=lambda row: ([int(n) for n in row["release"].split(".")], row["type"]))
