@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,20 @@ def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str,
         raise SourceError(
             f"{example.source}: {name} takes no argument {unknown[0]!r}; it takes {', '.join(parameters)}"
         )
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
-    if missing := [n for n in required if n not in given]:
+    if missing := required_arguments(parameters, given):
         raise SourceError(f"{example.source}: {name} also needs {', '.join(missing)}")
     for argument, why in NOT_IN_EXAMPLES.items():
         if argument in given:
             raise SourceError(f"{example.source} has {argument}: leave it out; {why}")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, others
+
+
+def required_arguments(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
+    """The parameters that a function cannot be called without, beside those that are given."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
+    return [n for n in required if n not in given]
 
 
 def save_example(example: ExampleInputs, config: Any, directory: Path) -> Path:

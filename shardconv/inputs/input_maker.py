@@ -27,6 +27,7 @@ from .error_hints import (
     numbers,
     release,
 )
+from .example_inputs import required_arguments
 from .input_forms import FORMED, Asked, InputForm, Once, combined, free_sizes
 from .modalities import FormMaker
 from .tokens import TokenMaker, token_parameter
@@ -280,19 +281,13 @@ class InputMaker:
 
     def _required(self, given: Collection[str]) -> list[str]:
         """The parameters that the model cannot be called without, beside those that are given."""
-        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        return [
-            n
-            for n, p in self.parameters.items()
-            if p.default is p.empty and p.kind in kinds and n not in given
-        ]
+        return required_arguments(self.parameters, given)
 
     def _other_ids(
         self, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
     ) -> dict[str, Tensor]:
         """Ids for the required parameters that are named as such: those of a part of the model."""
-        required = (n for n, p in parameters.items() if p.default is p.empty and n not in given)
-        names = [n for n in required if n.endswith("_input_ids")]
+        names = [n for n in required_arguments(parameters, given) if n.endswith("_input_ids")]
         return {n: self.token_maker.ids_of_part(n, self._decoder_length()) for n in names}
 
     def _unknown(self, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -141,11 +141,7 @@ def _traced(
     """
     make = partial(InputMaker, model, keep, seed, multiple, experts=experts, offers_states=offers_states)
     maker = make()
-    makers = [
-        make(cache=cache, extras=extras)
-        for extras in dict.fromkeys((maker.extras, ()))
-        for cache in dict.fromkeys((maker.cache, False))
-    ]
+    makers = _with_other_options(make, maker)
     lone = InputMaker(model, keep, seed, multiple, batch=1, cache=False, extras=())
     problems: list[tuple[InputChoice, Exception]] = []
     attempts = itertools.chain(
@@ -163,6 +159,15 @@ def _traced(
     raise _why(maker, problems)
 
 
+def _with_other_options(make: Callable[..., InputMaker], maker: InputMaker) -> list[InputMaker]:
+    """The options of a maker, then fewer: without a cache, without further outputs, without both."""
+    return [
+        make(cache=cache, extras=extras)
+        for extras in dict.fromkeys((maker.extras, ()))
+        for cache in dict.fromkeys((maker.cache, False))
+    ]
+
+
 def _traced_example(
     model: nn.Module, keep: Collection[str], example: ExampleInputs
 ) -> tuple[TraceInputs, Tape]:
@@ -177,11 +182,7 @@ def _traced_example(
     for all_experts in (False, True):
         make = partial(InputMaker, model, keep, 0, 1, example=call, experts=int(all_experts))
         maker = make()
-        makers = [
-            make(cache=cache, extras=extras)
-            for extras in dict.fromkeys((maker.extras, ()))
-            for cache in dict.fromkeys((maker.cache, False))
-        ]
+        makers = _with_other_options(make, maker)
         problems: list[tuple[InputChoice, Exception]] = []
         found = _attempt(makers, InputChoice(), _Seen(), problems)
         if found is None:

@@ -154,15 +154,12 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
 
     Torch numbers the hooks of all modules in one sequence, and notes by number how each is called. Dynamo
     guards on these notes: with torch's numbers, no layer could reuse code compiled for another one.
-    Torch has no public way to choose them; this function and the next one alone know of the tables.
     """
-    tables = [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
+    tables = _hook_tables(module)
     number = min((0, *(key for table in tables for key in table))) - 1  # torch's are not negative
     for table in tables:
         if handle.id in table:
-            entries = [(number if key == handle.id else key, value) for key, value in table.items()]
-            table.clear()
-            table.update(entries)
+            _rewrite(table, {handle.id: number})
     handle.id = number
     return handle
 
@@ -174,11 +171,21 @@ def settle_hooks(model: nn.Module) -> None:
     of torch 2.11 does not see: it takes other hooks for them, and fails.
     """
     for module in model.modules():
-        for name, table in vars(module).items():
-            if name.startswith(_HOOK_TABLES) and len(table) > 1:
-                entries = list(table.items())
-                table.clear()
-                table.update(entries)
+        for table in _hook_tables(module):
+            if len(table) > 1:
+                _rewrite(table, {})
+
+
+def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Number of a hook -> what torch notes of it. Torch has no public way to change these tables."""
+    return [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
+
+
+def _rewrite(table: dict[int, Any], numbers: Mapping[int, int]) -> None:
+    """Write a table of hooks again in its order, some of them with other numbers, in place."""
+    entries = [(numbers.get(key, key), value) for key, value in table.items()]
+    table.clear()
+    table.update(entries)
 
 
 def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
