@@ -22,7 +22,6 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError, PlanError
 from . import plan_json
-from . import plan_json as codec
 from .field_checks import check_tp, fail, is_sha256
 from .header import StoredTensor, read_header
 from .measured import Numerics
@@ -193,7 +192,7 @@ def loads(text: str) -> Manifest:
         CheckpointError: the text violates ``docs/plan-format.md``; the message begins with the field.
     """
     try:
-        return load_document(Manifest, text, FORMAT, VERSION, codec.MAX_BYTES)
+        return load_document(Manifest, text, FORMAT, VERSION, plan_json.MAX_BYTES)
     except MalformedError as error:
         raise CheckpointError(str(error)) from error
 
@@ -218,7 +217,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
             "or its conversion did not finish; convert the model again"
         )
     try:
-        return loads(read_text(path, codec.MAX_BYTES))
+        return loads(read_text(path, plan_json.MAX_BYTES))
     except (MalformedError, CheckpointError) as error:
         raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
 
@@ -235,16 +234,16 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
     if not _is_file(path):
         raise CheckpointError(f"{where}: {PLAN_NAME} is missing; {_REMEDY}")
     try:
-        text = read_text(path, codec.MAX_BYTES)
+        text = read_text(path, plan_json.MAX_BYTES)
     except MalformedError as error:
         raise CheckpointError(f"{where}: {PLAN_NAME}: {error}; {_REMEDY}") from error
-    if codec.sha256(text) != manifest.plan_sha256:
+    if plan_json.sha256(text) != manifest.plan_sha256:
         raise CheckpointError(
             f"{where}: {PLAN_NAME} is not the plan that the files were written for "
             f"(its sha256 is not that in {MANIFEST_NAME}); {_REMEDY}"
         )
     try:
-        plan = codec.loads(text)
+        plan = plan_json.loads(text)
     except PlanError as error:
         raise PlanError(f"{where}: {PLAN_NAME}: {error}") from error
     if plan.tp != manifest.tp:
