@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,14 @@ class OneProcess(ProcessCommunicator):
 
 
 def lone_rank(
-    shape: Shape, tp: int, directory: Path, connect: Connect, device: torch.device, dtype: torch.dtype
+    shape: Shape,
+    tp: int,
+    directory: Path,
+    connect: Connect,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    fuse: bool = True,
 ) -> Any:
     """Build rank 0 of ``tp``, with ``generate`` as it is in a job.
 
@@ -68,11 +76,14 @@ def lone_rank(
         connect: makes the communicator of rank 0 from the plan.
         device: where the weights are made.
         dtype: of the weights.
+        fuse: compute the products of one input as one, as ``load(compile=True)`` does.
     """
     directory.mkdir(exist_ok=True, parents=True)
     (directory / "config.json").write_text(json.dumps({**shape.config(), "max_position_embeddings": 131072}))
     spec = resolve(directory, need_weights=False)
     plan = solve_plan(spec, SolveOptions(tp, check=False))
+    if not fuse:
+        plan = replace(plan, fused=())
     model = build_model(spec.model_class, spec.config, dtype)
     parallelize(model, plan, connect(plan))
     generator = torch.Generator(device).manual_seed(0)

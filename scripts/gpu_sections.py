@@ -96,12 +96,18 @@ def _tell_tokens(
     return seconds
 
 
-def _tell_recordings(section: Section, model: Any, label: str, wanted: int = 1) -> None:
-    """A number of recordings: one for each kind of step, however many calls there were."""
+def _tell_recordings(
+    section: Section, model: Any, label: str, wanted: int = 1, *, graphs: bool = True
+) -> None:
+    """A number of recordings: one for each kind of step, however many calls there were.
+
+    Args:
+        graphs: on a GPU they are CUDA graphs; else each is a compiled function.
+    """
     decoder = vars(model)[DECODER]
     replays = [replay for _, found in decoder._recorded.values() for replay in found]
-    are_graphs = all(replay._graph is not None for replay in replays)
-    is_well = decoder.num_recordings == len(replays) == wanted and (are_graphs or not section.is_cuda)
+    as_wanted = all((replay._graph is not None) == (graphs and section.is_cuda) for replay in replays)
+    is_well = decoder.num_recordings == len(replays) == wanted and as_wanted
     section.tell(f"recordings of steps, {label}", decoder.num_recordings, "", ok=is_well)
 
 
@@ -110,7 +116,7 @@ def _compiled(section: Section, model: Any, ids: Tensor, floor: float, label: st
     torch._dynamo.reset()  # stay below the limit of compiled forms of one function
     compile_model(model, cuda_graphs=graphs and section.is_cuda)
     _tell_tokens(section, model, ids, floor, label)
-    _tell_recordings(section, model, label)
+    _tell_recordings(section, model, label, graphs=graphs)
 
 
 # ------------------------------------------------------------------------------------------------- rank
