@@ -1,18 +1,16 @@
-"""The stages, called one after another: resolve, solve, read, write.
+"""Converting and planning: arguments are checked here, and ``conversion.py`` does the work.
 
-The stages are imported when they are called: they import torch and transformers, which takes
-seconds, and ``--help`` and every error of the arguments must come at once.
+The work is imported when it begins: it imports torch and transformers, which takes seconds, and ``--help``
+and every error of the arguments must come at once.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 
 from .arguments import (
@@ -25,16 +23,10 @@ from .arguments import (
     require_seed,
 )
 from .reporting.progress import Progress, Silent
-from .writing.outputs import Output, WriteOptions, prepared, write_to
+from .writing.outputs import WriteOptions, prepared
 
 if TYPE_CHECKING:
-    from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights
-    from shardconv_runtime.checkpoint.quantized import PackedWeight
-    from shardconv_runtime.checkpoint.resolve import ModelSpec
-    from shardconv_runtime.tensors.lazy_tensor import LazyTensor
-
     from .inputs.example_inputs import Example
-    from .writing.writer import Origin
 
 
 def convert(
@@ -114,98 +106,27 @@ def convert(
     Example:
         >>> plan = shardconv.convert("my-model/", "out/", tp=2)
     """
-    progress = progress or Silent()
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
-    options = _with_example(options, example_inputs)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
-
     outputs = prepared(out, pp, overwrite=overwrite, source=model, options=write_options, tp=tp)
 
-    from shardconv_runtime.checkpoint.checkpoint_weights import select
-    from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
-    from shardconv_runtime.checkpoint.resolve import resolve
+    from .conversion import Weights, converted
 
-    from .inputs.example_inputs import example_call
-    from .pipeline.stages import solve_plan
-    from .writing.writer import with_example, write
-
-    progress.stage(f"reading {os.fspath(model)}")
+    weights = Weights(random_init, seed or 0, keep_unused, ranks is not None if stream is None else stream)
     hub = Hub(revision, cache_dir, local_files_only, token)
-    spec = resolve(
+    return converted(
         model,
+        outputs,
         hub,
+        options,
+        weights,
+        write_options,
+        example_inputs,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
-        need_weights=not random_init,
-        stream=ranks is not None if stream is None else stream,
+        progress=progress or Silent(),
     )
-    example = options.example
-    if example is not None:
-        example_call(example, spec.config)  # refused now, and not after the weights were found
-    remarks: list[str] = []
-    found: Mapping[str, LazyTensor | PackedWeight]
-    if random_init:
-        origin, found = _initialized(spec, seed or 0, progress)
-    else:
-        origin, checkpoint = _read(spec, progress, remarks.append, keep_unused)
-        spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
-    if example is not None:
-        origin = with_example(origin, example, spec.config)
-    for remark in remarks:
-        progress.stage(f"note: {remark}")
-    solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
-    solved = replace(solved, notes=(*solved.notes, *remarks))
-    solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
-    solved = with_packed_notes(solved, spec.quantization)
-
-    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
-        return write(own, held, output, origin, part, progress)
-
-    write_to(outputs, solved, weights, origin.source, write_options, write_one, progress.stage)
-    return solved
-
-
-def _with_example(options: SolveOptions, example: Example | None) -> SolveOptions:
-    """The options with the example inputs that were given."""
-    if example is None:
-        return options
-    from .inputs.example_inputs import read_example
-
-    return replace(options, example=read_example(example))
-
-
-def _read(
-    spec: ModelSpec, progress: Progress, tell: Callable[[str], object], keep_unused: bool
-) -> tuple[Origin, CheckpointWeights]:
-    """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
-    from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
-    from shardconv_runtime.checkpoint.other_kinds import remarks
-
-    from .writing.writer import origin_of
-
-    origin = origin_of(spec)
-    progress.stage("finding the weights in the checkpoint")
-    for remark in remarks(spec.directory) if spec.directory is not None else ():
-        tell(remark)
-    found = lazy_weights(spec, tell, with_unused=keep_unused)
-    return replace(origin, unused=found.unused), found
-
-
-def _initialized(
-    spec: ModelSpec, seed: int, progress: Progress
-) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
-    """The weights of a new model, and where they come from."""
-    from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
-    from .writing.writer import origin_of
-
-    if has_weights(spec):
-        progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
-    origin = origin_of(replace(spec, dequantize=spec.quantization is not None))
-    identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
-    origin = replace(origin, source=initialized_source(origin.source, seed), identity=identity, identify=None)
-    progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")
-    return origin, dict(initial_weights(spec, seed))
 
 
 def plan(
@@ -253,37 +174,16 @@ def plan(
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
-    options = _with_example(options, example_inputs)
 
-    from shardconv_runtime.checkpoint.resolve import resolve
-
-    from .pipeline.stages import solve_plan
+    from .conversion import planned
 
     hub = Hub(revision, cache_dir, local_files_only, token)
-    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
-    if spec.directory is not None and spec.revision is None:
-        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=trust_remote_code))
-    solved: Plan = solve_plan(spec, options, progress=(progress or Silent()).stage)
-    return solved
-
-
-def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
-    """What weight files beside the config say of parameters that the class ties; None where there are none.
-
-    A plan needs no weights. But where they are, a head of its own is seen now, and not when they are loaded.
-    """
-    import torch
-    from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
-    from shardconv_runtime.checkpoint.resolve import resolve
-    from shardconv_runtime.hub.hub_errors import without_library_logging
-    from shardconv_runtime.parallel.meta_model import build_model, tied_names
-
-    assert spec.directory is not None, "asked of models in directories"
-    if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
-        return None
-    try:
-        full = resolve(spec.directory, dtype=spec.dtype, trust_remote_code=trust_remote_code)
-        with without_library_logging():
-            return lazy_weights(full).tied
-    except SourceError:
-        return None  # not all files are here; who loads by the plan compares the values
+    return planned(
+        model,
+        hub,
+        options,
+        example_inputs,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        progress=progress or Silent(),
+    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import sys
 import tempfile
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +175,6 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Plan:
         return hand_plan(spec.config, options.tp, spec.dtype)
 
-    module = types.ModuleType("shardconv.pipeline.stages")
-    module.solve_plan = solve_plan  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shardconv.pipeline.stages", module)
+    import plans_once
+
+    plans_once.solve_with(monkeypatch, solve_plan)

@@ -34,6 +34,7 @@ CONVERTER_ORDER = (
     "verifying.plans",
     "writing",
     "pipeline",
+    "conversion",
     "convert",
     "fitting",
     "converted",

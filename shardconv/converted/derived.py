@@ -73,21 +73,23 @@ def spec_of(found: Converted) -> ModelSpec:
     Raises:
         ShardconvError: it cannot be built here, or is of another class than was planned.
     """
-    from shardconv_runtime.checkpoint.resolve import resolve
-
     model = found.plan.model
-    spec = resolve(
-        found.directory,
-        trust_remote_code=model.trust_remote_code,
-        dtype=model.dtype,
-        need_weights=False,
-    )
+    spec = planned_spec(found.directory, found.plan)
     if spec.class_name != model.class_name:
         raise PlanError(
             f"{found.directory} was planned as {model.class_name}, and its config.json now gives "
             f"{spec.class_name}; use the version of transformers that it was planned for, or restore the file"
         )
-    return dataclasses.replace(spec, tied=dict(found.plan.tied))
+    return spec
+
+
+def planned_spec(directory: Path, plan: Plan) -> ModelSpec:
+    """A model without weights, in the dtype and with the ties of a plan of it, whose code is trusted."""
+    from shardconv_runtime.checkpoint.resolve import resolve
+
+    trusted, dtype = plan.model.trust_remote_code, plan.model.dtype
+    spec = resolve(directory, trust_remote_code=trusted, dtype=dtype, need_weights=False)
+    return dataclasses.replace(spec, tied=dict(plan.tied))
 
 
 def has_sequence_form(plan: Plan) -> bool:

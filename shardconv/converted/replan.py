@@ -23,7 +23,7 @@ from shardconv_runtime.versions import tool_versions
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
-from .derived import has_sequence_form
+from .derived import has_sequence_form, planned_spec
 
 # Plans of earlier versions of the format, for ``replan``, which carries their directories over.
 
@@ -140,20 +140,9 @@ def replan(
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
-    from shardconv_runtime.checkpoint.packed_plan import (
-        packings_of,
-        planned_steps,
-        with_packed_notes,
-        with_packings,
-    )
-    from shardconv_runtime.checkpoint.resolve import resolve
+    from .solved_again import solved_again
 
-    from ..pipeline.stages import solve_plan
-
-    spec = resolve(
-        first.directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False
-    )
-    spec = replace(spec, tied=dict(old.tied))
+    spec = planned_spec(first.directory, old)
     is_wanted = sequence_parallel or has_sequence_form(old)
     options = SolveOptions(
         old.tp,
@@ -165,8 +154,7 @@ def replan(
         stages=_layers_of_stages(old),
     )
     tell = (progress or Silent()).stage
-    new: Plan = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
-    new = with_packed_notes(with_packings(new, packings_of(old)), spec.quantization)
+    new = solved_again(spec, old, options, tell)
     plans = [_stored(new, part.plan) for part in parts]
     for part, plan in zip(parts, plans, strict=True):
         _require_same_layout(part.directory, part.manifest, part.plan, plan)

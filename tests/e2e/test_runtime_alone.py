@@ -88,7 +88,7 @@ def test_extras_of_the_converter_are_those_of_the_runtime() -> None:
 
 def test_the_converter_is_found_where_it_is_installed() -> None:
     assert converter_function("merge", "merging").__name__ == "merge"
-    assert converter_function("plan_adapter", "planning").__module__ == "shardconv.converted.adapt"
+    assert converter_function("plan_adapter", "planning").__module__ == "shardconv.converted.adaptation"
 
 
 def test_where_it_is_missing_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 
+from shardconv import conversion
 from shardconv.arguments import SolveOptions
+from shardconv.converted import adaptation, solved_again
 from shardconv.pipeline import stages
 from shardconv.planning.parameter_plans import Steps
 
@@ -139,3 +142,14 @@ def _content(value: Any) -> Any:
     if not isinstance(value, transformers.PreTrainedConfig):
         return value
     return {name: _content(v) for name, v in sorted(vars(value).items()) if name != "_name_or_path"}
+
+
+def solve_with(patch: pytest.MonkeyPatch, solver: Callable[..., Plan]) -> None:
+    """Put a function in the place of ``solve_plan``, wherever a model or a converted directory is solved."""
+    for module in (conversion, solved_again, adaptation):
+        patch.setattr(module, "solve_plan", solver)
+
+
+def solve_as(patch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """Let the solver find this plan."""
+    solve_with(patch, lambda *args, **kwargs: plan)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plans_once import solve_as
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest
@@ -33,11 +33,6 @@ def out(llama_dir: Path, tmp_path: Path, hand_solver: None) -> Path:
     (llama_dir / "tokenizer.json").write_text("{}")
     shardconv.convert(llama_dir, tmp_path / "out", 2)
     return tmp_path / "out"
-
-
-def solve_as(patch: pytest.MonkeyPatch, plan: Plan) -> None:
-    """Let the solver find this plan."""
-    patch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *args, **kwargs: plan)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

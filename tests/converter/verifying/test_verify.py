@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from plans_once import solve_as
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import FileEntry
@@ -534,7 +535,7 @@ class TestAgainst:
         plan = hand_plan(small_config(), 1)
         model = dataclasses.replace(plan.model, trust_remote_code=True)
         custom = dataclasses.replace(plan, model=model)
-        monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: custom)
+        solve_as(monkeypatch, custom)
         out = tmp_path / "out"
         shardconv.convert(llama_dir, out, 1, trust_remote_code=True)
         shardconv.verify(out)

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import math
-import sys
 import zlib
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN
+from plans_once import solve_as
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format import manifest, plan_json
@@ -205,7 +205,7 @@ def test_a_plan_of_other_shapes_is_refused(
     llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = hand_plan(small_config(vocab_size=103), 2)
-    monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: wrong)
+    solve_as(monkeypatch, wrong)
     with pytest.raises(ShardconvError, match=r"is \[101, 32\] in the checkpoint and \[103, 32\] in the plan"):
         shardconv.convert(llama_dir, tmp_path / "new" / "out", 2)
     assert {p.name for p in tmp_path.iterdir()} == {"llama"}
@@ -343,7 +343,7 @@ class TestReplan:
         old = shardconv.convert(llama_dir, out, 2)
         before = {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}}
         new = dataclasses.replace(old, notes=("solved again",))
-        monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: new)
+        solve_as(monkeypatch, new)
         assert shardconv.replan(out) == new
         assert plan_json.read(out / "plan.json") == new
         found = manifest.read(out)
@@ -367,7 +367,7 @@ class TestReplan:
             manifest.read_plan(out, found)
         read = read_any_version(out / "plan.json")
         assert read == dataclasses.replace(old, inference_only="it is old", notes=("a note",))
-        monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: old)
+        solve_as(monkeypatch, old)
         assert shardconv.replan(out) == old
         assert manifest.read_plan(out, manifest.read(out)) == old
         assert {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}} == before
@@ -390,7 +390,7 @@ class TestReplan:
         out = tmp_path / "out"
         old = shardconv.convert(llama_dir, out, 2)
         new = dataclasses.replace(old, notes=("solved again",))
-        monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: new)
+        solve_as(monkeypatch, new)
         plan_json.write(new, out / "plan.json")
         with pytest.raises(ShardconvError, match="not the plan that the files were written for"):
             manifest.check_sizes(out, manifest.read(out), 0)
@@ -406,7 +406,7 @@ class TestReplan:
         first, *rest = old.parameters
         moved = dataclasses.replace(first, dims=(Leaf(101), Leaf(32, (0,))))
         new: Plan = dataclasses.replace(old, parameters=(moved, *rest))
-        monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: new)
+        solve_as(monkeypatch, new)
         message = r"embed_tokens\.weight is laid out as \[101, 32@0\] now, and was as \[101@0, 32\], so the"
         with pytest.raises(ShardconvError, match=message):
             shardconv.replan(out)

@@ -1,0 +1,160 @@
+"""The stages, called one after another: resolve, solve, read, write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights, lazy_weights, select
+from shardconv_runtime.checkpoint.other_kinds import remarks
+from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
+from shardconv_runtime.checkpoint.quantized import PackedWeight
+from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.hub.hub_errors import without_library_logging
+from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.parallel.meta_model import build_model, tied_names
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+
+from .arguments import SolveOptions
+from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
+from .inputs.example_inputs import Example, example_call, read_example
+from .pipeline.stages import solve_plan
+from .reporting.progress import Progress
+from .writing.outputs import Output, StageOutputs, WriteOptions, write_to
+from .writing.writer import Origin, origin_of, with_example, write
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Which weights are written, and how they are read.
+
+    Attributes:
+        random_init: those of a new model, in place of the checkpoint's.
+        seed: of a new model.
+        keep_unused: carry along the tensors that the model does not use.
+        stream: read what is on the Hub from there, without a download.
+    """
+
+    random_init: bool
+    seed: int
+    keep_unused: bool
+    stream: bool
+
+
+def converted(
+    model: str | os.PathLike[str],
+    outputs: Output | StageOutputs,
+    hub: Hub,
+    options: SolveOptions,
+    weights: Weights,
+    write_options: WriteOptions,
+    example: Example | None,
+    *,
+    dtype: str | None,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Plan:
+    """Convert a model into directories that were found free; see ``convert.convert``."""
+    options = _with_example(options, example)
+    progress.stage(f"reading {os.fspath(model)}")
+    spec = resolve(
+        model,
+        hub,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        need_weights=not weights.random_init,
+        stream=weights.stream,
+    )
+    if options.example is not None:
+        example_call(options.example, spec.config)  # refused now, and not after the weights were found
+    notes: list[str] = []
+    found: Mapping[str, LazyTensor | PackedWeight]
+    if weights.random_init:
+        origin, found = _initialized(spec, weights.seed, progress)
+    else:
+        origin, checkpoint = _read(spec, progress, notes.append, weights.keep_unused)
+        spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
+    if options.example is not None:
+        origin = with_example(origin, options.example, spec.config)
+    for note in notes:
+        progress.stage(f"note: {note}")
+    solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
+    solved = replace(solved, notes=(*solved.notes, *notes))
+    solved, tensors = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
+    solved = with_packed_notes(solved, spec.quantization)
+
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+        return write(own, held, output, origin, part, progress)
+
+    write_to(outputs, solved, tensors, origin.source, write_options, write_one, progress.stage)
+    return solved
+
+
+def _with_example(options: SolveOptions, example: Example | None) -> SolveOptions:
+    """The options with the example inputs that were given."""
+    return options if example is None else replace(options, example=read_example(example))
+
+
+def _read(
+    spec: ModelSpec, progress: Progress, tell: Callable[[str], object], keep_unused: bool
+) -> tuple[Origin, CheckpointWeights]:
+    """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
+    origin = origin_of(spec)
+    progress.stage("finding the weights in the checkpoint")
+    for remark in remarks(spec.directory) if spec.directory is not None else ():
+        tell(remark)
+    found = lazy_weights(spec, tell, with_unused=keep_unused)
+    return replace(origin, unused=found.unused), found
+
+
+def _initialized(
+    spec: ModelSpec, seed: int, progress: Progress
+) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
+    """The weights of a new model, and where they come from."""
+    if has_weights(spec):
+        progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
+    origin = origin_of(replace(spec, dequantize=spec.quantization is not None))
+    identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
+    origin = replace(origin, source=initialized_source(origin.source, seed), identity=identity, identify=None)
+    progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")
+    return origin, dict(initial_weights(spec, seed))
+
+
+def planned(
+    model: str | os.PathLike[str] | Any,
+    hub: Hub,
+    options: SolveOptions,
+    example: Example | None,
+    *,
+    dtype: str | None,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Plan:
+    """Solve a model from its config alone; see ``convert.plan``."""
+    options = _with_example(options, example)
+    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
+    if spec.directory is not None and spec.revision is None:
+        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=trust_remote_code))
+    solved: Plan = solve_plan(spec, options, progress=progress.stage)
+    return solved
+
+
+def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
+    """What weight files beside the config say of parameters that the class ties; None where there are none.
+
+    A plan needs no weights. But where they are, a head of its own is seen now, and not when they are loaded.
+    """
+    assert spec.directory is not None, "asked of models in directories"
+    if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
+        return None
+    try:
+        full = resolve(spec.directory, dtype=spec.dtype, trust_remote_code=trust_remote_code)
+        with without_library_logging():
+            return lazy_weights(full).tied
+    except SourceError:
+        return None  # not all files are here; who loads by the plan compares the values

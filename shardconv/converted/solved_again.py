@@ -1,0 +1,90 @@
+"""Solving the model of a converted directory again, for ``reshard``, ``replan`` and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardconv_runtime.checkpoint.packed_plan import (
+    packings_of,
+    planned_steps,
+    shard,
+    with_packed_notes,
+    with_packings,
+)
+from shardconv_runtime.checkpoint.resolve import ModelSpec
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.stored_layout import stored_plans
+from shardconv_runtime.tensors.gathered import gathered, is_interleaved
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+
+from ..arguments import SolveOptions
+from ..pipeline.stages import solve_plan
+from ..reporting.progress import Progress
+from ..writing.outputs import Output, StageOutputs, WriteOptions, write_to
+from ..writing.writer import Origin, write
+from . import derived
+from .shards import Converted
+
+
+def solved_again(spec: ModelSpec, old: Plan, options: SolveOptions, tell: Callable[[str], None]) -> Plan:
+    """The plan of a model whose weights are packed as another plan of it says."""
+    solved = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
+    return with_packed_notes(with_packings(solved, packings_of(old)), spec.quantization)
+
+
+def resharded(
+    found: Converted,
+    outputs: Output | StageOutputs,
+    options: SolveOptions,
+    write_options: WriteOptions,
+    progress: Progress,
+) -> Plan:
+    """Solve a converted directory for other ranks and write their shards; see ``reshard.reshard``."""
+    origin = Origin(
+        found.manifest.source,
+        derived.identity(found),
+        lambda directory: derived.copy_small_files(found, directory),
+        lambda: derived.identity(found),
+        copy_unused=lambda directory: derived.copy_unused(found, directory),
+    )
+    solved = solved_again(derived.spec_of(found), found.plan, options, progress.stage)
+    weights = derived.weights_of(found)
+    _require_same_tensors(found, weights, solved)
+
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+        return write(own, held, output, origin, part, progress)
+
+    gathered_weights = _gathered(weights, solved)
+    write_to(outputs, solved, gathered_weights, origin.source, write_options, write_one, progress.stage)
+    return solved
+
+
+def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTensor]:
+    """The weights, those in bands that are interleaved on some rank of the new plan."""
+    return {
+        name: gathered(name, weights[name])
+        if any(is_interleaved(shard(entry, weights[name], new.mesh, rank)) for rank in range(new.tp))
+        else weights[name]
+        for name, entry in stored_plans(new).items()
+    }
+
+
+def _require_same_tensors(found: Converted, weights: Mapping[str, LazyTensor], new: Plan) -> None:
+    """All that is stored is in the new plan, of its dtype: one of other versions might cast or leave out."""
+    wanted = stored_plans(new)
+    first = dict(found.plan.tied)  # a tied tensor is kept under any of its names
+    kept = {first.get(name, name) for name in wanted if name in weights}
+    for name in sorted({*weights, *wanted}):
+        problem = ""
+        if name not in weights:
+            problem = "which is not there"
+        elif first.get(name, name) not in kept:
+            problem = "which the model lacks in this environment"
+        elif name in wanted and weights[name].dtype != wanted[name].dtype:
+            problem = f"which is in {weights[name].dtype} there, and in {wanted[name].dtype} here"
+        if problem:
+            raise PlanError(
+                f"{found.directory} cannot be resharded for {name}, {problem}; "
+                "use the version of transformers that it was planned for, or convert the model again"
+            )
