@@ -8,38 +8,19 @@ files that were committed or uploaded are not sent again.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from posixpath import join
-from typing import TYPE_CHECKING
 
-from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
-from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
 from shardconv_runtime.format.small_files import stage_directories
-from shardconv_runtime.hub.tp_folders import Folder, folders
 
 from ..reporting.human_numbers import human_bytes
-from ..reporting.progress import Advance, Progress, Silent
+from ..reporting.progress import Progress, Silent
 from ..verifying.directories.verify import verify
-from .changes import Changes, Item, Tree, breaks_manifest, compare, is_there, new_bytes, text_item
-from .picture import picture
-from .published import Published, published
-
-if TYPE_CHECKING:
-    from .branch import Remote
-
-COMMIT_FILES, COMMIT_BYTES = 100, 20 * 10**9
-"""Most files and bytes in one commit; files that were uploaded before a failed commit are not lost either."""
-
-README = "README.md"
-PICTURES = "shardconv"
-"""Folder of the pictures."""
+from .changes import new_bytes
+from .published import published
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +74,20 @@ def push(
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)
     """
-    from .branch import Remote
-
     progress, directory = progress or Silent(), Path(out)
-    remote = Remote(repo_id, revision, token)
     parts = stage_directories(directory) or [directory]
     for part in parts:
         manifest.read(part)
+
+    from .branch import Remote
+    from .pushing import Pushing
+
+    remote = Remote(repo_id, revision, token)
     if not dry_run:
         remote.require_login()
     for remark in verify(directory, progress=progress).remarks:
         progress.stage(f"remark: {remark}")
-    work = _Push(directory, published(parts), remote, progress)
+    work = Pushing(directory, published(parts), remote, progress)
     tree = remote.tree()
     changes = work.changes(tree)
     if changes and not dry_run:
@@ -112,7 +95,16 @@ def push(
         commit: str | None = work.carry_out()
     else:
         commit = tree.commit
-    return work.summary(changes, tree, commit)
+    return Pushed(
+        remote.repo_id,
+        work.own.path,
+        commit,
+        remote.url,
+        {item.path: item.num_bytes for item in changes.send},
+        new_bytes(changes.send, tree),
+        {item.path: item.num_bytes for item in changes.there},
+        changes.delete,
+    )
 
 
 def describe(pushed: Pushed, dry_run: bool) -> list[str]:
@@ -127,177 +119,3 @@ def describe(pushed: Pushed, dry_run: bool) -> list[str]:
         return [*lines, f"{pushed.url}: {len(pushed.sent)} files, {amount}"]
     done = f"{len(pushed.sent)} files, {human_bytes(pushed.sent_bytes)}"
     return [f"{pushed.url}: {pushed.path} is published ({done}; {len(pushed.there)} files were in place)"]
-
-
-class _Push:
-    """The push of one directory to one branch.
-
-    Args:
-        directory: a verified converted directory, or one that holds stages.
-        own: what is in it.
-        remote: the branch.
-        progress: where to report to.
-    """
-
-    def __init__(self, directory: Path, own: Published, remote: Remote, progress: Progress) -> None:
-        self._directory, self._remote, self._progress = directory, remote, progress
-        self._own, self._folder = own, own.path
-        self._items = self._directory_items()
-        self._drawn: dict[str, str] = {}
-
-    def changes(self, tree: Tree) -> Changes:
-        """The changes to make, given the current files."""
-        return compare([*self._items, *self._around(tree)], self._folder, tree)
-
-    def carry_out(self) -> str:
-        """Make the changes.
-
-        Returns:
-            The id of the last commit.
-        """
-        tree = self._remote.tree()
-        self._remove_manifest()
-        last = {f"{part}/{name}" for part in self._own.folder.parts for name in (MANIFEST_NAME, PLAN_NAME)}
-        early = [i for i in self._items if i.path not in last and not is_there(i, tree)]
-        if early:
-            with self._progress.bar("sending", sum(i.num_bytes for i in early)) as advance:
-                for number, group in enumerate(_groups(early), start=1):
-                    self._send(f"Files of {self._folder}, part {number}", group, advance)
-        self._progress.stage("completing the repository")
-        return self._remote.patiently(self._complete)
-
-    def _send(self, title: str, items: Sequence[Item], advance: Advance) -> None:
-        """Commit files that their manifest, which follows, will list."""
-        from .branch import Meter
-
-        meter = Meter(advance)
-        self._remote.patiently(lambda: self._remote.commit(title, items, meter=meter))
-
-    def _remove_manifest(self) -> None:
-        """Remove the manifests before files change that they list."""
-
-        def remove() -> None:
-            tree = self._remote.tree()
-            parts = self._own.folder.parts
-            if any(breaks_manifest(compare(self._items, part, tree), part, tree) for part in parts):
-                there = [path for part in parts if (path := f"{part}/{MANIFEST_NAME}") in tree.files]
-                title = f"{self._folder} is being replaced"
-                self._remote.commit(title, [], there, parent=tree.commit)
-
-        self._remote.patiently(remove)
-
-    def _complete(self) -> str:
-        """The last commit: manifest, plan, and the files outside of the folder."""
-        tree = self._remote.tree()
-        changes = self.changes(tree)
-        if not changes:  # an earlier commit succeeded, but its answer was lost
-            return str(tree.commit)
-        title = f"{self._folder} of {self._own.manifest.source.name}"
-        return self._remote.commit(title, changes.send, changes.delete, parent=tree.commit)
-
-    def summary(self, changes: Changes, tree: Tree, commit: str | None) -> Pushed:
-        """The result."""
-        return Pushed(
-            self._remote.repo_id,
-            self._folder,
-            commit,
-            self._remote.url,
-            {item.path: item.num_bytes for item in changes.send},
-            new_bytes(changes.send, tree),
-            {item.path: item.num_bytes for item in changes.there},
-            changes.delete,
-        )
-
-    def _directory_items(self) -> list[Item]:
-        """Every file of the directory, the manifest of each stage after its others."""
-        from .hashes import sha256s
-
-        recorded: dict[str, str] = {}
-        sizes: dict[str, int] = {}
-        for part, found in zip(self._own.folder.parts, self._own.manifests, strict=True):
-            start = part.removeprefix(self._folder).lstrip("/")
-            for entry in found.files:
-                path, (kind, digest) = join(start, entry.path), entry.checksum.split(":")
-                sizes[path] = entry.num_bytes
-                if kind == "sha256":
-                    recorded[path] = digest
-            for path in (join(start, PLAN_NAME), join(start, MANIFEST_NAME)):
-                sizes[path] = (self._directory / path).stat().st_size
-        unknown = {path: size for path, size in sizes.items() if path not in recorded}
-        digests = recorded | sha256s(self._directory, unknown, self._progress)
-        return [
-            Item(f"{self._folder}/{path}", self._directory / path, size, digests[path])
-            for path, size in sizes.items()
-        ]
-
-    def _around(self, tree: Tree) -> list[Item]:
-        """The files outside of the folder, given the current ones."""
-        from .card import model_card
-        from .readme import merged
-
-        first = self._own.folder.parts[0]
-        small = {f"{first}/{entry.path}" for entry in self._own.manifest.files if _is_small(entry)}
-        copies = [_at_root(item) for item in self._items if item.path in small]
-        variants = sorted([self._own, *self._others(tree)], key=lambda v: v.folder)
-        existing = self._remote.text(README, tree)
-        card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
-        return [*copies, text_item(README, card), *map(self._picture, variants)]
-
-    def _picture(self, variant: Published) -> Item:
-        """The picture of a plan, drawn once."""
-        digest = variant.manifest.plan_sha256  # of stages, the first one's
-        if digest not in self._drawn:
-            self._drawn[digest] = picture(variant.plan)
-        return text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest])
-
-    @cached_property
-    def _base_card(self) -> str | None:
-        """The README.md of the converted model, if that is on the Hub."""
-        source = self._own.manifest.source
-        return self._remote.card_of(source.name, source.revision) if "/" in source.name else None
-
-    def _others(self, tree: Tree) -> Iterator[Published]:
-        """Complete converted directories for other numbers of ranks."""
-        for folder in folders(tree.files):
-            if folder != self._own.folder:
-                found = self._read(folder, tree)
-                if found is not None:
-                    yield found
-
-    def _read(self, folder: Folder, tree: Tree) -> Published | None:
-        with tempfile.TemporaryDirectory() as directory:
-            parts = [Path(directory) / part for part in folder.parts]
-            for path, part in zip(parts, folder.parts, strict=True):
-                path.mkdir(parents=True)
-                for name in (MANIFEST_NAME, PLAN_NAME):
-                    text = self._remote.text(f"{part}/{name}", tree)
-                    if text is not None:
-                        (path / name).write_text(text, encoding="utf-8")
-            try:
-                return published(parts)
-            except (CheckpointError, PlanError):
-                self._progress.stage(
-                    f"{folder.name} of the repository cannot be read; the card leaves it out"
-                )
-                return None
-
-
-def _is_small(entry: FileEntry) -> bool:
-    """Whether a file is copied to the root, where libraries look for tokenizers and configs."""
-    return "/" not in entry.path and not entry.path.endswith((".safetensors", ".py"))
-
-
-def _at_root(item: Item) -> Item:
-    return dataclasses.replace(item, path=item.path.rpartition("/")[2])
-
-
-def _groups(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Files by commit."""
-    group: list[Item] = []
-    for item in items:
-        if group and (len(group) >= COMMIT_FILES or sum(i.num_bytes for i in group) >= COMMIT_BYTES):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group
