@@ -30,8 +30,7 @@ from fsdp_loading_rank import IN_PARTS, SPLIT, THEIRS
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.samples import sample_checksum
-from shardconv_runtime.format.shard_files import MAX_FILE_SIZE, shard_files
+from shardconv_runtime.format.shard_files import MAX_FILE_SIZE, sample_checksum, shard_files
 from shardconv_runtime.format.small_files import entry_of
 from synthetic import LLAMA_8B, LLAMA_405B, Shape, shape_of_size, write_checkpoint
 

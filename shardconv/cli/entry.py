@@ -19,9 +19,9 @@ from shardconv_runtime.wording import of_commands
 from .directory_commands import COMMANDS as ON_CONVERTED
 from .directory_commands import adapt_command
 from .export_command import COMMANDS as EXPORTS
+from .export_command import push_command
 from .model_commands import COMMANDS as FROM_MODELS
 from .options import printable
-from .push_command import push_command
 from .report_command import COMMANDS as REPORTS
 
 _REMEDIES = {

@@ -229,16 +229,14 @@ def _plan_text(
     solved: Plan, chosen: str, tokens: int, load: Workload | None, model: str, options: dict[str, Any]
 ) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
-    if chosen == "tp_plan":
-        from ..converted.tp_plan import skeleton, to_json, tp_plan
+    if chosen in ("tp_plan", "shards"):
+        from ..converted.tp_plan import dumps, skeleton, to_json, tp_plan
 
+        if chosen == "shards":
+            return dumps(solved)
         hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
         read = {name: options[name] for name in ("dtype", "trust_remote_code")}
         return to_json(tp_plan(solved, skeleton(model, hub, **read, tied=dict(solved.tied))))
-    if chosen == "shards":
-        from ..converted import shard_boxes
-
-        return shard_boxes.dumps(solved)
     if chosen == "json":
         return codec.dumps(solved)
 

@@ -14,7 +14,7 @@ from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.format.samples import check_sample
+from shardconv_runtime.format.shard_files import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, gather_index, group_of
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.format.staged_names import held_names

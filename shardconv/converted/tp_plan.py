@@ -23,14 +23,17 @@ from shardconv_runtime.format.plan import (
     ParameterPlan,
     Plan,
     global_shape,
+    local_shape,
     module_plans,
     parameter_plans,
 )
 from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.slot_steps import AllReduceStep, Boundary, layout_of
+from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.saving.dcp_boxes import full_window, held_boxes
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -321,3 +324,59 @@ def _starred(name: str) -> str:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+# A plan as boxes: for each parameter and rank, which part of the global tensor the rank holds, as JSON.
+#
+# For programs that move weights between processes that are sharded in different ways, such as from training
+# to inference. ``docs/plan-format.md`` has the format.
+
+
+FORMAT = "shardconv.shards"
+VERSION = 1
+
+
+def shard_boxes(plan: Plan) -> dict[str, Any]:
+    """The document: ``parameters`` has dtype, global shape, and the shards of all ranks by name.
+
+    A packed parameter is there as its stored tensors, by the names that they have in a converted directory.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "tp": plan.tp,
+        "tied": dict(plan.tied),
+        "parameters": {name: _parameter(plan, entry) for name, entry in stored_plans(plan).items()},
+    }
+
+
+def dumps(plan: Plan) -> str:
+    """The document as text, one parameter in each line."""
+    found = shard_boxes(plan)
+    parameters = found.pop("parameters")
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
+    each = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in parameters.items()]
+    return "{\n" + ",\n".join(lines) + ',\n  "parameters": {\n' + ",\n".join(each) + "\n  }\n}\n"
+
+
+def _parameter(plan: Plan, entry: ParameterPlan) -> dict[str, Any]:
+    return {
+        "dtype": entry.dtype,
+        "shape": list(global_shape(entry)),
+        "ranks": [_shard(plan, entry, rank) for rank in range(plan.tp)],
+    }
+
+
+def _shard(plan: Plan, entry: ParameterPlan, rank: int) -> dict[str, Any]:
+    boxes = held_boxes(entry, plan.mesh, rank, full_window(entry, plan.mesh, rank))
+    return {
+        "shape": list(local_shape(entry, plan.mesh, rank)),
+        "boxes": [
+            {
+                "offsets": list(box.offsets),
+                "sizes": list(box.sizes),
+                "local_offsets": list(box.local_offsets),
+            }
+            for box in boxes
+        ],
+    }

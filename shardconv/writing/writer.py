@@ -28,8 +28,7 @@ from shardconv_runtime.format.manifest import (
     rank_directory,
 )
 from shardconv_runtime.format.plan import ParameterPlan, Plan
-from shardconv_runtime.format.samples import sample_checksum
-from shardconv_runtime.format.shard_files import PlannedShard, shard_files
+from shardconv_runtime.format.shard_files import PlannedShard, sample_checksum, shard_files
 from shardconv_runtime.format.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub.remote_files import RemoteFile

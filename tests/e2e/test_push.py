@@ -27,7 +27,7 @@ from shardconv_runtime.format.measured import Numerics
 import shardconv
 from shardconv import cli
 from shardconv.publishing import branch
-from shardconv.publishing.readme import BEGIN, END
+from shardconv.publishing.card import BEGIN, END
 from shardconv.reporting.progress import Advance, Silent
 
 REPO = "user/model"

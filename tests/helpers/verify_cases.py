@@ -14,7 +14,7 @@ from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile, read_header
 from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.samples import sample_checksum
+from shardconv_runtime.format.shard_files import sample_checksum
 from torch import Tensor
 
 

@@ -26,7 +26,6 @@ from transformers.generation import GenerationMode
 
 from ..parallel.boundary import given_cache
 from ..parallel.fused_products import refresh_fused
-from .compiled_step import CompiledStep
 from .deadline import pause, progress
 from .decode_cache import Buffers, is_known, make_cache, num_tokens, windows
 from .decode_state import (
@@ -40,7 +39,7 @@ from .decode_state import (
     prepared_call,
     start_call,
 )
-from .replay import WARM_UP_RUNS, Replay, StopFlag
+from .replay import WARM_UP_RUNS, CompiledStep, Replay, StopFlag
 from .sampling import choose
 
 LEAST_SLOTS, SLOTS_STEP = 128, 2048

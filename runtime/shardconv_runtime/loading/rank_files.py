@@ -29,7 +29,7 @@ from ..format.manifest import (
     sha256_checksum,
 )
 from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
-from ..format.samples import check_sample
+from ..format.shard_files import check_sample
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused

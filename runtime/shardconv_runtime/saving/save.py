@@ -26,8 +26,7 @@ from ..errors import CheckpointError, PlanError
 from ..format import manifest, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.plan import Plan, parameter_plans
-from ..format.samples import sample_checksum
-from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
+from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
 from ..format.small_files import (
     copy_small_files,
     copy_unused,

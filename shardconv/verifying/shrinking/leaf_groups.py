@@ -7,15 +7,71 @@ by number, or a constant of the code has values for each position.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ...dim_analysis.analysis import Analysis, frozen_leaves
-from ...dim_analysis.dim_trees import LEAF, Node, find, leaves
+from ...dim_analysis.dim_trees import LEAF, Node, find, leaf, leaves
 from ...dim_analysis.sites import GROUPED_PRODUCTS, find_stacks
-from ...tracing.tape import Mark, Op, Ref, starred
+from ...planning.solution import stand_in
+from ...tracing.tape import Mark, Op, Ref, Tape, starred, tensors_read
 from .token_tables import HashedTable, hashed_tables
-from .unread_parameters import unread_parameters
+
+# Dims of the parameters and buffers that the traced call does not read, so that they shrink as well.
+#
+# Code that reads them in another call (an expert that got no token, a second head, what takes the place of
+# masked states in training) finds sizes that go with the others.
+
+
+_STORED = ("parameter", "buffer")
+
+
+def unread_parameters(tape: Tape) -> set[int]:
+    """The parameters and buffers that no event reads."""
+    read = tensors_read(tape)
+    return {t for t, i in enumerate(tape.tensors) if i.kind in _STORED and t not in read}
+
+
+def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> Analysis:
+    """The analysis with dims for these: those of a parameter that is named alike but for numbers, or else for
+    each size the dim in which most elements of parameters are.
+
+    Args:
+        analysis: of the folded tape.
+        stand_ins: layer -> the layer that stands for it; the parameters of the first are left out.
+    """
+    tensors = analysis.tape.tensors
+    alike: dict[tuple[str, tuple[int, ...]], tuple[Node, ...]] = {}
+    for tid, dims in analysis.dims.items():
+        if tensors[tid].kind in _STORED:
+            alike.setdefault((_starred(tensors[tid].name), tensors[tid].shape), dims)
+    wide = _by_size(analysis)
+    out = dict(analysis.dims)
+    for tid in sorted(unread_parameters(analysis.tape) - out.keys()):
+        name, shape = tensors[tid].name, tensors[tid].shape
+        if stand_in(name, stand_ins) == name:
+            known = alike.get((_starred(name), shape))
+            out[tid] = known or tuple(wide[n] if n in wide else leaf(n) for n in shape)
+    return replace(analysis, dims=out)
+
+
+def _by_size(analysis: Analysis) -> dict[int, Node]:
+    """Size -> the dim of parameters in which most elements are."""
+    inside: Counter[Node] = Counter()
+    for tid, dims in analysis.dims.items():
+        info = analysis.tape.tensors[tid]
+        for dim in dims if info.kind == "parameter" else ():
+            inside[find(dim)] += math.prod(info.shape)
+    return {dim.size: dim for dim, _ in reversed(inside.most_common())}
+
+
+def _starred(name: str) -> str:
+    """A name with a star for every number, also within words."""
+    return re.sub(r"\d+", "*", name)
+
 
 _PICKING = frozenset(
     f"aten.{name}"
@@ -103,11 +159,11 @@ def leaf_groups(
     names: dict[Node, set[str]] = {}
     for tid, dims in analysis.dims.items():
         for dim in dims:
-            for leaf in leaves(dim):
-                root = union.find(leaf)
-                members.setdefault(root, set()).add(leaf)
+            for each in leaves(dim):
+                root = union.find(each)
+                members.setdefault(root, set()).add(each)
                 if analysis.tape.tensors[tid].kind == "parameter":
-                    times[root] = min(times.get(root, dim.size), dim.size // leaf.size)
+                    times[root] = min(times.get(root, dim.size), dim.size // each.size)
                     names.setdefault(root, set()).add(starred(analysis.tape.tensors[tid].name))
     rows, experts = ({union.find(x) for x in some} for some in (rows, experts))
     how = {union.find(x): h for x, h in hashed.items()}

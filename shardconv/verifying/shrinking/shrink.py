@@ -20,11 +20,10 @@ from ...planning.solution import stand_in
 from ...tracing.ints import TracedInt
 from ...tracing.tape import Mark, Ref, Tape
 from ..simulation.layer_bypass import Bypass, bypassed_copy
-from .leaf_groups import LeafGroup, leaf_groups
+from .leaf_groups import LeafGroup, leaf_groups, with_unread_parameters
 from .small_model import Attempt, FullModel, Resized, SmallModel, num_rows
 from .small_shapes import ENOUGH, SmallShapes, activation_elements, choose_sizes, stored_elements
 from .token_tables import TokenUse, token_use
-from .unread_parameters import with_unread_parameters
 
 # A model that sees smaller images or sounds, and whose code does what that of another one does.
 #

@@ -26,7 +26,7 @@ from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
 from ...inputs.trace_inputs import TraceInputs
-from .available_memory import collect_garbage, require_memory
+from .available_memory import SharedActivations, collect_garbage, require_memory
 from .model_runs import (
     PRECISIONS,
     Precision,
@@ -38,7 +38,6 @@ from .model_runs import (
     usable_gradients,
 )
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
-from .shared_activations import SharedActivations
 from .simulated_weights import RandomWeights, fill
 from .stage_simulation import Mail, MailTransport, gradients_of_stages, stage_of_rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from shardconv_runtime.format.measured import LiveBytes, moment_bytes
 
-from shardconv.measuring.polynomials import Growth, growth, largest_moments, live_bytes
+from shardconv.measuring.measure import Growth, growth, largest_moments, live_bytes
 
 SIZES = [(batch, length) for batch in (1, 2) for length in (100, 200, 400)]
 

@@ -14,9 +14,8 @@ from shardconv_runtime.hub.tp_folders import Folder
 from shown_plans import EVIL, evil_plan
 from small_models import hand_plan, small_config
 
-from shardconv.publishing.card import escaped, model_card
+from shardconv.publishing.card import BEGIN, END, escaped, merged, model_card
 from shardconv.publishing.published import Published
-from shardconv.publishing.readme import BEGIN, END, merged
 
 BASE = """---
 license: other

@@ -14,10 +14,9 @@ from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
 from shardconv.verifying.retracing.retrace import compare_tapes
-from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups
+from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups, with_unread_parameters
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 from shardconv.verifying.shrinking.token_tables import token_use
-from shardconv.verifying.shrinking.unread_parameters import with_unread_parameters
 
 QUERIES, WIDTH = 12, 40
 

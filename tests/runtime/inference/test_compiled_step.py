@@ -12,9 +12,9 @@ import torch._dynamo
 from checkpoints import CONFIGS
 from recorded_steps import record_all
 from shardconv_runtime.comm.mesh import Launch
-from shardconv_runtime.inference.compiled_step import CompiledStep
 from shardconv_runtime.inference.compiling import compile_model
 from shardconv_runtime.inference.generation import DECODER, prepare_generation
+from shardconv_runtime.inference.replay import CompiledStep
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from warm_compiler import warm_up
