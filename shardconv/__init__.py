@@ -16,9 +16,9 @@ from .converted.export_dcp import export
 from .converted.merge import merge
 from .converted.replan import replan
 from .converted.reshard import reshard
+from .converted.verify import verify
 from .engines.export_vllm import export_vllm
 from .publishing.push import push
-from .verifying.directories.verify import verify
 
 __all__ = [
     "__version__",

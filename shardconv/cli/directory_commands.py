@@ -13,11 +13,11 @@ from ..converted.adapt import adapt
 from ..converted.merge import merge
 from ..converted.replan import replan
 from ..converted.reshard import reshard
+from ..converted.verify import DamagedError, describe, verify
 from ..engines.state_files import is_engine_state, verify_state
 from ..reporting.human_numbers import human_bytes
 from ..reporting.report import files_report
 from ..reporting.summary import summarize
-from ..verifying.directories.verify import DamagedError, describe, verify
 from .opening import adapter_plan, opened, require_local
 from .options import (
     hub_options,

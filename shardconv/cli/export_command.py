@@ -10,11 +10,11 @@ import click
 from ..arguments import parse_ranks, require_tp
 from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
 from ..converted.export_dcp import export
+from ..converted.verify import DamagedError
 from ..engines.export_vllm import StateExport, export_vllm
 from ..engines.vllm_package import TESTED, is_tested
 from ..publishing.push import describe, push
 from ..reporting.human_numbers import human_bytes
-from ..verifying.directories.verify import DamagedError
 from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
 
 VLLM = "vllm"

@@ -1,1 +1,1 @@
-"""What is made of a converted directory: the same for another plan, or another format."""
+"""What is made of a converted directory, and whether it is intact and computes the same."""

@@ -12,9 +12,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..dim_analysis.rules import RULES
 from ..inputs.trace_inputs import TraceInputs
+from ..simulation.model_runs import continuation
 from ..tracing.tape import CacheUpdate, Mark, Ref, Returned, Tape
 from ..tracing.trace import trace
-from ..verifying.simulation.model_runs import continuation
 
 Shape = tuple[int, ...]
 

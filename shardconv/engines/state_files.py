@@ -22,9 +22,9 @@ from shardconv_runtime.format.typed_json import (
     read_text,
 )
 
+from ..converted.intact import checksums
+from ..converted.verify import DamagedError
 from ..reporting.progress import Progress, Silent
-from ..verifying.directories.intact import checksums
-from ..verifying.directories.verify import DamagedError
 from .vllm_package import installed_version
 
 # The manifest of a directory with an engine's files: what they are, for which engine, and their checksums.

@@ -26,8 +26,8 @@ from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from torch import Tensor, nn
 
 from ..dim_analysis.sites import ExpertCall, ExpertSharding
+from ..simulation.float64 import Float64
 from ..tracing.tape import Tape
-from ..verifying.simulation.float64 import Float64
 
 TOLERANCE = 1e-11
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")

@@ -24,9 +24,9 @@ from torch import nn
 
 from ..dim_analysis.rule_builder import Arguments
 from ..dim_analysis.sites import ACTIVATIONS, NormSite
+from ..simulation.float64 import Float64
+from ..simulation.rank_threads import run_ranks
 from ..tracing.tape import Op, Tape
-from ..verifying.simulation.float64 import Float64
-from ..verifying.simulation.rank_threads import run_ranks
 
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 _WIDE = 1 << 16

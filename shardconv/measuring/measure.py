@@ -25,8 +25,8 @@ from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
 from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
+from ..simulation.layer_bypass import Bypass, bypass, planned_alike
 from ..tracing.identities import META
-from ..verifying.simulation.layer_bypass import Bypass, bypass, planned_alike
 from .memory_run import CachedTensor, Calls, MemoryRun, Runner, Size
 
 # From bytes at a few sizes to formulas: of the moments of a run, and of the tensors of a cache.

@@ -19,14 +19,14 @@ from torch import nn
 
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.solution import inference_only
-from ..verifying.plans.proof import Proof, Tell, prove
-from ..verifying.plans.simulate import Case, OutputsDiffer, may_be_padded, other_numbers, runs, simulate
-from ..verifying.shrinking.shrink import Shrinking
-from ..verifying.shrinking.small_model import FullModel, SmallModel
-from ..verifying.shrinking.small_plan import small_plan
-from ..verifying.shrinking.token_tables import beyond_tables
-from ..verifying.simulation.layer_bypass import Bypass, planned_alike
-from ..verifying.simulation.rank_simulation import Logits, Unprovable
+from ..simulation.layer_bypass import Bypass, planned_alike
+from ..simulation.rank_simulation import Logits, Unprovable
+from ..verifying.proof import Proof, Tell, prove
+from ..verifying.shrink import Shrinking
+from ..verifying.simulate import Case, OutputsDiffer, may_be_padded, other_numbers, runs, simulate
+from ..verifying.small_model import FullModel, SmallModel
+from ..verifying.small_plan import small_plan
+from ..verifying.token_tables import beyond_tables
 from .plan_forms import without_extra_outputs
 
 MOST_BYTES = 4 * 2**30

@@ -38,7 +38,7 @@ from ..solving.sequence_dims import sequence_leaves, solve_sequence
 from ..solving.solve import Assignment, solve
 from ..tracing.tape import Tape, draws, starred
 from ..tracing.trace import trace
-from ..verifying.retracing.retrace import retrace
+from ..verifying.retrace import retrace
 from .rounds import MAX_ROUNDS, PlanProblem, RuledOut, in_rounds
 
 # The stages of a plan, cut from the tape of the model that was solved.

@@ -22,11 +22,11 @@ from ..planning.module_plans import norm_plans
 from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import Steps
 from ..planning.solution import Solution
+from ..simulation.layer_bypass import Bypass
 from ..solving.gradients import solve_gradients
 from ..solving.pins import Given
 from ..solving.solve import Assignment
 from ..tracing.fold import Folded
-from ..verifying.simulation.layer_bypass import Bypass
 
 # A traced model and the demands on its plan: the same in every round.
 

@@ -29,11 +29,11 @@ from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.parameter_plans import Steps
 from ..planning.solution import stand_in
+from ..simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from ..tracing.fold import Folded, fold
 from ..tracing.tape import Tape
-from ..verifying.shrinking.shrink import is_same_code, resized_tensors
-from ..verifying.shrinking.small_model import FullModel
-from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
+from ..verifying.shrink import is_same_code, resized_tensors
+from ..verifying.small_model import FullModel
 from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, Source, with_parallel_loss
 from .plan_forms import StagedForm, no_sequence_form, plain_form, with_sequence_form, without_extra_outputs

@@ -16,9 +16,9 @@ from pathlib import Path
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.small_files import stage_directories
 
+from ..converted.verify import verify
 from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent
-from ..verifying.directories.verify import verify
 from .changes import new_bytes
 from .published import published
 

@@ -1,1 +1,1 @@
-"""Everything that is checked: plans before a byte is written, converted directories afterwards."""
+"""Whether a plan holds before a byte is written: its tape on other shapes, its numbers on a smaller model."""

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import shardconv
 from shardconv import cli
+from shardconv.converted.verify import DamagedError
 from shardconv.reporting.plan_lines import stage_bytes
-from shardconv.verifying.directories.verify import DamagedError
 
 PP = 2
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.verifying.simulation.float64 import Float64
-from shardconv.verifying.simulation.rank_threads import run_ranks
-from shardconv.verifying.simulation.simulated_weights import fill, local_weights
-from shardconv.verifying.simulation.stage_simulation import Mail, MailTransport
+from shardconv.simulation.float64 import Float64
+from shardconv.simulation.rank_threads import run_ranks
+from shardconv.simulation.simulated_weights import fill, local_weights
+from shardconv.simulation.stage_simulation import Mail, MailTransport
 
 from .generation import NEW_TOKENS
 from .measure import difference, random_weight

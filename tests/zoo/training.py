@@ -34,10 +34,10 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
+from shardconv.simulation.float64 import Float64, WithoutNoise
+from shardconv.simulation.rank_threads import run_ranks
+from shardconv.simulation.simulated_weights import fill, local_weights
 from shardconv.tracing.trace import results
-from shardconv.verifying.simulation.float64 import Float64, WithoutNoise
-from shardconv.verifying.simulation.rank_threads import run_ranks
-from shardconv.verifying.simulation.simulated_weights import fill, local_weights
 
 from .measure import random_weight
 from .models import ZooModel

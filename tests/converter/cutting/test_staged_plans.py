@@ -31,8 +31,8 @@ from shardconv.pipeline.plan_forms import without_extra_outputs
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.plan_lines import bubble, crossing_bytes, stage_bytes, stage_lines
 from shardconv.reporting.report import report
+from shardconv.simulation.rank_simulation import Simulation
 from shardconv.tracing.trace import trace
-from shardconv.verifying.simulation.rank_simulation import Simulation
 
 
 def spec(**changes: Any) -> ModelSpec:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.inputs.trace_inputs import TraceInputs
+from shardconv.simulation.layer_bypass import closed_modules, repeat_results
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
-from shardconv.verifying.simulation.layer_bypass import closed_modules, repeat_results
 
 INPUTS = TraceInputs({"x": torch.randn(3, 8)}, {})
 

@@ -19,9 +19,9 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.pipeline import stages
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.tracing.trace import trace
-from shardconv.verifying.plans.simulate import simulate
-from shardconv.verifying.shrinking import shrink
-from shardconv.verifying.shrinking.shrink import is_same_code, resized_tensors
+from shardconv.verifying import shrink
+from shardconv.verifying.shrink import is_same_code, resized_tensors
+from shardconv.verifying.simulate import simulate
 
 
 @pytest.fixture(scope="module")

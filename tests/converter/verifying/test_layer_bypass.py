@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.inputs.trace_inputs import TraceInputs
+from shardconv.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from shardconv.tracing.fold import fold
 from shardconv.tracing.trace import trace
-from shardconv.verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 
 Pair = namedtuple("Pair", ["states", "unread"])
 

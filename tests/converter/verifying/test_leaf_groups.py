@@ -13,10 +13,10 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
-from shardconv.verifying.retracing.retrace import compare_tapes
-from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups, with_unread_parameters
-from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
-from shardconv.verifying.shrinking.token_tables import token_use
+from shardconv.verifying.leaf_groups import LeafGroup, leaf_groups, with_unread_parameters
+from shardconv.verifying.retrace import compare_tapes
+from shardconv.verifying.small_shapes import SmallShapes, choose_sizes
+from shardconv.verifying.token_tables import token_use
 
 QUERIES, WIDTH = 12, 40
 
@@ -78,7 +78,7 @@ def test_a_sum_whose_parts_keep_their_size_keeps_it_where_it_is_not_divided() ->
     halves, heads = LeafGroup(64, frozenset([half])), LeafGroup(128, frozenset([head]))
     others = [LeafGroup(4096, frozenset([dims[0]])) for dims in analysis.dims.values()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 0)
+        patch.setattr("shardconv.verifying.small_shapes.ENOUGH", 0)
         assert choose_sizes(analysis, [halves, heads, *others], 4, {})[heads] == 40
         assert heads not in choose_sizes(analysis, [heads, *others], 4, {})
 
@@ -155,7 +155,7 @@ def test_halves_of_a_head_go_before_a_product_that_is_as_large() -> None:
     }
     halves, heads = LeafGroup(64, frozenset([half])), LeafGroup(128, frozenset([head]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 0)
+        patch.setattr("shardconv.verifying.small_shapes.ENOUGH", 0)
         sizes = choose_sizes(analysis, [heads, halves], 4, {})
     assert sizes[heads] == 2 * sizes[halves]
 
@@ -239,7 +239,7 @@ def test_sizes_of_layers_that_do_the_same_are_one_where_equal_ones_part() -> Non
         for tid, name in enumerate(("layers.*.a", "layers.*.a", "b"))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 0)
+        patch.setattr("shardconv.verifying.small_shapes.ENOUGH", 0)
         sizes = choose_sizes(analysis, groups, 8, {}, equal=set())
     assert sizes[groups[0]] == sizes[groups[1]] != sizes[groups[2]]
 

@@ -11,9 +11,9 @@ from shardconv_runtime.format.plan import CodeInfo, ModelInfo, ParameterPlan, Pl
 from shardconv_runtime.format.slices import ranges
 from torch import Tensor
 
+from shardconv.simulation.lockstep import UNSHARDED, ModuleOutputs
+from shardconv.simulation.rank_threads import BESIDE, ThreadCommunicator, Turn, run_ranks
 from shardconv.tracing.tape import ModuleCall, Tape
-from shardconv.verifying.simulation.lockstep import UNSHARDED, ModuleOutputs
-from shardconv.verifying.simulation.rank_threads import BESIDE, ThreadCommunicator, Turn, run_ranks
 
 WANT = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -15,9 +15,9 @@ from torch import nn
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline.stages import solve_plan
-from shardconv.verifying.simulation import rank_simulation
-from shardconv.verifying.simulation.available_memory import available_bytes, require_memory
-from shardconv.verifying.simulation.model_runs import PRECISIONS, usable_gradients
+from shardconv.simulation import rank_simulation
+from shardconv.simulation.available_memory import available_bytes, require_memory
+from shardconv.simulation.model_runs import PRECISIONS, usable_gradients
 
 GB = 10**9
 

@@ -42,11 +42,11 @@ from shardconv.pipeline import plan_forms
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
-from shardconv.verifying.plans.proof import prove
-from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
-from shardconv.verifying.shrinking import small_shapes
-from shardconv.verifying.simulation.float64 import Float64
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.float64 import Float64
+from shardconv.simulation.rank_threads import run_ranks
+from shardconv.verifying import small_shapes
+from shardconv.verifying.proof import prove
+from shardconv.verifying.retrace import _unlike_ranks, retrace
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "8"))
 """Corrupted plans of each model in the slow tests; many more for a long search."""

@@ -23,14 +23,14 @@ from verify_cases import change_plan, change_tensors, set_element, shard
 
 import shardconv
 from shardconv import cli
+from shardconv.converted import numerics
 from shardconv.converted.derived import identity
 from shardconv.converted.shards import read
+from shardconv.converted.verify import DamagedError
 from shardconv.reporting import report
 from shardconv.reporting.progress import Silent
+from shardconv.simulation.model_runs import PRECISIONS
 from shardconv.tracing.tape import Mark, Op, Ref, Tape, TensorInfo
-from shardconv.verifying.directories import numerics
-from shardconv.verifying.directories.verify import DamagedError
-from shardconv.verifying.simulation.model_runs import PRECISIONS
 
 LAYERS = 4
 
@@ -253,7 +253,7 @@ def test_code_that_is_another(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Before anything is read."""
     change_plan(out, lambda p: dataclasses.replace(p, code=dataclasses.replace(p.code, fingerprint="0" * 64)))
     shardconv.verify(out)
-    monkeypatch.setattr("shardconv.verifying.directories.intact.checksums", None)
+    monkeypatch.setattr("shardconv.converted.intact.checksums", None)
     with pytest.raises(CodeMismatchError, match="shardconv replan OUT"):
         shardconv.verify(out, numerics=True)
 

@@ -22,13 +22,13 @@ from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline import numeric_check
 from shardconv.pipeline.stages import solve_plan
-from shardconv.verifying.plans import proof as proofs
-from shardconv.verifying.plans.proof import prove, with_embeddings
-from shardconv.verifying.plans.simulate import Case
-from shardconv.verifying.simulation import rank_simulation
-from shardconv.verifying.simulation.model_runs import ReusedModel
-from shardconv.verifying.simulation.rank_simulation import Logits, Simulation, Unprovable
-from shardconv.verifying.simulation.simulated_weights import USUAL, Draw, RandomWeights
+from shardconv.simulation import rank_simulation
+from shardconv.simulation.model_runs import ReusedModel
+from shardconv.simulation.rank_simulation import Logits, Simulation, Unprovable
+from shardconv.simulation.simulated_weights import USUAL, Draw, RandomWeights
+from shardconv.verifying import proof as proofs
+from shardconv.verifying.proof import prove, with_embeddings
+from shardconv.verifying.simulate import Case
 
 SIZES = {
     "vocab_size": 131,

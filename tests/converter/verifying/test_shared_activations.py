@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardconv.verifying.simulation.available_memory import SharedActivations
+from shardconv.simulation.available_memory import SharedActivations
 
 SIDE = 80
 

@@ -24,12 +24,12 @@ from shardconv.pipeline import stages
 from shardconv.pipeline.numeric_check import TOO_LARGE, NumericCheck
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
-from shardconv.verifying.plans.simulate import simulate
-from shardconv.verifying.shrinking.leaf_groups import LeafGroup
-from shardconv.verifying.shrinking.small_model import single_rows
-from shardconv.verifying.shrinking.small_plan import Misfit, resized
-from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
-from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, hashed_tables, token_use
+from shardconv.verifying.leaf_groups import LeafGroup
+from shardconv.verifying.simulate import simulate
+from shardconv.verifying.small_model import single_rows
+from shardconv.verifying.small_plan import Misfit, resized
+from shardconv.verifying.small_shapes import SmallShapes, choose_sizes
+from shardconv.verifying.token_tables import beyond_tables, fewer_tokens, hashed_tables, token_use
 
 
 def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) -> tuple[Plan, NumericCheck]:
@@ -267,7 +267,7 @@ def test_heads_and_halves_of_heads_shrink_together() -> None:
         vocab_size=512,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 16)
+        patch.setattr("shardconv.verifying.small_shapes.ENOUGH", 1 << 16)
         plan, check = proven(config, 2)
     attention = check.case(plan).model.get_submodule("model.layers.0.self_attn")
     assert attention.q_proj.weight.shape[0] == attention.v_proj.weight.shape[0] < 1024
@@ -288,7 +288,7 @@ def many_experts() -> transformers.PreTrainedConfig:
 
 
 def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
+    monkeypatch.setattr("shardconv.verifying.small_shapes.ENOUGH", 1 << 17)
     monkeypatch.setattr("shardconv.pipeline.numeric_check.runs", lambda case: False)
     plan, check = proven(many_experts(), 2)
     experts = check.case(plan).model.get_submodule("model.layers.0.mlp.experts")
@@ -297,7 +297,7 @@ def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.Mo
 
 def test_experts_shrink_with_the_counts_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grouped product is given the ends of its rows, counted for a number that is an attribute."""
-    monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
+    monkeypatch.setattr("shardconv.verifying.small_shapes.ENOUGH", 1 << 17)
     plan, check = proven(many_experts(), 2)
     layer = check.case(plan).model.get_submodule("model.layers.0.mlp")
     assert layer.experts.gate_up_proj.shape[0] == layer.experts.num_experts < 64
@@ -320,7 +320,7 @@ def test_experts_in_groups_shrink_by_groups(monkeypatch: pytest.MonkeyPatch) -> 
         num_experts_per_tok=4,
         vocab_size=512,
     )
-    monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
+    monkeypatch.setattr("shardconv.verifying.small_shapes.ENOUGH", 1 << 17)
     plan, check = proven(config, 2)
     layer = check.case(plan).model.get_submodule("model.layers.1.mlp")
     assert layer.gate.weight.shape[0] == layer.experts.gate_up_proj.shape[0] < 128

@@ -24,13 +24,13 @@ from shardconv.pipeline import plan_forms
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
+from shardconv.simulation.layer_bypass import Bypass, bypassed_copy
+from shardconv.simulation.model_runs import TOLERANCE
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
-from shardconv.verifying.plans.simulate import Case, simulate
-from shardconv.verifying.retracing import retrace as retracing
-from shardconv.verifying.retracing.retrace import retrace
-from shardconv.verifying.simulation.layer_bypass import Bypass, bypassed_copy
-from shardconv.verifying.simulation.model_runs import TOLERANCE
+from shardconv.verifying import retrace as retracing
+from shardconv.verifying.retrace import retrace
+from shardconv.verifying.simulate import Case, simulate
 
 
 @dataclass(frozen=True)

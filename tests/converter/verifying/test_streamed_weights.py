@@ -10,8 +10,8 @@ from shardconv_runtime.tensors import lazy_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 from torch import Tensor, nn
 
-from shardconv.verifying.simulation.float64 import Float64
-from shardconv.verifying.simulation.streamed_weights import (
+from shardconv.simulation.float64 import Float64
+from shardconv.simulation.streamed_weights import (
     RecentReads,
     StreamedTensor,
     TooLargeToRead,

@@ -28,9 +28,9 @@ from verify_cases import change_plan, change_tensors, describe_again, flip, set_
 
 import shardconv
 from shardconv import cli
+from shardconv.converted import intact
+from shardconv.converted.verify import DamagedError, Verified
 from shardconv.reporting.progress import Advance, Silent
-from shardconv.verifying.directories import intact
-from shardconv.verifying.directories.verify import DamagedError, Verified
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 

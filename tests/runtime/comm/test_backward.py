@@ -18,7 +18,7 @@ from shardconv_runtime.parallel.boundary import step
 from shardconv_runtime.training.prepare import Gated, GradientGate, attach_gates
 from torch import Tensor, nn
 
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 Made = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 """For each rank: input, output, gradient of the output, gradient of the input."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from warm_compiler import warm_up
 
-from shardconv.verifying.simulation.rank_threads import RanksDisagree, run_ranks
+from shardconv.simulation.rank_threads import RanksDisagree, run_ranks
 
 LAYOUTS = [
     ((2,), "8@0"),

@@ -23,7 +23,7 @@ from small_models import small_config
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 IDS = torch.tensor([[1, 5, 100, 7, 50], [3, 2, 99, 0, 51]])
 

@@ -21,7 +21,7 @@ from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from shardconv_runtime.parallel.row_ids import RowIds
 from torch import Tensor, nn
 
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 HIDDEN = 6
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from warm_compiler import warm_up
 
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 MESHES: list[Mesh] = [(2,), (3,), (4,), (2, 2)]
 

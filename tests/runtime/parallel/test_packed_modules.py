@@ -27,7 +27,7 @@ from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, para
 from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.packed_values import Part, fill_module
 
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 IDS = torch.tensor([[1, 5, 60, 7, 50, 3, 8], [9, 2, 6, 33, 1, 0, 4]])
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}

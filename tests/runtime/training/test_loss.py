@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss import loss_utils
 from warm_compiler import warm_up
 
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 LAYOUTS = [
     ((1,), "11@0"),

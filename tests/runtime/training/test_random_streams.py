@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardconv
-from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.simulation.rank_threads import run_ranks
 
 WIDTH = 64
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from shardconv.verifying.simulation.rank_threads import ThreadCommunicator, run_ranks
+from shardconv.simulation.rank_threads import ThreadCommunicator, run_ranks
 
 RANKS, LENGTH, WIDTH = 2, 6, 4
 SEQUENCE = Leaf(0, (0,))

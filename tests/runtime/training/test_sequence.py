@@ -21,9 +21,9 @@ from zoo.models import build
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.verifying.simulation.float64 import Float64
-from shardconv.verifying.simulation.rank_threads import run_ranks
-from shardconv.verifying.simulation.simulated_weights import RandomWeights, fill
+from shardconv.simulation.float64 import Float64
+from shardconv.simulation.rank_threads import run_ranks
+from shardconv.simulation.simulated_weights import RandomWeights, fill
 
 RANKS = 2
 LENGTHS = (12, 13)

@@ -20,21 +20,21 @@ from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.edits import apply_edits
 from torch import nn
 
-from ...dim_analysis.analysis import Analysis
-from ...dim_analysis.dim_trees import Node, leaves
-from ...dim_analysis.rules import RULES
-from ...inputs.trace_inputs import TraceInputs
-from ...planning.localize import Attribute, Change, localized
-from ...planning.obstacle import Obstacle
-from ...planning.solution import stand_in
-from ...tracing.fold import Folded
-from ...tracing.ints import sources, traced_ints
-from ...tracing.tape import Tape, prefixes, starred
-from ...tracing.trace import trace
-from ..retracing.retrace import compare_tapes
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import Node, leaves
+from ..dim_analysis.rules import RULES
+from ..inputs.trace_inputs import TraceInputs
+from ..planning.localize import Attribute, Change, localized
+from ..planning.obstacle import Obstacle
+from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
+from ..tracing.fold import Folded
+from ..tracing.ints import sources, traced_ints
+from ..tracing.tape import Tape, prefixes, starred
+from ..tracing.trace import trace
 from .leaf_groups import LeafGroup
+from .retrace import compare_tapes
 from .small_shapes import SmallShapes, activation_elements
 from .token_tables import FewerTokens, TokenUse, fewer_tokens
 

@@ -21,15 +21,15 @@ from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...dim_analysis.dim_trees import Node, leaves
-from ...dim_analysis.rules import RULES, views
-from ...dim_analysis.sites import leave_out
-from ...inputs.trace_inputs import TraceInputs
-from ...planning.layout import Layouts, Shapes
-from ...planning.obstacle import Obstacle
-from ...tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
-from ...tracing.trace import trace
+from ..dim_analysis.dim_trees import Node, leaves
+from ..dim_analysis.rules import RULES, views
+from ..dim_analysis.sites import leave_out
+from ..inputs.trace_inputs import TraceInputs
+from ..planning.layout import Layouts, Shapes
+from ..planning.obstacle import Obstacle
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results
+from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
+from ..tracing.trace import trace
 
 _SHAPED = frozenset(
     {

@@ -26,18 +26,18 @@ from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor
 
-from ...converted.shards import Converted
-from ...dim_analysis.rules import RULES
-from ...inputs.example_inputs import stored_example
-from ...inputs.trace_inputs import trace_inputs
-from ...reporting.human_numbers import human_bytes
-from ...reporting.progress import Progress
-from ...tracing.tape import Mark, Op, Tape
+from ..dim_analysis.rules import RULES
+from ..inputs.example_inputs import stored_example
+from ..inputs.trace_inputs import trace_inputs
+from ..reporting.human_numbers import human_bytes
+from ..reporting.progress import Progress
 from ..simulation.available_memory import available_bytes
 from ..simulation.lockstep import Lockstep, LockstepOutcome
 from ..simulation.model_runs import PRECISIONS, Precision
 from ..simulation.rank_simulation import Unprovable
 from ..simulation.streamed_weights import RecentReads, TooLargeToRead, computed, computed_rows, largest_read
+from ..tracing.tape import Mark, Op, Tape
+from .shards import Converted
 
 # Packed parameters in files as weights that are dequantized when they are read.
 

@@ -18,7 +18,7 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 
-from ...inputs.trace_inputs import TraceInputs
+from ..inputs.trace_inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Unprovable
 from .simulate import Case, simulate
 

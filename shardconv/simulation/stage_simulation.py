@@ -17,7 +17,7 @@ from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 
-from ...inputs.trace_inputs import TraceInputs
+from ..inputs.trace_inputs import TraceInputs
 from .model_runs import Precision, gradients_of
 from .rank_threads import RanksDisagree, ThreadCommunicator
 from .simulated_weights import fill

@@ -25,7 +25,7 @@ from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
-from ...inputs.trace_inputs import TraceInputs
+from ..inputs.trace_inputs import TraceInputs
 from .available_memory import SharedActivations, collect_garbage, require_memory
 from .model_runs import (
     PRECISIONS,

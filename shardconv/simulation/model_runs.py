@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...inputs.trace_inputs import TraceInputs
-from ...tracing.trace import results
+from ..inputs.trace_inputs import TraceInputs
+from ..tracing.trace import results
 from .available_memory import require_memory
 from .float64 import Float64, WithoutNoise
 

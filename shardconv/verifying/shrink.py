@@ -15,11 +15,11 @@ from shardconv_runtime.errors import PlanError
 from shardconv_runtime.parallel.build import stored_tensors
 from torch import nn
 
-from ...planning.obstacle import Obstacle
-from ...planning.solution import stand_in
-from ...tracing.ints import TracedInt
-from ...tracing.tape import Mark, Ref, Tape
+from ..planning.obstacle import Obstacle
+from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
+from ..tracing.ints import TracedInt
+from ..tracing.tape import Mark, Ref, Tape
 from .leaf_groups import LeafGroup, leaf_groups, with_unread_parameters
 from .small_model import Attempt, FullModel, Resized, SmallModel, num_rows
 from .small_shapes import ENOUGH, SmallShapes, activation_elements, choose_sizes, stored_elements

@@ -27,9 +27,9 @@ from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ReshardingStep
 from shardconv_runtime.format.staged_names import staged_modules
 
-from ...dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find
-from ...planning.solution import stand_in
-from ...tracing.tape import Mark, prefixes
+from ..dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find
+from ..planning.solution import stand_in
+from ..tracing.tape import Mark, prefixes
 from .small_model import Resized, SmallModel
 from .small_shapes import SmallShapes
 

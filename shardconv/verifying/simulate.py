@@ -16,10 +16,10 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import nn
 
-from ...inputs.trace_inputs import TraceInputs
-from ...solving.sequence_dims import SECOND_TOKENS
+from ..inputs.trace_inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
 from ..simulation.simulated_weights import USUAL, Draw, RandomWeights
+from ..solving.sequence_dims import SECOND_TOKENS
 
 
 class OutputsDiffer(SolveError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ...dim_analysis.analysis import Analysis
-from ...dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find, leaves
-from ...tracing.tape import Op
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find, leaves
+from ..tracing.tape import Op
 from .leaf_groups import LeafGroup
 
 ENOUGH = 1 << 23

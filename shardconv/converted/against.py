@@ -33,10 +33,10 @@ from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, run
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes
 
-from ...arguments import MEMORY
-from ...converted.shards import Converted
-from ...reporting.progress import Progress
-from ...writing.writer import copy_small_files
+from ..arguments import MEMORY
+from ..reporting.progress import Progress
+from ..writing.writer import copy_small_files
+from .shards import Converted
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...inputs.trace_inputs import TraceInputs
-from ...reporting.progress import Advance
-from ...tracing.tape import Tape
+from ..inputs.trace_inputs import TraceInputs
+from ..reporting.progress import Advance
+from ..tracing.tape import Tape
 from .available_memory import require_memory
 from .model_runs import Precision, largest_difference, outputs_of
 from .rank_simulation import Unprovable

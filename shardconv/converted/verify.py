@@ -17,12 +17,12 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
 
-from ...converted import shards
-from ...converted.shards import of_all_stages
-from ...reporting.human_numbers import human_bytes
-from ...reporting.progress import Progress, Silent
-from ...reporting.report import numerics_text
+from ..reporting.human_numbers import human_bytes
+from ..reporting.progress import Progress, Silent
+from ..reporting.report import numerics_text
+from . import shards
 from .intact import Contents, Findings, check, one_line, open_contents
+from .shards import of_all_stages
 
 if TYPE_CHECKING:
     from .against import Reference
@@ -173,7 +173,7 @@ def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_co
 
 
 def _require_source(directory: Path, contents: Contents) -> None:
-    from ...initializing.initial_weights import is_initialized
+    from ..initializing.initial_weights import is_initialized
 
     if is_initialized(contents.manifest.source):
         raise SourceError(

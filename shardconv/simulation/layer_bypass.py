@@ -20,9 +20,9 @@ from shardconv_runtime.parallel.placeholders import Results, placeholder_for, sw
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...inputs.trace_inputs import TraceInputs
-from ...tracing.tape import Event, Mark, Tape, last_calls, prefixes, reads_and_writes, starred
-from ...tracing.trace import trace
+from ..inputs.trace_inputs import TraceInputs
+from ..tracing.tape import Event, Mark, Tape, last_calls, prefixes, reads_and_writes, starred
+from ..tracing.trace import trace
 
 # Modules of a layer that nothing outside looks into.
 #

@@ -24,9 +24,9 @@ from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, read_text
 
-from ...reporting.progress import Advance, Progress
-from ...writing.crc32 import Extent, join
-from ...writing.workspace import PARTIAL
+from ..reporting.progress import Advance, Progress
+from ..writing.crc32 import Extent, join
+from ..writing.workspace import PARTIAL
 
 # Checksums of files, read in stretches by several threads at once.
 

@@ -16,8 +16,8 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.slices import share
 from torch import Tensor
 
-from ...tracing.ints import TracedInt, traced_ints
-from ...tracing.tape import Mark, Op, Tape, TensorInfo
+from ..tracing.ints import TracedInt, traced_ints
+from ..tracing.tape import Mark, Op, Tape, TensorInfo
 
 # Tables that are looked up by hashes, of which a smaller model has fewer rows.
 #

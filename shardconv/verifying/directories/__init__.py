@@ -1,1 +1,0 @@
-"""Whether a converted directory is intact, equals its source, and computes the same."""

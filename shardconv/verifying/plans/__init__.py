@@ -1,1 +1,0 @@
-"""Whether a plan holds: the ranks' shapes and slices, and their numbers."""

@@ -1,1 +1,0 @@
-"""Whether a model on other shapes does what the traced model does, operator by operator."""

@@ -1,1 +1,0 @@
-"""A smaller model of the same code, on which a plan is proven in little memory."""
