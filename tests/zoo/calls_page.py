@@ -70,7 +70,7 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "# Coverage of calls"
     yield ""
     yield (
-        "Written by `scripts/coverage --calls`: a tiny random model of every type that transformers "
+        "Written by `scripts/coverage calls`: a tiny random model of every type that transformers "
         f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}) is converted "
         "for two ranks, loaded by two processes over gloo, and called in each of these ways; the unsharded "
         "model says what is right, in float64. [Coverage](coverage.md) has the plans of the same types."

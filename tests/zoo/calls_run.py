@@ -229,7 +229,7 @@ def joined(ranks: Sequence[Outcome]) -> Outcome:
 # Many types ----------------------------------------------------------------------------------------
 
 
-def sweep(
+def try_types(
     todo: Iterable[tuple[str, str]],
     jobs: int,
     results: Path,

@@ -37,7 +37,7 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield "# Coverage at full size"
     yield ""
     yield (
-        f"Written by `scripts/coverage --full-size`: every type of transformers {transformers.__version__} "
+        f"Written by `scripts/coverage full-size`: every type of transformers {transformers.__version__} "
         f"(torch {torch.__version__.partition('+')[0]}), planned without weights in bfloat16, or "
         "in float32 where its code needs that. "
         "Sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the config. "

@@ -35,7 +35,7 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield "# Coverage"
     yield ""
     yield (
-        "Written by `scripts/coverage`: a tiny random model of every type that transformers "
+        "Written by `scripts/coverage models`: a tiny random model of every type that transformers "
         f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}), planned for "
         "2, 3 and 4 ranks, its ranks run as threads of one process and compared with the unsharded model "
         "in plain float64, on other weights and other inputs than those the converter's own check used. "

@@ -1,4 +1,4 @@
-"""The page of ``scripts/coverage_stages``."""
+"""The page of ``scripts/coverage stages``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield "# Which models can be cut into stages"
     yield ""
     yield (
-        "Written by `scripts/coverage_stages`: a tiny random model of every causal and sequence-to-sequence "
+        "Written by `scripts/coverage stages`: a tiny random model of every causal and sequence-to-sequence "
         f"type of transformers {transformers.__version__} (torch {torch.__version__.partition('+')[0]}), cut "
         "into two stages, and into three of two ranks each where the type can have six layers (else two of "
         "two). The stages are simulated one after another: a prefill and a step of decoding must equal those "

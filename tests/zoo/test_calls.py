@@ -1,4 +1,4 @@
-"""Every form of call on a few types, in real processes; ``scripts/coverage --calls`` tries all types."""
+"""Every form of call on a few types, in real processes; ``scripts/coverage calls`` tries all types."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A representative part of the coverage run: one type for each mechanism, its ranks as threads.
 
-``scripts/coverage`` does the same for every type and writes docs/coverage.md.
+``scripts/coverage models`` does the same for every type and writes docs/coverage.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One training step of a few types in every form; ``scripts/coverage_training`` does it for all."""
+"""One training step of a few types in every form; ``scripts/coverage training`` does it for all."""
 
 from __future__ import annotations
 
