@@ -444,7 +444,7 @@ class TestAtOnce:
         def stop(*args: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("shardconv_runtime.checkpoint.resolve.resolve", stop)
+        monkeypatch.setattr("shardconv.conversion.resolve", stop)
         with self.open(directory, files, "b"):
             with pytest.raises(ShardconvError, match="is being written by another process"):
                 shardconv.convert(model.path, directory / "out", 2)

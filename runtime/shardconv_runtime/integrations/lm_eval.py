@@ -1,0 +1,101 @@
+"""The harness lm-eval on a sharded model: the model type ``shardconv``.
+
+    torchrun --nproc-per-node 2 -m shardconv_runtime.integrations.lm_eval run \\
+        --model shardconv --model_args pretrained=out/ --tasks hellaswag
+
+All arguments are those of ``lm_eval``. Every rank runs all requests, since all compute each of them together;
+rank 0 alone has results, prints them and writes files. Needs ``pip install 'shardconv-runtime[lm-eval]'``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from ..errors import PlanError
+from ..loading.load import load
+
+OF_LOAD = ("plan", "dtype", "revision", "cache_dir", "token", "trust_remote_code", "dequantize", "adapter")
+"""Arguments of the model that ``load`` takes; all others are those of the type ``hf``."""
+
+OF_ANOTHER_WAY = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file")
+"""Arguments of ``hf`` that say how to load or to distribute a model: what a converted directory says."""
+
+
+@register_model("shardconv")
+class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
+    """A converted causal model, sharded over the ranks of torchrun.
+
+    Args:
+        pretrained: a converted directory or its id on the Hub, as for ``load``; with ``plan``, an ordinary model.
+        batch_size: a number; the ranks would find other ones by themselves.
+        max_batch_size: left out.
+        device: ``cpu``, or each rank's own GPU.
+        given: further arguments of ``load`` and of the model type ``hf``.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **given: Any,
+    ) -> None:
+        if not str(batch_size).isdigit():
+            raise PlanError(f"batch_size={batch_size}: each rank would choose its own; name a number")
+        for name in OF_ANOTHER_WAY:
+            if given.pop(name, None):
+                raise PlanError(f"{name}= is about loading an ordinary model; leave it out")
+        options = {name: given.pop(name) for name in OF_LOAD if name in given}
+        if options.get("dtype") == "auto":
+            del options["dtype"]
+        where = "cpu" if device == "cpu" else None  # lm-eval names cuda by default, also where there is none
+        model = load(pretrained, device=where, **options)
+        tokenizer = given.pop("tokenizer", None) or transformers.AutoTokenizer.from_pretrained(pretrained)
+        self._has_run = False
+        super().__init__(model, tokenizer=tokenizer, batch_size=int(batch_size), **given)
+
+    @property
+    def rank(self) -> int:
+        """This process, once requests have run: who is not 0 then has no results to print or write.
+
+        Before, it is 0 everywhere, since lm-eval shares out requests by it.
+        """
+        return dist.get_rank() if self._has_run and dist.is_initialized() else 0
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """As ``hf``."""
+        return self._run(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """As ``hf``."""
+        return self._run(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """As ``hf``."""
+        return self._run(super().generate_until, requests, disable_tqdm)
+
+    def _run(self, method: Any, requests: Any, disable_tqdm: bool) -> Any:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        found = method(requests, disable_tqdm=disable_tqdm or not is_first)
+        self._has_run = True
+        return found
+
+
+def main() -> None:
+    """Run ``lm_eval``, which knows the model type ``shardconv`` then."""
+    try:
+        cli_evaluate()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""TRL's trainers for a sharded model: supervised fine-tuning, preferences (DPO) and reward models.
+
+    from shardconv_runtime.integrations import ShardedSFTTrainer
+
+TRL replaces the forward pass of a model by one that multiplies hidden states with the weights of the head. A
+sharded model has a shard of these. Here the model computes its logits itself, which ``load`` gathers, and
+what TRL asks for is computed from them. It needs ``pip install 'shardconv-runtime[trl]'``.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from trl import DPOTrainer, RewardTrainer, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ..errors import PlanError
+from ..loaded import loaded
+from .trainer import ShardedTrainer
+
+IGNORED = -100
+"""Label of a position that has no loss."""
+
+MODELS = ("model", "ref_model")
+"""Attributes of TRL's trainers that may have TRL's forward pass."""
+
+
+class _Sharded(ShardedTrainer):
+    """A ``ShardedTrainer`` before one of TRL's trainers."""
+
+    def __init__(self, model: Any, args: TrainingArguments, **options: Any) -> None:
+        given = {name: _base(each) for name, each in {"model": model, **options}.items() if name in MODELS}
+        forwards = {name: each.forward for name, each in given.items() if each is not None}
+        for name, each in given.items():
+            if each is not None and not _has_full_logits(each):
+                raise PlanError(f"TRL reads logits of all tokens of {name}: load it without gather_logits=False")
+        if getattr(args, "sync_ref_model", False) or getattr(args, "precompute_ref_log_probs", False):
+            raise PlanError("sync_ref_model and precompute_ref_log_probs copy whole weights; leave them out")
+        if getattr(args, "use_liger_kernel", False):
+            raise PlanError("use_liger_kernel replaces the forward pass by one of whole weights; leave it out")
+        super().__init__(model, args, **options)
+        for name, forward in forwards.items():
+            base = _base(getattr(self, name))
+            if "forward" in vars(base):  # TRL has replaced it
+                with_scores(base, forward)
+
+
+class ShardedSFTTrainer(_Sharded, SFTTrainer):  # type: ignore[misc]  # TRL is not typed for mypy
+    """An ``SFTTrainer`` of this process's part of a model, with or without an adapter."""
+
+
+class ShardedDPOTrainer(_Sharded, DPOTrainer):  # type: ignore[misc]
+    """A ``DPOTrainer``. The reference is the model without its adapter, or ``ref_model``, loaded likewise."""
+
+    def __init__(self, model: Any, args: TrainingArguments, **options: Any) -> None:
+        if options.get("ref_model") is None and _base(model) is model:
+            raise PlanError(
+                "without an adapter, DPO needs a reference: load the model once more, without training, and "
+                "pass it as ref_model="
+            )
+        super().__init__(model, args, **options)
+
+
+class ShardedRewardTrainer(_Sharded, RewardTrainer):  # type: ignore[misc]
+    """A ``RewardTrainer`` of a model for sequence classification with one label."""
+
+
+def _base(model: Any) -> Any:
+    """The model of transformers in a ``PeftModel``; others as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _has_full_logits(model: nn.Module) -> bool:
+    return loaded(model).building.wanted.gather_logits is not False
+
+
+def with_scores(model: Any, forward: Callable[..., Any]) -> None:
+    """Let a model return the log-probabilities of labels where TRL asks for them, else what it returns.
+
+    Args:
+        model: a causal language model, whose logits are of all tokens of the vocabulary.
+        forward: of the model, before TRL replaced it.
+    """
+
+    @functools.wraps(type(model).forward)  # generate looks at the signature
+    def scored(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        if not fused_lm_head:
+            return forward(*args, **kwargs, **{k: v for k, v in given.items() if v is not None})
+        outputs = forward(*args, **{**kwargs, "use_cache": False})
+        logits = outputs.logits
+        if shift_labels is None:
+            assert labels is not None, "TRL gives labels, shifted or not"
+            logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        found = scores(logits, shift_labels, num_items_in_batch)
+        if kwargs.get("output_router_logits"):
+            found.aux_loss = outputs.aux_loss
+        return found
+
+    model.forward = types.MethodType(scored, model)
+
+
+def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausalLMOutput:
+    """What TRL's trainers read of each position; 0 where it has no label.
+
+    Args:
+        logits: ``[B, T, V]``.
+        labels: ``[B, T]``, of the tokens after them; -100 for none.
+        num_items: by which the sum of the losses is divided; by default the number of labels.
+    """
+    mask = labels != IGNORED
+    log_probs = torch.log_softmax(logits.float() if logits.dtype != torch.float64 else logits, dim=-1)
+    wanted = labels.clamp(min=0)[..., None]
+    of_labels = log_probs.gather(-1, wanted)[..., 0]
+    with torch.no_grad():
+        sum_of_squares = (2 * log_probs).logsumexp(-1)
+        is_top1 = (log_probs.argmax(-1) == wanted[..., 0]).to(log_probs.dtype)
+        mean_logits = logits.to(log_probs.dtype).mean(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    kept = [x.masked_fill(~mask, 0) for x in (of_labels, entropy, sum_of_squares, mean_logits, is_top1)]
+    total = mask.sum().clamp(min=1) if num_items is None else num_items
+    return FusedCausalLMOutput(
+        loss=-kept[0].sum() / total,
+        log_probs=kept[0],
+        entropy=kept[1],
+        log_sum_sq_probs=kept[2],
+        mean_logits=kept[3],
+        is_top1=kept[4],
+        label_mask=mask,
+    )
