@@ -5,8 +5,8 @@
     shardconv adapt out/ out-lora/ --lora lora.json --seed 1
     torchrun --nproc-per-node 4 examples/sft.py --model out --adapter out-lora --output trained README.md
 
-Needs trl (``pip install trl``), and ``trainer.py`` beside it. The trained adapter is in ``trained/model``;
-peft and ``load(adapter=)`` take it.
+Needs TRL: ``pip install 'shardconv-runtime[trl]'``. The trained adapter is in ``trained/model``; peft and
+``load(adapter=)`` take it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,10 @@ import torch.distributed as dist
 import transformers
 from datasets import Dataset  # type: ignore[import-not-found]
 from shardconv_runtime.format import manifest
+from shardconv_runtime.integrations import ShardedSFTTrainer
 from torch.distributed.device_mesh import init_device_mesh
-from trainer import ShardedTrainer
-from transformers import ByT5Tokenizer, Trainer
+from transformers import ByT5Tokenizer
 from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
-
-
-class ShardedSFTTrainer(ShardedTrainer, SFTTrainer):  # type: ignore[misc]
-    """An ``SFTTrainer`` of this process's part of a model, with or without an adapter."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own loss, from its shards of the vocabulary; TRL's reads the head's weights as if full.
-
-        So ``loss_type="dft"`` is not there, and neither are the metrics of tokens (entropy, accuracy).
-        """
-        return Trainer.compute_loss(self, *args, **kwargs)
 
 
 def training_arguments(output: Path, batch_size: int, steps: int, save_every: int, lr: float) -> SFTConfig:

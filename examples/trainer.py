@@ -4,7 +4,7 @@
     shardconv convert --random-init examples/small --tp 2 --sequence-parallel out/
     torchrun --nproc-per-node 4 examples/trainer.py --model out --output trained README.md docs/*.md
 
-To use it in another program, copy ``ShardedTrainer``. The Trainer needs accelerate.
+Needs accelerate: ``pip install 'shardconv-runtime[trainer]'``.
 """
 
 from __future__ import annotations
@@ -19,124 +19,12 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
-from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from shardconv_runtime.format import manifest
-from torch import Tensor, nn
+from shardconv_runtime.integrations import ShardedTrainer
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
-
-
-class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed for mypy
-    """A ``Trainer`` of a model that ``shardconv_runtime.load(..., mesh=mesh, training=True)`` returned.
-
-    For a subclass of the Trainer, put it in front: ``class ShardedSFTTrainer(ShardedTrainer, SFTTrainer)``.
-    ``per_device_train_batch_size`` is that of a data-parallel copy. Checkpoints hold a converted directory,
-    or an adapter (``model``), and the optimizer's state (``optimizer``), for any number of processes. To
-    resume, load the model, or the adapter, from ``CHECKPOINT/model`` and call
-    ``train(resume_from_checkpoint=CHECKPOINT)``.
-
-    Args:
-        model: with ``data_parallel=``, if there are several copies.
-        args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
-        mesh: of all processes; "tp" is its last dim.
-        options: as for the Trainer.
-    """
-
-    def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
-        if args.bf16 or args.fp16 or args.fsdp or args.deepspeed or args.gradient_checkpointing:
-            raise ValueError(
-                "bf16, fp16, fsdp, deepspeed and gradient_checkpointing would wrap the model a second time; "
-                "load with data_parallel=DataParallel(param_dtype=...), call checkpoint_activations"
-            )
-        if args.load_best_model_at_end or args.auto_find_batch_size:
-            raise ValueError("load_best_model_at_end and auto_find_batch_size would load the model again")
-        if (mesh.mesh_dim_names or ())[-1:] != ("tp",) or mesh.size() != args.world_size:
-            raise ValueError(
-                f"{mesh}: its last dim should be 'tp', and it should have all {args.world_size} processes"
-            )
-        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-        if mesh.size() > mesh["tp"].size() and not is_sharded:
-            raise ValueError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
-        self.mesh = mesh
-        super().__init__(model=model, args=args, **options)
-
-    def get_tp_size(self) -> int:
-        """Processes with the same data; the Trainer uses it to count the tokens and the size of a batch."""
-        return self.mesh["tp"].size()
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Leave the model unchanged, distribute the data over replicas, and count each sample once."""
-        super().create_accelerator_and_postprocess()
-        accelerator: Any = self.accelerator
-        prepare_other, tp = accelerator.prepare, self.get_tp_size()
-
-        def prepare(*given: Any, **how: Any) -> Any:
-            found = tuple(prepare_one(each, **how) for each in given)
-            return found if len(found) > 1 else found[0]
-
-        def prepare_one(given: Any, **how: Any) -> Any:
-            if isinstance(given, nn.Module):
-                return given  # load has prepared it
-            if not isinstance(given, DataLoader):
-                return prepare_other(given, **how)
-            return prepare_data_loader(
-                given,
-                accelerator.device,
-                num_processes=self.mesh.size() // tp,
-                process_index=self.args.process_index // tp,
-                put_on_device=True,
-                rng_types=["generator"],
-                dispatch_batches=False,
-                even_batches=accelerator.even_batches,
-                use_seedable_sampler=True,
-                data_seed=self.args.data_seed,
-            )
-
-        def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-            return shardconv_runtime.clip_grad_norm(self.model, max_norm, norm_type=norm_type)
-
-        def gather_for_metrics(data: Any, use_gather_object: bool = False) -> Any:
-            state = accelerator.gradient_state
-            last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-
-            def once(x: Tensor) -> Tensor:
-                return torch.cat(accelerator.gather(x).chunk(self.mesh.size())[::tp])[:last]
-
-            return recursively_apply(once, data, error_on_other_type=True)
-
-        accelerator.prepare = prepare
-        accelerator.clip_grad_norm_ = clip_grad_norm  # by the norm over all ranks
-        accelerator.gather_for_metrics = self.gather_function = gather_for_metrics
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a converted directory, ``model`` in ``output_dir``; every process calls it."""
-        directory = Path(output_dir or self.args.output_dir)
-        shardconv_runtime.save(self.model, directory / "model", overwrite=True)
-        if self.processing_class is not None and self.args.should_save:
-            self.processing_class.save_pretrained(directory)
-
-    # The Trainer lacks public hooks for the next three. It has had these methods at least since 5.17.
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        directory = Path(output_dir)
-        optimizer = self.optimizer.optimizer  # without accelerate's wrapper
-        shardconv_runtime.save_optimizer(self.model, optimizer, directory / "optimizer", overwrite=True)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), directory / "scheduler.pt")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            optimizer = self.optimizer.optimizer
-            shardconv_runtime.load_optimizer(self.model, optimizer, Path(checkpoint) / "optimizer")
-            self.lr_scheduler.load_state_dict(
-                torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            )
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The caller has loaded the model from the checkpoint."""
 
 
 class Windows(Dataset[dict[str, Tensor]]):

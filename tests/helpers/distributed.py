@@ -147,8 +147,8 @@ def _import_runtime() -> None:
     import shardconv_runtime
 
     for module in pkgutil.walk_packages(shardconv_runtime.__path__, "shardconv_runtime."):
-        if module.name == "shardconv_runtime.serving.endpoints":  # needs a package that may be missing
-            continue
+        if module.name.startswith(("shardconv_runtime.serving.endpoints", "shardconv_runtime.integrations.")):
+            continue  # they need packages that may be missing
         importlib.import_module(module.name)
 
 

@@ -32,7 +32,7 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
     """A converted causal model, sharded over the ranks of torchrun.
 
     Args:
-        pretrained: a converted directory or its id on the Hub, as for ``load``; with ``plan``, an ordinary model.
+        pretrained: a converted directory or its id on the Hub; with ``plan``, an ordinary model.
         batch_size: a number; the ranks would find other ones by themselves.
         max_batch_size: left out.
         device: ``cpu``, or each rank's own GPU.

@@ -22,10 +22,14 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from ..errors import PlanError
 from ..loaded import loaded
+from ..training.loss_parallel import read_logits
 from .trainer import ShardedTrainer
 
 IGNORED = -100
 """Label of a position that has no loss."""
+
+REFERENCE = "ref"
+"""TRL's name of the adapter before training."""
 
 MODELS = ("model", "ref_model")
 """Attributes of TRL's trainers that may have TRL's forward pass."""
@@ -39,11 +43,15 @@ class _Sharded(ShardedTrainer):
         forwards = {name: each.forward for name, each in given.items() if each is not None}
         for name, each in given.items():
             if each is not None and not _has_full_logits(each):
-                raise PlanError(f"TRL reads logits of all tokens of {name}: load it without gather_logits=False")
+                raise PlanError(
+                    f"TRL reads logits of all tokens of {name}: load it without gather_logits=False"
+                )
         if getattr(args, "sync_ref_model", False) or getattr(args, "precompute_ref_log_probs", False):
             raise PlanError("sync_ref_model and precompute_ref_log_probs copy whole weights; leave them out")
         if getattr(args, "use_liger_kernel", False):
-            raise PlanError("use_liger_kernel replaces the forward pass by one of whole weights; leave it out")
+            raise PlanError(
+                "use_liger_kernel replaces the forward pass by one of whole weights; leave it out"
+            )
         super().__init__(model, args, **options)
         for name, forward in forwards.items():
             base = _base(getattr(self, name))
@@ -56,15 +64,29 @@ class ShardedSFTTrainer(_Sharded, SFTTrainer):  # type: ignore[misc]  # TRL is n
 
 
 class ShardedDPOTrainer(_Sharded, DPOTrainer):  # type: ignore[misc]
-    """A ``DPOTrainer``. The reference is the model without its adapter, or ``ref_model``, loaded likewise."""
+    """A ``DPOTrainer``.
+
+    The reference is ``ref_model``, the model loaded once more, or of a model with an adapter the same adapter
+    before training: ``load(out, adapter={"default": adapter, "ref": adapter}, training=True, ...)``.
+    """
 
     def __init__(self, model: Any, args: TrainingArguments, **options: Any) -> None:
-        if options.get("ref_model") is None and _base(model) is model:
+        if options.get("ref_model") is not None:
+            super().__init__(model, args, **options)
+            return
+        if _base(model) is model:
+            raise PlanError("without an adapter, DPO needs the model loaded once more, as ref_model=")
+        if REFERENCE not in model.peft_config:
             raise PlanError(
-                "without an adapter, DPO needs a reference: load the model once more, without training, and "
-                "pass it as ref_model="
+                "DPO compares with the adapter before training, which needs a place of its own: load the "
+                f'model with adapter={{"default": DIRECTORY, "{REFERENCE}": DIRECTORY}}'
             )
-        super().__init__(model, args, **options)
+        refuse = model.add_adapter
+        model.add_adapter = lambda name, config: None  # TRL adds the reference, which is there
+        try:
+            super().__init__(model, args, **options)
+        finally:
+            model.add_adapter = refuse
 
 
 class ShardedRewardTrainer(_Sharded, RewardTrainer):  # type: ignore[misc]
@@ -101,6 +123,7 @@ def with_scores(model: Any, forward: Callable[..., Any]) -> None:
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head:
             return forward(*args, **kwargs, **{k: v for k, v in given.items() if v is not None})
+        read_logits(self)
         outputs = forward(*args, **{**kwargs, "use_cache": False})
         logits = outputs.logits
         if shift_labels is None:
@@ -128,10 +151,10 @@ def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausal
     of_labels = log_probs.gather(-1, wanted)[..., 0]
     with torch.no_grad():
         sum_of_squares = (2 * log_probs).logsumexp(-1)
-        is_top1 = (log_probs.argmax(-1) == wanted[..., 0]).to(log_probs.dtype)
+        is_top1 = (log_probs.argmax(-1) == labels) & mask
         mean_logits = logits.to(log_probs.dtype).mean(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    kept = [x.masked_fill(~mask, 0) for x in (of_labels, entropy, sum_of_squares, mean_logits, is_top1)]
+    kept = [x.masked_fill(~mask, 0) for x in (of_labels, entropy, sum_of_squares, mean_logits)]
     total = mask.sum().clamp(min=1) if num_items is None else num_items
     return FusedCausalLMOutput(
         loss=-kept[0].sum() / total,
@@ -139,6 +162,6 @@ def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausal
         entropy=kept[1],
         log_sum_sq_probs=kept[2],
         mean_logits=kept[3],
-        is_top1=kept[4],
+        is_top1=is_top1,
         label_mask=mask,
     )
