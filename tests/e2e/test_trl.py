@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,13 @@ import peft
 import shardconv_runtime
 import trl
 from datasets import Dataset
-from shardconv_runtime.integrations import ShardedDPOTrainer, ShardedRewardTrainer, ShardedSFTTrainer
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.integrations import (
+    ShardedDPOTrainer,
+    ShardedGRPOTrainer,
+    ShardedRewardTrainer,
+    ShardedSFTTrainer,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardconv
@@ -28,7 +36,7 @@ STEPS = 4
 CLOSE = 1e-5
 """Relative: TRL and transformers compute losses of float64 models in float32 in places."""
 
-UNLIKE = ("runtime", "per_second", "flos", "epoch")
+UNLIKE = ("runtime", "per_second", "flos", "epoch", "step_time")
 """Parts of the names of what is logged of time."""
 
 LINES = [f"{i} times {k} is {i * k}" for i in range(2, 32) for k in range(3, 19)]
@@ -146,9 +154,32 @@ def reward(models: Path, log: Path, sharded: bool) -> None:
         trained(trl.RewardTrainer(model, args, **common), log)
 
 
-def compare(tmp_path: Path, run: Any, models: Path, *given: Any) -> list[dict[str, float]]:
-    """All that is logged, of 4 processes and of one."""
-    run_processes(4, run, models, tmp_path / "sharded.json", True, *given)
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    """A reward."""
+    return [sum(letter in "aeiou" for letter in text) / 8 + len(text) / 100 for text in completions]
+
+
+def grpo(models: Path, log: Path, sharded: bool, given: dict[str, Any]) -> None:
+    if not sharded:
+        alone()
+    args = options(trl.GRPOConfig, log.with_suffix(""), max_completion_length=10, num_generations=4, **given)
+    common: dict[str, Any] = {
+        "train_dataset": pairs().remove_columns(["chosen", "rejected"]),
+        "processing_class": tokenizer(),
+        "reward_funcs": vowels,
+    }
+    if sharded:
+        mesh = mesh_of(args)
+        model = shardconv_runtime.load(models / "out", mesh=mesh, training=True)
+        trained(ShardedGRPOTrainer(model, args, mesh=mesh, **common), log)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(models / "plain", dtype="auto")
+        trained(trl.GRPOTrainer(model, args=args, **common), log)
+
+
+def compare(tmp_path: Path, run: Any, models: Path, *given: Any, ranks: int = 4) -> list[dict[str, float]]:
+    """All that is logged, of several processes and of one."""
+    run_processes(ranks, run, models, tmp_path / "sharded.json", True, *given)
     run_processes(1, run, models, tmp_path / "alone.json", False, *given)
     found, expected = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("sharded", "alone"))
     assert len(found) == len(expected) == STEPS + 1
@@ -196,3 +227,48 @@ def test_preferences(models: Path, tmp_path: Path, with_adapter: bool) -> None:
 def test_reward_model(models: Path, tmp_path: Path) -> None:
     logged = compare(tmp_path, reward, models)
     assert {"loss", "accuracy", "margin", "mean_reward"} <= logged[0].keys()
+
+
+def test_answers_in_the_loop(models: Path, tmp_path: Path) -> None:
+    """Sampled with the seed of one process, and so the same."""
+    logged = compare(tmp_path, grpo, models, {"temperature": 0.7}, ranks=2)
+    assert {"loss", "reward", "reward_std", "completions/mean_length"} <= logged[0].keys()
+
+
+def refused(models: Path, tmp_path: Path) -> None:
+    """On a rank: each trainer, with what it refuses."""
+    grpo = options(trl.GRPOConfig, tmp_path, num_generations=2)
+    mesh = mesh_of(grpo)
+    model = shardconv_runtime.load(models / "out", mesh=mesh, training=True)
+    adapted = shardconv_runtime.load(models / "out", mesh=mesh, training=True, adapter=models / "adapter")
+    local = shardconv_runtime.load(models / "out", mesh=mesh, training=True, gather_logits=False)
+    texts = {"train_dataset": text(), "processing_class": tokenizer(), "mesh": mesh}
+    judged = {"train_dataset": pairs(), "processing_class": tokenizer(), "mesh": mesh}
+    answered = {**judged, "reward_funcs": vowels}
+    sft = options(trl.SFTConfig, tmp_path)
+    dpo = options(trl.DPOConfig, tmp_path)
+    precomputed = changed(dpo, precompute_ref_log_probs=True)
+    by_batch, compared = changed(grpo, scale_rewards="batch"), changed(grpo, beta=0.1)
+    for message, trainer, given, args, how in (
+        ("without gather_logits=False", ShardedSFTTrainer, local, sft, texts),
+        ("bf16, fp16, fsdp", ShardedSFTTrainer, model, changed(sft, bf16=True), texts),
+        ("load the model again", ShardedSFTTrainer, model, changed(sft, auto_find_batch_size=True), texts),
+        ("the model loaded once more, as ref_model=", ShardedDPOTrainer, model, dpo, judged),
+        ('"ref": DIRECTORY', ShardedDPOTrainer, adapted, dpo, judged),
+        ("copy whole weights", ShardedDPOTrainer, model, precomputed, {**judged, "ref_model": adapted}),
+        ("scale rewards by groups", ShardedGRPOTrainer, model, by_batch, answered),
+        ("compares with a second model", ShardedGRPOTrainer, model, compared, answered),
+    ):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            trainer(given, args, **how)
+
+
+def changed(args: Any, **fields: Any) -> Any:
+    """A copy, whose own checks do not run again."""
+    other = copy.copy(args)
+    vars(other).update(fields)
+    return other
+
+
+def test_what_would_be_wrong_is_refused_on_every_rank(models: Path, tmp_path: Path) -> None:
+    run_processes(2, refused, models, tmp_path)

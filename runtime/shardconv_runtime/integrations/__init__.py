@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .trainer import ShardedTrainer
-    from .trl import ShardedDPOTrainer, ShardedRewardTrainer, ShardedSFTTrainer
+    from .trl import ShardedDPOTrainer, ShardedGRPOTrainer, ShardedRewardTrainer, ShardedSFTTrainer
 
-__all__ = ["ShardedDPOTrainer", "ShardedRewardTrainer", "ShardedSFTTrainer", "ShardedTrainer"]
+__all__ = [
+    "ShardedDPOTrainer",
+    "ShardedGRPOTrainer",
+    "ShardedRewardTrainer",
+    "ShardedSFTTrainer",
+    "ShardedTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,14 +10,16 @@ what TRL asks for is computed from them. It needs ``pip install 'shardconv-runti
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
-from trl import DPOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..errors import PlanError
@@ -56,7 +58,7 @@ class _Sharded(ShardedTrainer):
         for name, forward in forwards.items():
             base = _base(getattr(self, name))
             if "forward" in vars(base):  # TRL has replaced it
-                with_scores(base, forward)
+                with_scores(base, forward, getattr(self, "temperature", 1.0))
 
 
 class ShardedSFTTrainer(_Sharded, SFTTrainer):  # type: ignore[misc]  # TRL is not typed for mypy
@@ -89,6 +91,40 @@ class ShardedDPOTrainer(_Sharded, DPOTrainer):  # type: ignore[misc]
             model.add_adapter = refuse
 
 
+class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
+    """A ``GRPOTrainer`` of one replica, whose answers ``generate`` writes with the weights that are trained.
+
+    With several replicas, each would answer for another number of steps, and FSDP gathers weights at each.
+    """
+
+    def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
+        if mesh.size() != mesh["tp"].size():
+            raise PlanError(f"{mesh}: GRPO writes answers in one replica; use as many processes as the tp")
+        if getattr(args, "use_vllm", False) or getattr(args, "use_transformers_paged", False):
+            raise PlanError("use_vllm and use_transformers_paged keep other weights; leave them out")
+        if getattr(args, "beta", 0.0):
+            raise PlanError("beta= compares with a second model, which GRPO loads whole; leave it out")
+        by_group = getattr(args, "multi_objective_aggregation", None) in (None, "sum_then_normalize")
+        if getattr(args, "scale_rewards", "group") == "batch" or not by_group:
+            raise PlanError("scale rewards by groups: TRL has the answers of a batch once for each rank")
+        # TRL counts the prompts of all processes, and those of one replica have the same.
+        args.generation_batch_size //= mesh.size()
+        super().__init__(model, args, mesh=mesh, **options)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As TRL, which gathers what all ranks have alike: here each token and each answer counts once."""
+        tp, answers = self.get_tp_size(), self.args.generation_batch_size
+        # A standard deviation divides by the number of values less one, of which there are tp times as many.
+        once = math.sqrt((tp * answers - 1) / (tp * (answers - 1))) if answers > 1 else 1.0
+        for metrics in self._metrics.values():
+            for name, values in metrics.items():
+                if name == "num_tokens":
+                    metrics[name] = [self.state.num_input_tokens_seen // tp]
+                elif name == "reward_std" or (name.startswith("rewards/") and name.endswith("/std")):
+                    metrics[name] = [once * value for value in values]
+        super().log(*args, **kwargs)
+
+
 class ShardedRewardTrainer(_Sharded, RewardTrainer):  # type: ignore[misc]
     """A ``RewardTrainer`` of a model for sequence classification with one label."""
 
@@ -102,12 +138,13 @@ def _has_full_logits(model: nn.Module) -> bool:
     return loaded(model).building.wanted.gather_logits is not False
 
 
-def with_scores(model: Any, forward: Callable[..., Any]) -> None:
+def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
     """Let a model return the log-probabilities of labels where TRL asks for them, else what it returns.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
         forward: of the model, before TRL replaced it.
+        temperature: by which logits are divided.
     """
 
     @functools.wraps(type(model).forward)  # generate looks at the signature
@@ -129,7 +166,7 @@ def with_scores(model: Any, forward: Callable[..., Any]) -> None:
         if shift_labels is None:
             assert labels is not None, "TRL gives labels, shifted or not"
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
-        found = scores(logits, shift_labels, num_items_in_batch)
+        found = scores(logits / temperature, shift_labels, num_items_in_batch)
         if kwargs.get("output_router_logits"):
             found.aux_loss = outputs.aux_loss
         return found
