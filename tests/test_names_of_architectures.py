@@ -65,6 +65,10 @@ READ = {
         "runtime/shardconv_runtime/inference/paged_model.py",
         "head_dim",
     ): "transformers' pages are sized by it, whatever the model",
+    (
+        "runtime/shardconv_runtime/integrations/trl.py",
+        "lm_head",
+    ): "a part of the name of TRL's own argument, fused_lm_head",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/inputs/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/inputs/patch_forms.py", "hidden_size"): "patches are made up in that width",
