@@ -5,7 +5,8 @@ in this process or in another, read what it got, and are told the same stages. A
 changed solves anew, and so does one that is given a class of the tests' own.
 
 What ranks need beside their weights is measured for tests with the fixture ``measured`` alone: it is a third
-of the time, and nothing that comes after depends on it.
+of the time, and nothing that comes after depends on it. For the same reason a plan is proven for the further
+implementations of attention for tests with the fixture ``other_attentions`` alone: a quarter of the time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline import stages
 from shardconv.planning.parameter_plans import Steps
+from shardconv.verifying.plans import proof
 
 SOLVER = (
     "shardconv.dim_analysis.",
@@ -52,6 +55,8 @@ class Solved:
     directory: Path | None = None
     measures: bool = False
     """Plans say how much memory ranks need, as they do for users."""
+    other_attentions: bool = False
+    """Plans are proven for the further implementations of attention, as they are for users."""
     solver: dict[tuple[str, ...], Any]
     """The functions and constants of the solver, by their names."""
 
@@ -73,14 +78,26 @@ def _remembered(
     if Solved.directory is None:
         return _solve(spec, options, steps, tell, adaptation)
     options = replace(options, measure=options.measure and Solved.measures)
-    if adaptation is not None or _own_class(spec) or _changed():
-        return _solve(spec, options, steps, tell, adaptation)
-    path = Solved.directory / _name(spec, options, steps)
-    return (
-        _read(path, tell)
-        if path.exists()
-        else _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
-    )
+    is_shared = adaptation is None and not _own_class(spec) and not _changed()
+    path = Solved.directory / _name(spec, options, steps) if is_shared else None
+    if path is not None and path.exists():
+        return _read(path, tell)
+    with _without_other_attentions():
+        if path is None:
+            return _solve(spec, options, steps, tell, adaptation)
+        return _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
+
+
+@contextmanager
+def _without_other_attentions() -> Iterator[None]:
+    """Prove nothing for the further implementations of attention, unless the test asks for them."""
+    others = proof.OTHERS
+    if not Solved.other_attentions:
+        proof.OTHERS = ()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proof.OTHERS = others
 
 
 def _read(path: Path, tell: stages.Tell) -> Plan:
@@ -130,7 +147,7 @@ def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
     tied = None if spec.tied is None else sorted(spec.tied.items())
-    asked = [*model, tied, repr(options), sorted(steps.items()), settings]
+    asked = [*model, tied, repr(options), sorted(steps.items()), settings, Solved.other_attentions]
     return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
 
 
