@@ -199,7 +199,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Converted]:
     found = {}
     for name in MODELS:
         source = save_model(name, root / name)
-        shardconv.convert(source, root / f"{name}-out", tp=TP)
+        shardconv.convert(source, root / f"{name}-out", tp=TP, check=False)
         auto = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
         unsharded = auto.from_pretrained(source, dtype=torch.float64).eval()
         found[name] = Converted(root / f"{name}-out", unsharded)

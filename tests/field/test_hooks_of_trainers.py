@@ -255,5 +255,5 @@ def with_stages(model: Any) -> Tensor:
 
 
 def test_stages_have_other_modules(converted: Path, tmp_path: Path) -> None:
-    shardconv.convert(converted / "model", tmp_path / "out", tp=1, pp=2)
+    shardconv.convert(converted / "model", tmp_path / "out", tp=1, pp=2, check=False)
     require_refused((with_stages,), of_ranks(tmp_path / "out", (with_stages,)), "a model with stages")

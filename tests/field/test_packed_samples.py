@@ -148,6 +148,6 @@ def test_recomputed(llama: Path, sequence_parallel: bool) -> None:
 
 def test_several_stages_in_each_process(llama: Path, tmp_path: Path) -> None:
     """A call without gradients runs one pass for each stage, without a cache."""
-    shardconv.convert(llama / "model", tmp_path / "out", tp=1, pp=4)
+    shardconv.convert(llama / "model", tmp_path / "out", tp=1, pp=4, check=False)
     ranks = of_ranks(tmp_path / "out", (in_passes,), training=True, stages_per_process=2)
     require_same((in_passes,), of_one(llama / "model", (in_passes,)), ranks, 1e-6)

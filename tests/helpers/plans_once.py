@@ -30,6 +30,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.pipeline import stages
 from shardconv.planning.parameter_plans import Steps
 from shardconv.verifying.plans import proof
+from shardconv.verifying.simulation import rank_simulation
 
 SOLVER = (
     "shardconv.dim_analysis.",
@@ -82,22 +83,24 @@ def _remembered(
     path = Solved.directory / _name(spec, options, steps) if is_shared else None
     if path is not None and path.exists():
         return _read(path, tell)
-    with _without_other_attentions():
+    with _in_short():
         if path is None:
             return _solve(spec, options, steps, tell, adaptation)
         return _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
 
 
 @contextmanager
-def _without_other_attentions() -> Iterator[None]:
-    """Prove nothing for the further implementations of attention, unless the test asks for them."""
-    others = proof.OTHERS
+def _in_short() -> Iterator[None]:
+    """Prove nothing for the further implementations of attention, unless the test asks for them; and leave
+    the garbage of tiny models for later."""
+    before = proof.OTHERS, rank_simulation.collect_garbage
+    rank_simulation.collect_garbage = lambda: None
     if not Solved.other_attentions:
         proof.OTHERS = ()  # type: ignore[assignment]
     try:
         yield
     finally:
-        proof.OTHERS = others
+        proof.OTHERS, rank_simulation.collect_garbage = before
 
 
 def _read(path: Path, tell: stages.Tell) -> Plan:
