@@ -16,7 +16,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -58,15 +58,15 @@ class Solved:
     """Plans say how much memory ranks need, as they do for users."""
     other_attentions: bool = False
     """Plans are proven for the further implementations of attention, as they are for users."""
-    solver: dict[tuple[str, ...], Any]
-    """The functions and constants of the solver, by their names."""
+    solver: list[tuple[Mapping[str, Any], str, Any]]
+    """The functions and constants of the solver: where each is, its name, and what it is."""
 
 
 def install(directory: Path) -> None:
     """Replace the solver by one that remembers."""
     stages._solved = _remembered
     Solved.directory = directory
-    Solved.solver = dict(_parts())
+    Solved.solver = list(_parts())
 
 
 def _remembered(
@@ -131,18 +131,18 @@ def _own_class(spec: ModelSpec) -> bool:
 
 def _changed() -> bool:
     """Whether a test has put something else in the place of a part of the solver."""
-    found = dict(_parts())
-    return any(found.get(name) is not value for name, value in Solved.solver.items())
+    return any(place.get(name) is not value for place, name, value in Solved.solver)
 
 
-def _parts() -> Iterator[tuple[tuple[str, ...], Any]]:
+def _parts() -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     """What the modules define, and what the classes in them do."""
     for module in [module for name, module in sys.modules.items() if name.startswith(SOLVER)]:
+        yield sys.modules, module.__name__, module
         for name, value in list(vars(module).items()):
-            yield (module.__name__, name), value
+            yield vars(module), name, value
             if isinstance(value, type) and value.__module__ == module.__name__:
                 for attribute, inner in list(vars(value).items()):
-                    yield (module.__name__, name, attribute), inner
+                    yield vars(value), attribute, inner
 
 
 def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
