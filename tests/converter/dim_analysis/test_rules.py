@@ -24,7 +24,6 @@ from shardconv.solving.solve import solve
 from shardconv.tracing.tape import Op
 from shardconv.tracing.trace import trace
 
-
 RANKS = {"parameter": 2, "summed": 3}
 """On how many ranks a case is run by default: parameters in halves, sums in thirds, which may be uneven."""
 
