@@ -32,12 +32,12 @@ from shardconv.verifying.directories import numerics
 from shardconv.verifying.directories.verify import DamagedError
 from shardconv.verifying.simulation.model_runs import PRECISIONS
 
-LAYERS = 4
+LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four layers with random weights, in float32."""
+    """A Llama of two layers with random weights, in float32."""
     path = tmp_path_factory.mktemp("source") / "llama"
     save_random(small_config(num_hidden_layers=LAYERS), transformers.LlamaForCausalLM, path)
     return path
