@@ -148,6 +148,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans_once.Solved, "measures", True)
 
 
+@pytest.fixture
+def other_attentions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of how else attention may be implemented, the proof of which takes a quarter of the time."""
+    import plans_once
+
+    monkeypatch.setattr(plans_once.Solved, "other_attentions", True)
+
+
 @pytest.fixture(scope="session")
 def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama checkpoint in float32, which no test changes."""

@@ -9,6 +9,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,17 @@ def named_paths(text: str) -> Iterator[str]:
         yield from re.findall(rf"(?<!\S)((?:{TOPS})/[\w./-]+)(?!\S)", line)
 
 
+@cache
+def names_of_files() -> set[str]:
+    """Of all Python files of the project."""
+    return {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+
+
 @ON_EACH_PAGE
 def test_paths_exist(page: str) -> None:
-    names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
-
     def exists(path: str) -> bool:
         if "/" not in path:
-            return path in names | OF_USERS
+            return path in names_of_files() | OF_USERS
         return any((ROOT / root / path).exists() for root in ROOTS)
 
     assert not [path for path in named_paths(TEXT[page]) if not exists(path)]

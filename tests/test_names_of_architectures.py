@@ -80,6 +80,7 @@ READ = {
 # The search ------------------------------------------------------------------------------------------
 
 
+@cache
 def words(text: str) -> tuple[str, ...]:
     """``LlamaMLP``, ``llama_mlp`` and ``llama-mlp`` are the same words; digits are words of their own."""
     return tuple(w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", text))

@@ -50,20 +50,29 @@ class OperatorFacts:
 class MetaResults:
     """Remembers results of operators that make one new tensor: layers repeat, and meta functions are slow."""
 
+    MOST = 50_000
+    """Results; beyond, all are forgotten."""
+
     def __init__(self) -> None:
         self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of ``func``, whose tensor arguments are on the meta device."""
-        key = (func, _geometry(args), _geometry(tuple(kwargs.items())))
+        key = (func, torch.get_default_dtype(), _geometry(args), _geometry(tuple(kwargs.items())))
         known = self._known.get(key)
         if known is not None:
             shape, stride, dtype = known
             return torch.empty_strided(shape, stride, dtype=dtype, device=META)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
+            if len(self._known) >= self.MOST:
+                self._known.clear()
             self._known[key] = (result.shape, result.stride(), result.dtype)
         return result
+
+
+META_RESULTS = MetaResults()
+"""Of all traces: a model is traced several times for a plan."""
 
 
 def _geometry(value: Any) -> Any:

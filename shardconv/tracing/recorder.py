@@ -20,7 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .identities import META, Identities, IdentitiesPoint, TensorKey, tensor_key
-from .operators import FIRST_ASKED, MetaResults, OperatorFacts, mutated_arguments, result_on_meta, tensors_in
+from .operators import (
+    FIRST_ASKED,
+    META_RESULTS,
+    OperatorFacts,
+    mutated_arguments,
+    result_on_meta,
+    tensors_in,
+)
 from .tape import Mark, Op, Ref, Tape, TensorInfo, starred
 from .values import Values
 
@@ -55,7 +62,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call_counts: dict[str, int] = {}
         """FQN -> number of calls."""
         self._facts: dict[Any, OperatorFacts] = {}
-        self._results = MetaResults()
 
     # Tensors ---------------------------------------------------------------------------------
 
@@ -146,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if result is not None:
             return result, []
         try:
-            return self._results.run(func, args, kwargs) if facts.makes_new else func(*args, **kwargs), []
+            return META_RESULTS.run(func, args, kwargs) if facts.makes_new else func(*args, **kwargs), []
         except (NotImplementedError, RuntimeError):
             return self._run_on_values(op)
 

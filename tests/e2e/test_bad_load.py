@@ -32,11 +32,11 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model_type, sizes in (("llama", (2, 4)), ("qwen2", (2,))):
         path = save_causal(model_type, root / model_type)
         for tp in sizes:
-            shardconv.convert(path, root / f"{model_type}-{tp}", tp=tp)
+            shardconv.convert(path, root / f"{model_type}-{tp}", tp=tp, check=False)
     shutil.copytree(root / "llama", root / "tuned")
     weights = root / "tuned" / "model.safetensors"
     save_file({n: 2 * t for n, t in load_file(weights).items()}, weights, {"format": "pt"})
-    shardconv.convert(root / "tuned", root / "tuned-2", tp=2)
+    shardconv.convert(root / "tuned", root / "tuned-2", tp=2, check=False)
     return root
 
 

@@ -48,7 +48,7 @@ def ended(call: Any) -> Ended:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Converted for two ranks."""
     root = tmp_path_factory.mktemp("bounded")
-    shardconv.convert(save_causal("llama", root / "llama"), root / "out", tp=2)
+    shardconv.convert(save_causal("llama", root / "llama"), root / "out", tp=2, check=False)
     return root / "out"
 
 

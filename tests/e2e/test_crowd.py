@@ -151,7 +151,7 @@ def resident(pid: int) -> int:
 def test_a_crowd(tmp_path: Path) -> None:
     source = save_causal("llama", tmp_path / "llama")
     save_words(source)
-    shardconv.convert(source, tmp_path / "out", tp=2)
+    shardconv.convert(source, tmp_path / "out", tp=2, check=False)
     unsharded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     port = free_port()

@@ -145,7 +145,7 @@ DECODER_WAYS: dict[str, Callable[[Any], Any]] = {
     "end of sequence": _eos,
     "scores": _scores,
     "by position": _by_position,
-    "long": lambda model: model.generate(**long_prompt(300), max_new_tokens=40, do_sample=False),
+    "long": lambda model: model.generate(**long_prompt(300), max_new_tokens=16, do_sample=False),
     "prefill in chunks": _chunks,
 }
 WINDOW_WAYS = {
@@ -199,7 +199,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Converted]:
     found = {}
     for name in MODELS:
         source = save_model(name, root / name)
-        shardconv.convert(source, root / f"{name}-out", tp=TP)
+        shardconv.convert(source, root / f"{name}-out", tp=TP, check=False)
         auto = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
         unsharded = auto.from_pretrained(source, dtype=torch.float64).eval()
         found[name] = Converted(root / f"{name}-out", unsharded)
@@ -242,7 +242,7 @@ def test_the_ways_differ(decoded: Any) -> None:
     assert (ended[0, 10:] == PAD).all(), "row 0 is padded behind its end"
     assert (ended[1, 10:12] != PAD).all(), "while row 1 goes on"
     assert unsharded["stop strings"].shape[1] < 7 + NEW
-    assert unsharded["long"].shape == (1, 340)
+    assert unsharded["long"].shape == (1, 316)
 
 
 # What crosses between ranks -------------------------------------------------------------------------

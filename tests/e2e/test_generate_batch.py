@@ -57,7 +57,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Conve
             root = tmp_path_factory.mktemp("batch")
             source = root / "source"
             save_mamba(source) if name == "mamba" else save_causal(name, source, **changes)
-            shardconv.convert(source, root / "out", tp=tp)
+            shardconv.convert(source, root / "out", tp=tp, check=False)
             auto = transformers.AutoModelForCausalLM
             found[case] = Converted(
                 root / "out", tp, auto.from_pretrained(source, dtype=torch.float64).eval()

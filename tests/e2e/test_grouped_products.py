@@ -32,7 +32,7 @@ def test_shares_of_rows_that_no_kernel_takes(tp: int, tmp_path: Path) -> None:
     source = save(
         transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32), tmp_path / "model"
     )
-    plan = shardconv.convert(source, tmp_path / "out", tp)
+    plan = shardconv.convert(source, tmp_path / "out", tp, check=False)
     entry = next(e for name, e in parameter_plans(plan).items() if name.endswith("experts.down_proj"))
     widths = [local_shape(entry, plan.mesh, rank)[-1] for rank in range(tp)]
     assert sum(widths) == 40

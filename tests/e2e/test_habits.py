@@ -31,7 +31,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcom
     """Of the unsharded model, and of each rank."""
     warm_up()
     root = tmp_path_factory.mktemp("habits")
-    plain = save_causal("gpt2", root / "gpt2")  # a tied head, biases, embeddings that are summed, dropout
+    plain = save_causal(
+        "gpt2", root / "gpt2", n_layer=1
+    )  # a tied head, biases, embeddings that are summed, dropout
     shardconv.convert(plain, root / "out", tp=2)
     unsharded = run_processes(1, all_unsharded, plain, root)[0]
     return unsharded, run_processes(2, all_on_rank, root / "out", plain, root)

@@ -64,7 +64,7 @@ def test_a_tied_head_trains_as_in_one_process(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(PP, 2, tp=2, schedule="interleaved", steps=2, sequence_parallel=True, length=7),
+        Run(PP, 2, tp=2, schedule="interleaved", sequence_parallel=True, length=7),
         pytest.param(
             Run(PP, 2, tp=2, dp=2, schedule="looped", steps=2, sequence_parallel=True),
             marks=pytest.mark.slow,

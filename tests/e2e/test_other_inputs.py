@@ -66,7 +66,7 @@ def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
     want = [outputs(unsharded, inputs) for inputs in calls]
     talks = model_type in TALKING
     text_about_it = generated(unsharded, given) if talks else []
-    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2, check=False)
     assert not plan.left_out
     for found, tokens in run_processes(2, outputs_on_rank, tmp_path / "out", calls, talks):
         assert max(difference(got, wanted) for got, wanted in zip(found, want, strict=True)) < 1e-9

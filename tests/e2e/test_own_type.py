@@ -293,7 +293,7 @@ def case(
     tp, seams = request.param
     path, unsharded = checkpoint(seams)
     out = tmp_path_factory.mktemp("converted") / "out"
-    plan = shardconv.convert(path, out, tp=tp)
+    plan = shardconv.convert(path, out, tp=tp, check=False)
     return Case(tp, seams, plan, unsharded, run_processes(tp, run_rank, out))
 
 

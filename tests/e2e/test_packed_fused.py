@@ -109,7 +109,7 @@ def test_the_numbers_of_the_layers_by_themselves(kind: str, tp: int, tmp_path: P
     require_packages(kind)
     out = tmp_path / kind / "out"
     run_processes(1, save, kind, tmp_path / "q")
-    shardconv.convert(tmp_path / "q", out, tp)
+    shardconv.convert(tmp_path / "q", out, tp, check=False)
     for error, num_products, num_calls in run_processes(tp, on_rank, out):
         print(f"{kind} tp {tp}: {error:.1e}, {num_products} products, {num_calls} calls")
         assert error <= TOLERANCE
@@ -136,7 +136,7 @@ def compiled_on_rank(path: Path) -> tuple[float, int]:
 def test_one_graph(tmp_path: Path) -> None:
     require_packages("torchao")
     run_processes(1, save, "torchao", tmp_path / "q")
-    shardconv.convert(tmp_path / "q", tmp_path / "out", 2)
+    shardconv.convert(tmp_path / "q", tmp_path / "out", 2, check=False)
     for error, num_graphs in run_processes(2, compiled_on_rank, tmp_path / "out"):
         assert error <= TOLERANCE
         assert num_graphs == 1
@@ -152,5 +152,5 @@ def test_formats_that_pack_columns_are_not_fused(tmp_path: Path) -> None:
     require_packages("gptq")
     assert not can_be_joined("gptq")
     run_processes(1, save, "gptq", tmp_path / "q")
-    shardconv.convert(tmp_path / "q", tmp_path / "out", 2)
+    shardconv.convert(tmp_path / "q", tmp_path / "out", 2, check=False)
     assert run_processes(2, columns_on_rank, tmp_path / "out") == [0, 0]

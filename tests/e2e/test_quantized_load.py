@@ -37,7 +37,7 @@ def logits_of_rank(path: Path, plan: Path | None = None) -> torch.Tensor:
 def test_the_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     config, cls, dtype = KINDS[kind]
     save_quantized(config(), cls, tmp_path / "model")
-    shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype, check=False)
     unsharded = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
     with torch.no_grad():
         expected = unsharded(torch.tensor(IDS)).logits

@@ -48,7 +48,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     root = tmp_path_factory.mktemp("script")
     source = save_causal("llama", root / "llama")
     save_words(source)
-    shardconv.convert(source, root / "out", tp=2)
+    shardconv.convert(source, root / "out", tp=2, check=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     texts = []

@@ -129,7 +129,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     root = tmp_path_factory.mktemp("serve")
     source = save_causal("llama", root / "llama")
     save_words(source)
-    shardconv.convert(source, root / "out", tp=2)
+    shardconv.convert(source, root / "out", tp=2, check=False)
     unsharded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
     port = free_port()
     ranks = fork_ranks(root / "out", port)
@@ -569,7 +569,7 @@ def test_a_prompt_whose_logits_are_not_numbers(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[90] = float("nan")
     model.save_pretrained(source)
-    shardconv.convert(source, tmp_path / "out", tp=2)
+    shardconv.convert(source, tmp_path / "out", tp=2, check=False)
     port = free_port()
     process = start(tmp_path / "out", port, 2)
     try:

@@ -52,7 +52,7 @@ def test_stages_train_as_one_process(run: Run, tmp_path: Path) -> None:
     "run",
     [
         Run(tp=2, steps=2, sequence_parallel=True),
-        Run(tp=2, dp=2, steps=2, microbatches=2, sequence_parallel=True, length=7, recompute=True),
+        Run(tp=2, dp=2, microbatches=2, sequence_parallel=True, length=7, recompute=True),
     ],
     ids=["even", "padded, dp 2, recomputed"],
 )

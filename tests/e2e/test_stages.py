@@ -243,7 +243,7 @@ def test_calls_that_a_stage_cannot_answer_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model_type", "tp"), [("qwen3", 2), ("gpt2", 1)])
 def test_each_stage_is_a_directory(model_type: str, tp: int, tmp_path: Path) -> None:
     source, out = save_causal(model_type, tmp_path / model_type), tmp_path / "out"
-    plan = shardconv.convert(source, out, tp, pp=PP, dtype="float32")
+    plan = shardconv.convert(source, out, tp, pp=PP, dtype="float32", check=False)
     whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     want = results(whole.eval(), ["greedy"])
     for rank, found in enumerate(run_processes(PP * tp, of_rank, str(out), None, ["greedy"])):

@@ -82,7 +82,7 @@ def train_and_save(path: Path, shape: tuple[int, ...], sequence: bool, num_steps
 @pytest.mark.parametrize(
     ("shape", "sequence", "num_steps"),
     [
-        ((2, 2), True, 3),
+        ((2, 2), True, 2),
         ((2, 1, 2), True, 2),
         pytest.param((1, 2, 2), False, 3, marks=pytest.mark.slow),
         *(pytest.param((2, 2), sequence, 50, marks=pytest.mark.slow) for sequence in (False, True)),

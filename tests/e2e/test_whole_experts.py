@@ -45,7 +45,7 @@ def test_shared_experts_and_a_cache(tmp_path: Path) -> None:
 
 def assert_same(path: Path, out: Path, tp: int, unsharded: Measured) -> None:
     """Convert, run, compare; count the collectives and what each rank holds."""
-    plan = shardconv.convert(path, out, tp=tp, experts="ep")
+    plan = shardconv.convert(path, out, tp=tp, experts="ep", check=False)
     assert plan.experts == "ep"
     for rank in (ranks := run_processes(tp, measure_rank, out, True)):
         assert error(rank.double, unsharded.double) < 1e-9
@@ -71,7 +71,7 @@ def implementations_of_rank(path: Path, dtype: str) -> list[str]:
 def test_no_rank_multiplies_tokens_of_others_in_decoding(tmp_path: Path) -> None:
     """On a GPU transformers would choose batched products there."""
     path = save_causal("qwen3_moe", tmp_path / "model")
-    shardconv.convert(path, tmp_path / "out", tp=2, experts="ep")
+    shardconv.convert(path, tmp_path / "out", tp=2, experts="ep", check=False)
     shardconv.convert(path, tmp_path / "tp", tp=2, check=False)
     grouped, batched = ["eager", "grouped_mm"] * 2, ["eager", "batched_mm"] * 2
     for directory, dtype, expected in (

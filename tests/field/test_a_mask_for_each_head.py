@@ -69,7 +69,7 @@ REFUSED = (bool_for_each, added_for_each, for_each_of_the_base_model, for_each_b
 
 def test_masks(tmp_path: Path) -> None:
     plain = save_causal("qwen3", tmp_path / "model")
-    shardconv.convert(plain, tmp_path / "out", tp=2)
+    shardconv.convert(plain, tmp_path / "out", tp=2, check=False)
     one = of_one(plain, (*RIGHT, *REFUSED))
     assert all(each.value is not None for each in one)
     ranks = of_ranks(tmp_path / "out", (*RIGHT, *REFUSED))

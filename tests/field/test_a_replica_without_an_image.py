@@ -57,7 +57,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     root = tmp_path_factory.mktemp("llava")
     given = make_inputs(save_random("other", "llava", root / "model"), seed=5).tensors
     for tp in SHAPES:
-        shardconv.convert(root / "model", root / str(tp), tp=tp)
+        shardconv.convert(root / "model", root / str(tp), tp=tp, check=False)
     return root, dict(given)
 
 
@@ -84,7 +84,7 @@ def test_an_encoder_that_one_replica_skips(tmp_path: Path) -> None:
     given = make_inputs(model, seed=5).tensors
     with torch.no_grad():
         encoded = model.get_encoder()(given["input_features"])
-    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=1)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=1, check=False)
     others = {name: x for name, x in given.items() if name != "input_features"}
     batches = [dict(given), {**others, "encoder_outputs": (encoded[0],)}]
     for found in run_processes(2, step, tmp_path / "out", 1, batches, True, False, start_group=True):

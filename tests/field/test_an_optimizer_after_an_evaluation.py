@@ -44,7 +44,7 @@ def on_rank(out: Path) -> list[Tensor]:
 
 def test_the_parameters_of_the_model_are_trained(saved_llama: Path, tmp_path: Path) -> None:
     """As in one process."""
-    shardconv.convert(saved_llama, tmp_path / "out", tp=2)
+    shardconv.convert(saved_llama, tmp_path / "out", tp=2, check=False)
     wanted = evaluated_and_trained(transformers.LlamaForCausalLM.from_pretrained(saved_llama))
     for found in run_processes(2, on_rank, tmp_path / "out", start_group=True):
         for logits in found:

@@ -156,7 +156,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.AutoConfig.from_pretrained(plain)
     config.scale_of_this_test = torch.finfo(torch.float32).max / largest * 1.5
     config.save_pretrained(plain)
-    shardconv.convert(plain, root / "out", tp=2)
+    shardconv.convert(plain, root / "out", tp=2, check=False)
     return root
 
 

@@ -90,7 +90,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_empty_cache_gets_the_heads_of_the_rank(llama: Path) -> None:
-    shardconv.convert(llama / "model", llama / "out", tp=2)
+    shardconv.convert(llama / "model", llama / "out", tp=2, check=False)
     require_same(USES, of_one(llama / "model", USES), of_ranks(llama / "out", USES))
     refused = (filled_by_another, filled_statically)
     require_refused(refused, of_ranks(llama / "out", refused), "another model has filled it")
@@ -98,5 +98,5 @@ def test_an_empty_cache_gets_the_heads_of_the_rank(llama: Path) -> None:
 
 def test_on_stages(llama: Path) -> None:
     """Stages without a layer keep one head of one element for it."""
-    shardconv.convert(llama / "model", llama / "staged", tp=1, pp=2)
+    shardconv.convert(llama / "model", llama / "staged", tp=1, pp=2, check=False)
     require_same(USES, of_one(llama / "model", USES), of_ranks(llama / "staged", USES))

@@ -33,7 +33,7 @@ def gradients(path: Path, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]
 def test_experts_that_the_tokens_of_one_replica_do_not_choose(tmp_path: Path) -> None:
     """They are modules of their own in a layer; each replica has gradients of others of them."""
     model = save_random("seq2seq", "switch_transformers", tmp_path / "model").float().eval()
-    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=1)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=1, check=False)
     rng = torch.Generator().manual_seed(1)
     one = {name: torch.full((1, 4), 7) for name in ("input_ids", "decoder_input_ids", "labels")}
     many = {name: torch.randint(3, 100, (4, 16), generator=rng) for name in one}

@@ -130,11 +130,11 @@ def on_a_stage(path: Path) -> Any:
 def test_on_every_stage_and_in_batches(tmp_path: Path) -> None:
     """Stages without the table would wait for what the first one makes of the ids."""
     plain = save_causal("llama", tmp_path / "model")
-    shardconv.convert(plain, tmp_path / "out", tp=2, pp=2)
+    shardconv.convert(plain, tmp_path / "out", tp=2, pp=2, check=False)
     for found in run_processes(4, on_a_stage, tmp_path / "out"):
         assert found.is_ours, found
         assert "model.embed_tokens was given the id 256" in found.error
-    shardconv.convert(plain, tmp_path / "ranks", tp=2)
+    shardconv.convert(plain, tmp_path / "ranks", tp=2, check=False)
     for found in of_ranks(tmp_path / "ranks", (in_a_batch,))[0]:
         assert found.is_ours, found
         assert "the id 262" in found.error

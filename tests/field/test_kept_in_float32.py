@@ -114,9 +114,9 @@ STORED_AND_CONVERTED = (
     *((name, F32, None) for name in MODELS),
     ("router", BF16, None),
     ("router", F32, F16),
-    ("for_float16", F32, F16),
-    ("parameters", F32, BF16),
 )
+OTHERS = (("for_float16", F32, F16), ("parameters", F32, BF16))
+"""Other models that are converted to another dtype, as the router's."""
 
 
 @pytest.mark.parametrize("in_all_dtypes", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -127,7 +127,7 @@ def test_dtypes_are_those_of_from_pretrained(in_all_dtypes: bool, tmp_path: Path
     """
     cells: list[tuple[Path, Path, torch.dtype | None]] = []
     wanted = []
-    for name, stored, converted in STORED_AND_CONVERTED:
+    for name, stored, converted in (*STORED_AND_CONVERTED, *(OTHERS if in_all_dtypes else ())):
         others = (F32, BF16, F16)
         if not in_all_dtypes:
             others = (

@@ -81,5 +81,5 @@ USES = (
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
 def test_texts_are_those_of_one_process(model_type: str, tmp_path: Path) -> None:
     plain = save_causal(model_type, tmp_path / "model")
-    shardconv.convert(plain, tmp_path / "out", tp=2)
+    shardconv.convert(plain, tmp_path / "out", tp=2, check=False)
     require_same(USES, of_one(plain, USES), of_ranks(tmp_path / "out", USES))

@@ -104,7 +104,7 @@ def one_process(source: Path, kind: str, case: str) -> Outcome:
 
 def test_state_has_the_dtype_of_its_parameters(saved_llama: Path, tmp_path: Path) -> None:
     """As in one process; a dtype that was not theirs stays."""
-    shardconv.convert(saved_llama, tmp_path / "out", tp=2)
+    shardconv.convert(saved_llama, tmp_path / "out", tp=2, check=False)
     for found, own in run_processes(2, resume_all, tmp_path / "out", tmp_path, start_group=True):
         assert own == {("momentum_buffer", torch.float32)}
         for (kind, case), outcomes in found.items():

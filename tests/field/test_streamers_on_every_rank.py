@@ -145,7 +145,7 @@ def test_every_rank_reads_the_text(
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
     want = read_all(model)
     assert len(set(want.values())) >= 3, "prompts, greedy and sampled texts, and a line break"
-    shardconv.convert(source, tmp_path / "out", tp=tp, pp=pp)
+    shardconv.convert(source, tmp_path / "out", tp=tp, pp=pp, check=False)
     if read is read_compiled:
         warm_up()
     for rank, found in enumerate(run_processes(2, read, tmp_path / "out")):

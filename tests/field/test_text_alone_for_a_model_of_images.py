@@ -53,7 +53,7 @@ def frozen_tower(model: Any, image: dict[str, Tensor]) -> Tensor:
 
 def test_steps_are_those_of_one_process(tmp_path: Path) -> None:
     image = dict(make_inputs(save_random("other", "llava", tmp_path / "model"), seed=5).tensors)
-    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=2)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=2, check=False)
     uses: list[Use] = [text_alone]
     for use in (text_then_image, frozen_tower):
         uses.append(partial(use, image=image))

@@ -5,7 +5,8 @@ in this process or in another, read what it got, and are told the same stages. A
 changed solves anew, and so does one that is given a class of the tests' own.
 
 What ranks need beside their weights is measured for tests with the fixture ``measured`` alone: it is a third
-of the time, and nothing that comes after depends on it.
+of the time, and nothing that comes after depends on it. For the same reason a plan is proven for the further
+implementations of attention for tests with the fixture ``other_attentions`` alone: a quarter of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from shardconv.arguments import SolveOptions
 from shardconv.converted import adaptation, solved_again
 from shardconv.pipeline import stages
 from shardconv.planning.parameter_plans import Steps
+from shardconv.verifying.plans import proof
+from shardconv.verifying.simulation import rank_simulation
 
 SOLVER = (
     "shardconv.dim_analysis.",
@@ -55,15 +59,17 @@ class Solved:
     directory: Path | None = None
     measures: bool = False
     """Plans say how much memory ranks need, as they do for users."""
-    solver: dict[tuple[str, ...], Any]
-    """The functions and constants of the solver, by their names."""
+    other_attentions: bool = False
+    """Plans are proven for the further implementations of attention, as they are for users."""
+    solver: list[tuple[Mapping[str, Any], str, Any]]
+    """The functions and constants of the solver: where each is, its name, and what it is."""
 
 
 def install(directory: Path) -> None:
     """Replace the solver by one that remembers."""
     stages._solved = _remembered
     Solved.directory = directory
-    Solved.solver = dict(_parts())
+    Solved.solver = list(_parts())
 
 
 def _remembered(
@@ -76,14 +82,28 @@ def _remembered(
     if Solved.directory is None:
         return _solve(spec, options, steps, tell, adaptation)
     options = replace(options, measure=options.measure and Solved.measures)
-    if adaptation is not None or _own_class(spec) or _changed():
-        return _solve(spec, options, steps, tell, adaptation)
-    path = Solved.directory / _name(spec, options, steps)
-    return (
-        _read(path, tell)
-        if path.exists()
-        else _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
-    )
+    is_shared = adaptation is None and not _own_class(spec) and not _changed()
+    path = Solved.directory / _name(spec, options, steps) if is_shared else None
+    if path is not None and path.exists():
+        return _read(path, tell)
+    with _in_short():
+        if path is None:
+            return _solve(spec, options, steps, tell, adaptation)
+        return _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
+
+
+@contextmanager
+def _in_short() -> Iterator[None]:
+    """Prove nothing for the further implementations of attention, unless the test asks for them; and leave
+    the garbage of tiny models for later."""
+    before = proof.OTHERS, rank_simulation.collect_garbage
+    rank_simulation.collect_garbage = lambda: None
+    if not Solved.other_attentions:
+        proof.OTHERS = ()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proof.OTHERS, rank_simulation.collect_garbage = before
 
 
 def _read(path: Path, tell: stages.Tell) -> Plan:
@@ -114,18 +134,18 @@ def _own_class(spec: ModelSpec) -> bool:
 
 def _changed() -> bool:
     """Whether a test has put something else in the place of a part of the solver."""
-    found = dict(_parts())
-    return any(found.get(name) is not value for name, value in Solved.solver.items())
+    return any(place.get(name) is not value for place, name, value in Solved.solver)
 
 
-def _parts() -> Iterator[tuple[tuple[str, ...], Any]]:
+def _parts() -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     """What the modules define, and what the classes in them do."""
     for module in [module for name, module in sys.modules.items() if name.startswith(SOLVER)]:
+        yield sys.modules, module.__name__, module
         for name, value in list(vars(module).items()):
-            yield (module.__name__, name), value
+            yield vars(module), name, value
             if isinstance(value, type) and value.__module__ == module.__name__:
                 for attribute, inner in list(vars(value).items()):
-                    yield (module.__name__, name, attribute), inner
+                    yield vars(value), attribute, inner
 
 
 def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
@@ -133,7 +153,7 @@ def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
     tied = None if spec.tied is None else sorted(spec.tied.items())
-    asked = [*model, tied, repr(options), sorted(steps.items()), settings]
+    asked = [*model, tied, repr(options), sorted(steps.items()), settings, Solved.other_attentions]
     return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
 
 

@@ -6,10 +6,13 @@ that start a new interpreter sync as always. The calls are replaced when this mo
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib.metadata
 import os
+from collections import OrderedDict
+from typing import Any
 
 real_fsync = os.fsync
 real_unfreeze = gc.unfreeze
@@ -34,3 +37,18 @@ def _stay_frozen() -> None:
 
 
 gc.unfreeze = _stay_frozen
+
+
+def _copied(given: OrderedDict[Any, Any], memo: dict[int, Any]) -> OrderedDict[Any, Any]:
+    """What ``copy.deepcopy`` makes, in a tenth of the time where it is empty: a module has a dozen for its
+    hooks, and each simulated rank gets a copy of the model."""
+    made: OrderedDict[Any, Any] = OrderedDict()
+    memo[id(given)] = made
+    for key, value in given.items():
+        made[copy.deepcopy(key, memo)] = copy.deepcopy(value, memo)
+    if vars(given):
+        vars(made).update(copy.deepcopy(vars(given), memo))
+    return made
+
+
+copy._deepcopy_dispatch[OrderedDict] = _copied  # type: ignore[attr-defined]

@@ -11,6 +11,8 @@ from .calls import FORMS
 from .calls_page import ABOUT, write_page
 from .calls_run import ABSENT, CRASH, REFUSED, RIGHT, WRONG, keep, read, read_kept, try_calls
 
+pytestmark = pytest.mark.usefixtures("other_attentions")
+
 ATTENTIONS = "output_attentions"
 TYPES = [
     ("causal", "doge", "keys are picked by their values, so that equal tokens tie", {ATTENTIONS, "flex"}),

@@ -24,11 +24,25 @@ from shardconv.solving.solve import solve
 from shardconv.tracing.tape import Op
 from shardconv.tracing.trace import trace
 
+RANKS = {"parameter": 2, "summed": 3}
+"""On how many ranks a case is run by default: parameters in halves, sums in thirds, which may be uneven."""
+
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_numbers_on_parts(case: Case, mode: str) -> None:
-    analysis = check(case.function, *case.operands, mode=mode)
+    require_numbers(case, mode, RANKS[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_on_other_parts(case: Case, mode: str) -> None:
+    require_numbers(case, mode, 5 - RANKS[mode])
+
+
+def require_numbers(case: Case, mode: str, ranks: int) -> None:
+    analysis = check(case.function, *case.operands, mode=mode, extents=(ranks,))
     assert not analysis.unknown
     if case.dims is not None:
         assert body_dims(analysis)[0] == case.dims

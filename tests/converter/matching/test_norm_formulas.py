@@ -184,7 +184,7 @@ def test_a_gated_norm_of_two_groups(tp: int) -> None:
         (models.UnitLengthModel, "l2", ""),
     ],
 )
-@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("tp", [*(pytest.param(tp, marks=pytest.mark.slow) for tp in (2, 3)), 5])
 def test_a_norm_over_a_sharded_dim(model: type[models.OddModel], kind: str, weight: str, tp: int) -> None:
     """``plan_of`` compares the ranks with the whole in float64; 96 on 5 ranks is uneven."""
     plan = models.plan_of(model, tp)

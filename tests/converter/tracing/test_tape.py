@@ -23,6 +23,7 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing import values
 from shardconv.tracing.identities import Journal
 from shardconv.tracing.ints import TracedInt, traced_ints
+from shardconv.tracing.operators import MetaResults
 from shardconv.tracing.tape import Mark, Op, Tape, TensorInfo, draws
 from shardconv.tracing.trace import trace
 from shardconv.tracing.values import stand_in
@@ -668,3 +669,21 @@ def test_what_a_trace_made_is_freed_without_the_garbage_collector() -> None:
     finally:
         gc.enable()
     assert tape.events
+
+
+def test_results_on_meta_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all traces: by all that they depend on, and not without an end."""
+    results, made = MetaResults(), []
+
+    def ones(*size: int, device: str) -> Tensor:
+        made.append(size)
+        return torch.ones(size, device=device)
+
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        monkeypatch.setattr(torch, "get_default_dtype", lambda dtype=dtype: dtype)
+        results.run(ones, (2, 3), {"device": "meta"})
+    assert made == [(2, 3)] * 2
+    monkeypatch.setattr(MetaResults, "MOST", 2)
+    results.run(ones, (4,), {"device": "meta"})
+    results.run(ones, (2, 3), {"device": "meta"})
+    assert made == [(2, 3), (2, 3), (4,), (2, 3)]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
+pytestmark = pytest.mark.usefixtures("other_attentions")
+
 WIDTHS = {
     "vocab_size": 131,
     "hidden_size": 32,

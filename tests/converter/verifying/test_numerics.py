@@ -32,12 +32,12 @@ from shardconv.reporting.progress import Silent
 from shardconv.simulation.model_runs import PRECISIONS
 from shardconv.tracing.tape import Mark, Op, Ref, Tape, TensorInfo
 
-LAYERS = 4
+LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four layers with random weights, in float32."""
+    """A Llama of two layers with random weights, in float32."""
     path = tmp_path_factory.mktemp("source") / "llama"
     save_random(small_config(num_hidden_layers=LAYERS), transformers.LlamaForCausalLM, path)
     return path

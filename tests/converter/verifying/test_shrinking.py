@@ -48,11 +48,11 @@ def num_elements(model: nn.Module) -> int:
 
 @pytest.fixture(scope="module")
 def large() -> tuple[Plan, NumericCheck]:
-    """A dense model of 405 billion parameters, for eight ranks."""
+    """A dense model of 80 billion parameters in wide layers, for eight ranks."""
     config = transformers.LlamaConfig(
         hidden_size=16384,
         intermediate_size=53248,
-        num_hidden_layers=126,
+        num_hidden_layers=24,
         num_attention_heads=128,
         num_key_value_heads=8,
         vocab_size=128256,
@@ -67,7 +67,7 @@ def test_a_large_model_is_proven_on_a_small_one(large: tuple[Plan, NumericCheck]
     assert plan.training is not None
     assert plan.training.parallel_loss
     assert not plan.notes
-    assert num_elements(check.full.model) > 4e11
+    assert num_elements(check.full.model) > 7e10
     assert num_elements(case.model) < 1e7
     layers = case.model.get_submodule("model.layers")
     assert sum(num_elements(layer) > 0 for layer in layers.children()) == 2

@@ -334,7 +334,14 @@ def test_a_linear_layer_that_is_called_input_embeddings_gets_no_ids() -> None:
 
 def test_a_replicated_layer_that_is_given_terms_of_a_sum_adds_its_bias_once() -> None:
     """The sum is delayed until behind a classifier of two labels, since it is small there."""
-    config = transformers.SEWConfig(num_hidden_layers=2, hidden_size=96, intermediate_size=64)
+    config = transformers.SEWConfig(
+        num_hidden_layers=2,
+        hidden_size=96,
+        intermediate_size=64,
+        conv_dim=(16,) * 3,
+        conv_kernel=(10, 3, 2),
+        conv_stride=(5, 2, 2),
+    )
     spec = ModelSpec("sounds", config, transformers.SEWForSequenceClassification, "float32")
     plan = solve_plan(spec, SolveOptions(2))
     assert module_plans(plan)["projector"].category == "row"
