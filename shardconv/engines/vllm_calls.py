@@ -18,7 +18,7 @@ from .vllm_package import TESTED, installed_version
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class EngineValue:
     """What is read or set."""
 
     module: str
@@ -40,7 +40,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Value):
+class EngineCall(EngineValue):
     """A function or a class that is called."""
 
     positional: int = 0
@@ -57,7 +57,7 @@ class Call(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced(Value):
+class EngineMethod(EngineValue):
     """A method that is overridden."""
 
     parameters: Sequence[str]
@@ -78,8 +78,8 @@ _STATE = "vllm.distributed.parallel_state"
 _LOADERS = "vllm.model_executor.model_loader"
 _LOADER = f"{_LOADERS}.default_loader"
 
-USES: Sequence[Value] = (
-    Call(
+USES: Sequence[EngineValue] = (
+    EngineCall(
         "vllm.engine.arg_utils",
         "EngineArgs",
         named=(
@@ -91,27 +91,27 @@ USES: Sequence[Value] = (
             "enforce_eager",
         ),
     ),
-    Call("vllm.engine.arg_utils", "EngineArgs.create_engine_config", 1),
-    Call("vllm.config", "set_current_vllm_config", 1),
-    Call("vllm.utils.torch_utils", "set_default_torch_dtype", 1),
-    Call(_LOADER, "DefaultModelLoader", 1),
-    Call(_LOADER, "DefaultModelLoader.create_model", 1, ("vllm_config", "model_config")),
-    Call(_LOADER, "DefaultModelLoader.load_weights", 3),
-    Call(_LOADER, "DefaultModelLoader.Source", 2, ("prefix", "subfolder")),
-    Replaced(_LOADER, "DefaultModelLoader._get_weights_iterator", ("self", "source")),
-    Call(f"{_LOADERS}.sharded_state_loader", "ShardedStateLoader._filter_subtensors", 1),
-    Call(_STATE, "initialize_model_parallel", 2, ("backend",)),
-    Call(_STATE, "_get_unique_name", 1),
-    Call(_STATE, "_register_group", 1),
-    Replaced(_STATE, "GroupCoordinator.__init__", ("self", "group_ranks", "local_rank")),
-    Value(_STATE, "_WORLD"),
-    Value(_STATE, "_NODE_COUNT"),
-    Value("vllm.platforms", "current_platform.device_name"),
+    EngineCall("vllm.engine.arg_utils", "EngineArgs.create_engine_config", 1),
+    EngineCall("vllm.config", "set_current_vllm_config", 1),
+    EngineCall("vllm.utils.torch_utils", "set_default_torch_dtype", 1),
+    EngineCall(_LOADER, "DefaultModelLoader", 1),
+    EngineCall(_LOADER, "DefaultModelLoader.create_model", 1, ("vllm_config", "model_config")),
+    EngineCall(_LOADER, "DefaultModelLoader.load_weights", 3),
+    EngineCall(_LOADER, "DefaultModelLoader.Source", 2, ("prefix", "subfolder")),
+    EngineMethod(_LOADER, "DefaultModelLoader._get_weights_iterator", ("self", "source")),
+    EngineCall(f"{_LOADERS}.sharded_state_loader", "ShardedStateLoader._filter_subtensors", 1),
+    EngineCall(_STATE, "initialize_model_parallel", 2, ("backend",)),
+    EngineCall(_STATE, "_get_unique_name", 1),
+    EngineCall(_STATE, "_register_group", 1),
+    EngineMethod(_STATE, "GroupCoordinator.__init__", ("self", "group_ranks", "local_rank")),
+    EngineValue(_STATE, "_WORLD"),
+    EngineValue(_STATE, "_NODE_COUNT"),
+    EngineValue("vllm.platforms", "current_platform.device_name"),
 )
 """All of them."""
 
 
-def require_known(uses: Sequence[Value] = USES) -> None:
+def require_known(uses: Sequence[EngineValue] = USES) -> None:
     """Import what is used of vLLM.
 
     Raises:

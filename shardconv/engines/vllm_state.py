@@ -41,7 +41,7 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorder:
+class StateRecorder:
     """A process that imports vLLM, and then records its loader once."""
 
     process: subprocess.Popen[bytes]
@@ -124,7 +124,7 @@ class Recorder:
 
 
 @contextmanager
-def started() -> Iterator[Recorder]:
+def started() -> Iterator[StateRecorder]:
     """A process that begins to import vLLM now; at the end it is killed if it still runs."""
     with TemporaryDirectory(prefix="shardconv-") as folder:
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -138,7 +138,7 @@ def started() -> Iterator[Recorder]:
                 start_new_session=True,  # one group with its forks
             )
         try:
-            yield Recorder(process, Path(folder))
+            yield StateRecorder(process, Path(folder))
         finally:
             if process.poll() is None:
                 with suppress(ProcessLookupError):

@@ -17,7 +17,7 @@ from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from
 
 import shardconv
 from shardconv.engines import vllm_package, vllm_state
-from shardconv.engines.vllm_calls import Call, Replaced, Value, require_known
+from shardconv.engines.vllm_calls import EngineCall, EngineMethod, EngineValue, require_known
 from shardconv.engines.vllm_package import is_tested
 from shardconv.engines.vllm_rank import Answer, Recorded, Request
 from shardconv.engines.vllm_recorder import FAILURE, REQUEST, Failure, answer_name
@@ -199,10 +199,10 @@ HERE = "shardconv.engines.vllm_calls"
 def test_calls_that_fit() -> None:
     require_known(
         [
-            Call(HERE, "require_known", 1),
-            Call(HERE, "Call", 2, ("named",)),
-            Replaced(HERE, "Call._problem_of", ("self", "found")),
-            Value(HERE, "USES"),
+            EngineCall(HERE, "require_known", 1),
+            EngineCall(HERE, "EngineCall", 2, ("named",)),
+            EngineMethod(HERE, "EngineCall._problem_of", ("self", "found")),
+            EngineValue(HERE, "USES"),
         ]
     )
 
@@ -210,22 +210,28 @@ def test_calls_that_fit() -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (Call(HERE, "require_known", 2), r"calls.require_known cannot be called with \(..., ...\): too many"),
-        (Call(HERE, "require_known", named=("other",)), r"with \(other=\): got an unexpected keyword"),
-        (Call(HERE, "Call", 1), "vllm_calls.Call cannot be .*: missing a required argument: 'name'"),
         (
-            Replaced(HERE, "Call._problem_of", ("self", "source")),
+            EngineCall(HERE, "require_known", 2),
+            r"calls.require_known cannot be called with \(..., ...\): too many",
+        ),
+        (EngineCall(HERE, "require_known", named=("other",)), r"with \(other=\): got an unexpected keyword"),
+        (
+            EngineCall(HERE, "EngineCall", 1),
+            "vllm_calls.EngineCall cannot be .*: missing a required argument: 'name'",
+        ),
+        (
+            EngineMethod(HERE, "EngineCall._problem_of", ("self", "source")),
             r"_problem_of takes \(self, found\), and not \(self, source, ...\)",
         ),
-        (Value(HERE, "Call.moved"), "vllm_calls.Call.moved is not there"),
-        (Call("shardconv.no_module", "f"), "shardconv.no_module.f is not there .No module named"),
+        (EngineValue(HERE, "EngineCall.moved"), "vllm_calls.EngineCall.moved is not there"),
+        (EngineCall("shardconv.no_module", "f"), "shardconv.no_module.f is not there .No module named"),
     ],
 )
-def test_calls_that_do_not_fit_are_named(use: Value, message: str) -> None:
+def test_calls_that_do_not_fit_are_named(use: EngineValue, message: str) -> None:
     with pytest.raises(ShardconvError, match=message):
-        require_known([Value(HERE, "USES"), use])
+        require_known([EngineValue(HERE, "USES"), use])
 
 
 def test_the_first_problems_are_named() -> None:
     with pytest.raises(ShardconvError, match=r"N0 is not there .*; .*N2 is not there .*; and 2 more"):
-        require_known([Value(HERE, f"N{number}") for number in range(5)])
+        require_known([EngineValue(HERE, f"N{number}") for number in range(5)])
