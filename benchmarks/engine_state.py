@@ -2,10 +2,12 @@
 """Time and memory of ``shardconv export --format vllm`` beside ``cp`` of the checkpoint that it makes.
 
 python benchmarks/engine_state.py DIRECTORY --gigabytes 16 --tp 4
+python benchmarks/engine_state.py DIRECTORY --gigabytes 6 --tp 4 --warm --repeat 3
 python benchmarks/engine_state.py DIRECTORY --sparse --gigabytes 400 --tp 16 --ranks 0
 
-DIRECTORY is made and removed. The copy and the export are on disk when their time ends, and each begins with
-a checkpoint that is not in memory, where the system lets a program drop that.
+DIRECTORY is made and removed. The copy and the export take turns; they are on disk when their time ends. Each
+begins with a checkpoint that is not in memory, where the system lets a program drop that, or, with --warm, in
+memory.
 """
 
 from __future__ import annotations
@@ -33,6 +35,20 @@ def timed(command: Sequence[str]) -> float:
     return time.perf_counter() - start
 
 
+def recall(directory: Path) -> None:
+    """Read files into the page cache."""
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+
+
+def processor_seconds() -> float:
+    """Of all processes that were waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def forget(directory: Path) -> None:
     """Drop files from the page cache."""
     os.sync()
@@ -54,6 +70,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--ranks")
     parser.add_argument("--sparse", action="store_true", help="holes as weights, of the shape of 405B; no cp")
+    parser.add_argument("--warm", action="store_true", help="begin with the checkpoint in memory")
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--no-copy", action="store_true", help="do not measure cp")
     options = parser.parse_args()
     options.directory.mkdir()
@@ -63,20 +81,34 @@ def main() -> None:
         model, target = options.directory / "model", options.directory / "target"
         write_checkpoint(shape, model, shard_bytes=SHARD_BYTES, sparse=options.sparse)
         print(f"checkpoint: {shape.num_bytes / 1e9:.2f} GB, {shape.layers} layers", flush=True)
-        if not options.sparse and not options.no_copy:
-            forget(model)
-            print(f"cp: {timed(['cp', '-r', str(model), str(target)]):.1f} s", flush=True)
+        for _ in range(options.repeat):
+            (recall if options.warm else forget)(model)
+            if not options.sparse and not options.no_copy:
+                before = processor_seconds()
+                seconds = timed(["cp", "-r", str(model), str(target)])
+                print(f"cp: {seconds:.1f} s, {processor_seconds() - before:.1f} s of a core", flush=True)
+                shutil.rmtree(target)
+                (recall if options.warm else forget)(model)
+            before = processor_seconds()
+            command = [
+                sys.executable,
+                "-m",
+                "shardconv",
+                "export",
+                str(model),
+                str(target),
+                "--format",
+                "vllm",
+            ]
+            command += ["--tp", str(options.tp), *(["--ranks", options.ranks] if options.ranks else [])]
+            seconds = timed(command)
+            written = sum(path.stat().st_size for path in target.rglob("*.safetensors"))
+            print(
+                f"export: {seconds:.1f} s, {processor_seconds() - before:.1f} s of a core, "
+                f"{written / 1e9:.2f} GB written, {peak_bytes() / 1e9:.2f} GB in the largest process",
+                flush=True,
+            )
             shutil.rmtree(target)
-        forget(model)
-        command = [sys.executable, "-m", "shardconv", "export", str(model), str(target), "--format", "vllm"]
-        command += ["--tp", str(options.tp), *(["--ranks", options.ranks] if options.ranks else [])]
-        seconds = timed(command)
-        written = sum(path.stat().st_size for path in target.rglob("*.safetensors"))
-        print(
-            f"export: {seconds:.1f} s, {written / 1e9:.2f} GB written, "
-            f"{peak_bytes() / 1e9:.2f} GB in the largest process",
-            flush=True,
-        )
     finally:
         shutil.rmtree(options.directory)
 

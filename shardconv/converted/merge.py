@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv_runtime.format.small_files import config_in_dtype
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
@@ -127,7 +127,7 @@ def _write(
         if workspace.is_finishing:
             workspace.finish_again()
             return
-        fill(workspace, layout.tensors.values(), memory=memory, progress=progress)
+        fill(workspace, numbered(layout.tensors.values()), memory=memory, progress=progress)
         with workspace.exclusive():
             derived.require_nothing_new("HF_DIR", output.path)
             _finish(workspace, found, layout)

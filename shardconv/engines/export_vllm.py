@@ -11,6 +11,7 @@ what it copies where (``vllm_state``).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_dir
 from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor, item_bytes, numbered
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
@@ -32,7 +33,7 @@ from ..writing.durable import write_durably
 from ..writing.job import target_file
 from ..writing.outputs import Output, WriteOptions
 from ..writing.workspace import opened
-from . import state_files
+from . import state_files, vllm_state
 from .state_files import signature
 from .vllm_package import require_vllm
 
@@ -40,9 +41,13 @@ if TYPE_CHECKING:
     from ..writing.job import TargetFile
     from ..writing.workspace import Workspace
     from ..writing.writer import Origin
+    from .vllm_rank import Declared
     from .vllm_state import EngineState
 
 CONFIG_NAME = "config.json"
+
+_LEAVES_OF_A_RANK = 1 << 32
+"""More than any rank computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +131,31 @@ def export_vllm(
     output = Output.prepare(directory, overwrite=False, source=model, owners=options.owners(tp))
     progress = progress or Silent()
 
-    from .vllm_state import recorded_state
-
     progress.stage(f"reading {os.fspath(model)}")
-    hub = Hub(revision, cache_dir, local_files_only, token)
-    found = _source(model, hub, trust_remote_code, dtype, ranks is not None if stream is None else stream)
-    progress.stage(f"recording the loader of vLLM {version} for {tp} rank{'s' if tp > 1 else ''}")
-    state = recorded_state(
-        found.name,
-        found.directory,
-        found.tensors,
-        tp,
-        dtype=dtype,
-        trust_remote_code=found.trust_remote_code,
-    )
+    with vllm_state.started() as recorder:
+        hub = Hub(revision, cache_dir, local_files_only, token)
+        found = _source(model, hub, trust_remote_code, ranks is not None if stream is None else stream)
+        own = options.ranks if options.ranks is not None else range(tp)
+        progress.stage(f"recording the loader of vLLM {version} for {len(own)} rank{'s' * (len(own) > 1)}")
+        state = recorder.recorded_state(
+            found.name,
+            found.directory,
+            found.tensors,
+            tp,
+            ranks=own,
+            dtype=dtype,
+            trust_remote_code=found.trust_remote_code,
+        )
     files = _target_files(state, options.max_file_size)
     is_complete = _write(found, state, version, files, output, options, progress)
-    sizes = [sum(tensor.num_bytes for tensor in tensors.values()) for tensors in state.ranks]
     return StateExport(
-        len(state.ranks[0]), len(files), max(sizes), state.dtype, version, state.platform, is_complete
+        len(state.declared[0]),
+        len(files),
+        max(sum(_sizes(declared).values()) for declared in state.declared),
+        state.dtype,
+        version,
+        state.platform,
+        is_complete,
     )
 
 
@@ -153,9 +164,7 @@ def file_name(rank: int, part: int) -> str:
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
-def _source(
-    model: str | os.PathLike[str], hub: Hub, trust_remote_code: bool, dtype: str | None, stream: bool
-) -> EngineSource:
+def _source(model: str | os.PathLike[str], hub: Hub, trust_remote_code: bool, stream: bool) -> EngineSource:
     path = Path(model).expanduser()
     if (path / MANIFEST_NAME).is_file():
         return _from_converted(path, trust_remote_code)
@@ -187,14 +196,33 @@ def _from_converted(path: Path, trust_remote_code: bool) -> EngineSource:
 def _target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
     """The files of all ranks."""
     files = []
-    for rank, tensors in enumerate(state.ranks):
-        owner = rank_directory(rank, len(state.ranks))
-        metadata = {"format": "pt", "shardconv.rank": str(rank), "shardconv.tp": str(len(state.ranks))}
-        sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
-        for part, names in enumerate(grouped(sizes, max_file_size)):
-            declared = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-            files.append(target_file(file_name(rank, part), owner, declared, metadata, tensors.__getitem__))
+    tp = len(state.declared)
+    for rank, declared in enumerate(state.declared):
+        owner = rank_directory(rank, tp)
+        metadata = {"format": "pt", "shardconv.rank": str(rank), "shardconv.tp": str(tp)}
+        tensors = state.ranks.get(rank, {})  # none of a rank that is not written
+        for part, names in enumerate(grouped(_sizes(declared), max_file_size)):
+            own = {name: declared[name] for name in names}
+            files.append(target_file(file_name(rank, part), owner, own, metadata, tensors.__getitem__))
     return files
+
+
+def _sizes(declared: Declared) -> dict[str, int]:
+    """Bytes of tensors, by name."""
+    return {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in declared.items()}
+
+
+def _leaves(found: EngineSource, state: EngineState) -> dict[LazyLeaf, int]:
+    """Numbers for journals, which do not depend on the ranks that this run writes.
+
+    Those of the checkpoint come first. Others, which a rank computes, are its own.
+    """
+    numbers = numbered(found.tensors.values())
+    for rank, tensors in state.ranks.items():
+        first = (rank + 1) * _LEAVES_OF_A_RANK
+        own = (leaf for leaf in numbered(tensors.values()) if leaf not in numbers)
+        numbers |= {leaf: first + index for index, leaf in enumerate(own)}
+    return numbers
 
 
 def _write(
@@ -213,17 +241,16 @@ def _write(
     source = found.origin.source
     job = {
         "source": {"name": source.name, "revision": source.revision, **found.origin.identity},
-        "tp": len(state.ranks),
+        "tp": len(state.declared),
         "dtype": state.dtype,
         "max_file_size": options.max_file_size,
         "versions": tool_versions() | {"vllm": version},
         "signatures": list(_signatures(state)),
     }
-    claim = claim_of({file.owner for file in files}, options.owners(len(state.ranks)))
+    claim = claim_of({file.owner for file in files}, options.owners(len(state.declared)))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            tensors = (tensor for held in state.ranks for tensor in held.values())
-            fill(workspace, tensors, memory=options.memory, progress=progress)
+            fill(workspace, _leaves(found, state), memory=options.memory, progress=progress)
             require_unchanged(found.origin)
         with workspace.exclusive():
             return _finish(workspace, found, state, version, progress)
@@ -231,8 +258,8 @@ def _write(
 
 def _signatures(state: EngineState) -> tuple[str, ...]:
     return tuple(
-        signature((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        for tensors in state.ranks
+        signature((name, dtype, shape) for name, (dtype, shape) in declared.items())
+        for declared in state.declared
     )
 
 
@@ -247,14 +274,14 @@ def _finish(
         return True
     checksums = workspace.checksums()
     if checksums is None:
-        rest = listed_owners(workspace.unfinished(), len(state.ranks))
+        rest = listed_owners(workspace.unfinished(), len(state.declared))
         progress.stage(f"this part is finished; others still have to write {rest}")
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]
     entries += _small_files(workspace.path, found, state.dtype)
     manifest = state_files.StateManifest(
-        tp=len(state.ranks),
+        tp=len(state.declared),
         engine="vllm",
         engine_version=version,
         platform=state.platform,

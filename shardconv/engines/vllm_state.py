@@ -1,107 +1,149 @@
-"""The state of each rank of vLLM's model as lazy tensors: a process for each rank records its loader."""
+"""The state of each rank of vLLM's model as lazy tensors: a process records its loader."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
-from . import vllm_rank
-from .vllm_rank import Answer, Failure, Request
+from . import vllm_recorder
+from .vllm_recorder import FAILURE, LOG, REQUEST, Failure, answer_name, last_line
+
+if TYPE_CHECKING:
+    from .vllm_rank import Answer, Declared, Request
 
 SHOWN = 3
 """How many refused parameters an error names."""
-
-MAX_PROCESSES = 4
-"""At a time; each takes about a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """What the ranks of an engine hold after loading, before it changes them for a device."""
 
-    ranks: tuple[Mapping[str, LazyTensor], ...]
-    """For each rank, local tensors by the engine's names."""
+    declared: tuple[Declared, ...]
+    """For each rank, dtype and local shape of tensors, by the engine's names."""
+    ranks: Mapping[int, Mapping[str, LazyTensor]]
+    """The tensors of the ranks that were asked for."""
     dtype: str
     platform: str
     model_class: str
 
 
-def recorded_state(
-    name: str,
-    directory: Path,
-    tensors: Mapping[str, LazyTensor],
-    tp: int,
-    *,
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-) -> EngineState:
-    """Record vLLM's loader for all ranks.
+@dataclass(frozen=True, slots=True)
+class StateRecorder:
+    """A process that imports vLLM, and then records its loader once."""
 
-    Args:
-        name: of the model, for messages.
-        directory: with its config.
-        tensors: of the checkpoint: global, by its names.
-        tp: number of ranks.
-        dtype: of the parameters; None: as vLLM chooses.
-        trust_remote_code: let vLLM import the Python code in ``directory``.
+    process: subprocess.Popen[bytes]
+    folder: Path
 
-    Raises:
-        SourceError: vLLM cannot load the model, or writes something that cannot be recorded.
-    """
+    def recorded_state(
+        self,
+        name: str,
+        directory: Path,
+        tensors: Mapping[str, LazyTensor],
+        tp: int,
+        *,
+        ranks: Collection[int] | None = None,
+        dtype: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> EngineState:
+        """Record vLLM's loader.
 
-    def of_rank(rank: int) -> Answer:
-        request = Request(directory, tensors, rank, tp, dtype or "auto", trust_remote_code)
-        return _answer(name, request)
+        Args:
+            name: of the model, for messages.
+            directory: with its config.
+            tensors: of the checkpoint: global, by its names.
+            tp: number of ranks.
+            ranks: those whose loading is recorded; None: all.
+            dtype: of the parameters; None: as vLLM chooses.
+            trust_remote_code: let vLLM import the Python code in ``directory``.
 
-    with ThreadPoolExecutor(min(tp, MAX_PROCESSES, len(os.sched_getaffinity(0)))) as pool:
-        answers = list(pool.map(of_rank, range(tp)))
-    for rank, answer in enumerate(answers):
-        if answer.refused:
-            texts = [f"{parameter}: {reason}" for parameter, reason in answer.refused.items()]
-            more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-            raise SourceError(
-                f"what vLLM writes to parameters of {name} cannot be recorded (rank {rank}): "
-                f"{'; '.join(texts[:SHOWN])}{more}; save the state from vLLM itself"
-            )
-    first = answers[0]
-    return EngineState(
-        tuple(answer.tensors for answer in answers), first.dtype, first.platform, first.model_class
-    )
+        Raises:
+            SourceError: vLLM cannot load the model, or writes something that cannot be recorded.
+        """
+        from .vllm_rank import Request  # imports torch, while the process imports vLLM
+
+        own = tuple(range(tp)) if ranks is None else tuple(sorted(ranks))
+        request = Request(directory, tensors, tp, own, dtype or "auto", trust_remote_code)
+        answers = self._answers(name, request)
+        found = {rank: recorded for rank, each in enumerate(answers) if (recorded := each.recorded)}
+        for rank, recorded in found.items():
+            if recorded.refused:
+                texts = [f"{parameter}: {reason}" for parameter, reason in recorded.refused.items()]
+                more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+                raise SourceError(
+                    f"what vLLM writes to parameters of {name} cannot be recorded (rank {rank}): "
+                    f"{'; '.join(texts[:SHOWN])}{more}; save the state from vLLM itself"
+                )
+            if len(found) < tp and not recorded.is_as_declared:
+                raise SourceError(
+                    f"vLLM changes which parameters {name} has while it loads, so that a part cannot know "
+                    "those of other ranks; write all ranks in one run, without --ranks"
+                )
+        first = answers[0]
+        return EngineState(
+            tuple(answer.declared for answer in answers),
+            {rank: recorded.tensors for rank, recorded in found.items()},
+            first.dtype,
+            first.platform,
+            first.model_class,
+        )
+
+    def _answers(self, name: str, request: Request) -> list[Answer]:
+        (self.folder / REQUEST).write_bytes(_pickled(name, request))
+        with suppress(BrokenPipeError):  # it has died
+            self.process.communicate(b"record\n")
+        ended = self.process.wait()
+        if isinstance(failure := self._read(FAILURE), Failure):
+            raise SourceError(f"vLLM cannot load {name}: {failure.reason}")
+        answers = []
+        for rank in range(request.tp):
+            found: Answer | Failure | None = self._read(answer_name(rank))
+            where = f"vLLM cannot load {name} on rank {rank} of {request.tp}"
+            if found is None:
+                raise SourceError(f"{where}: its process ended with {ended}: {last_line(self.folder / LOG)}")
+            if isinstance(found, Failure):
+                raise SourceError(f"{where}: {found.reason}")
+            answers.append(found)
+        return answers
+
+    def _read(self, name: str) -> Any:
+        path = self.folder / name
+        return pickle.loads(path.read_bytes()) if path.is_file() else None
 
 
-def _answer(name: str, request: Request) -> Answer:
-    """What the process of a rank answers."""
+@contextmanager
+def started() -> Iterator[StateRecorder]:
+    """A process that begins to import vLLM now; at the end it is killed if it still runs."""
     with TemporaryDirectory(prefix="shardconv-") as folder:
-        asked, answered, log = (Path(folder) / part for part in ("request", "answer", "log"))
-        asked.write_bytes(_pickled(name, request))
-        command = [sys.executable, "-m", vllm_rank.__name__, str(asked), str(answered)]
-        with log.open("wb") as output:
-            paths = os.pathsep.join(path for path in sys.path if path)
-            ended = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
+        paths = os.pathsep.join(path for path in sys.path if path)
+        with (Path(folder) / LOG).open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", vllm_recorder.__name__, folder],
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=os.environ | vllm_rank.SETTINGS | {"PYTHONPATH": paths},
+                env=os.environ | vllm_recorder.SETTINGS | {"PYTHONPATH": paths},
+                start_new_session=True,  # one group with its forks
             )
-        where = f"vLLM cannot load {name} on rank {request.rank} of {request.tp}"
-        if not answered.is_file():
-            last = log.read_text(errors="replace").split("\n")
-            raise SourceError(f"{where}: its process ended with {ended.returncode}: {_last(last)}")
-        found: Answer | Failure = pickle.loads(answered.read_bytes())
-    if isinstance(found, Failure):
-        raise SourceError(f"{where}: {found.reason}")
-    return found
+        try:
+            yield StateRecorder(process, Path(folder))
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def _pickled(name: str, request: Request) -> bytes:
@@ -112,8 +154,3 @@ def _pickled(name: str, request: Request) -> bytes:
             f"{name} holds tensors that only this process can compute, as of a PyTorch file older than torch "
             "1.6; save it as safetensors"
         ) from error
-
-
-def _last(lines: Sequence[str]) -> str:
-    """The last line that says something."""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")

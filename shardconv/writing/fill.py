@@ -12,7 +12,7 @@ from types import TracebackType
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, run
-from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyLeaf
 
 from ..reporting.progress import Progress
 from .crc32 import Extent
@@ -22,13 +22,13 @@ SYNC_EVERY_S = 1.0
 """Seconds between syncs, after which writes are durable and journaled; a crash loses no more."""
 
 
-def fill(workspace: Workspace, sources: Iterable[LazyTensor], *, memory: int, progress: Progress) -> None:
+def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, progress: Progress) -> None:
     """Write the missing bytes of the files whose owners the workspace has locked.
 
     Args:
         workspace: where to write.
-        sources: the global tensors, in the same order for every part of the job: the order numbers the
-            leaves in the journals.
+        leaves: their numbers in the journals, the same for every part of the job: ``numbered`` of the global
+            tensors, in an order that all parts have.
         memory: I/O buffer size in bytes.
         progress: where to report to.
 
@@ -37,10 +37,6 @@ def fill(workspace: Workspace, sources: Iterable[LazyTensor], *, memory: int, pr
         ShardconvError: a file cannot be written, for example because the disk is full. Finished work is
             kept.
     """
-    leaves: dict[LazyLeaf, int] = {}
-    for tensor in sources:
-        for piece in tensor.pieces:
-            leaves.setdefault(piece.leaf, len(leaves))
     written = workspace.written()
     units = list(_remaining(plan_units(_placed(workspace), leaves, memory), written))
     total = sum(workspace.files[index].num_bytes for index in workspace.mine())

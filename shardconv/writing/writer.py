@@ -32,7 +32,7 @@ from shardconv_runtime.format.shard_files import PlannedShard, sample_checksum, 
 from shardconv_runtime.format.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub.remote_files import RemoteFile
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import ExampleInputs
@@ -123,8 +123,8 @@ def write(
     claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            sources = [*weights.values(), *unused.values()]
-            fill(workspace, sources, memory=options.memory, progress=progress)
+            leaves = numbered([*weights.values(), *unused.values()])
+            fill(workspace, leaves, memory=options.memory, progress=progress)
             require_unchanged(origin)
         with workspace.exclusive():
             return _finish(workspace, plan, origin, output, progress)

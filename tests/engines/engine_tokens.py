@@ -12,6 +12,7 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two ranks on one node of memory are refused
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",  # of a build for GPUs too
 }
 
 PROMPTS = [[5, 17, 99, 3], [200, 11, 42, 42, 7, 80], [1, 2, 3]]

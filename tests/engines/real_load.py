@@ -15,6 +15,7 @@ os.environ |= {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",  # of a build for GPUs too
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from places import ROOT
 from safetensors.torch import load_file
-from vllm_models import MODELS, NEEDS_VLLM, save
+from vllm_models import KINDS, NEEDS_VLLM, save
 
 import shardconv
 from shardconv.engines.state_files import verify_state
@@ -22,7 +22,7 @@ TP = 2
 TIMEOUT_S = 300
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found

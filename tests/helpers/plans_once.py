@@ -32,8 +32,8 @@ from shardconv.arguments import SolveOptions
 from shardconv.converted import adaptation, solved_again
 from shardconv.pipeline import stages
 from shardconv.planning.parameter_plans import Steps
-from shardconv.verifying.plans import proof
-from shardconv.verifying.simulation import rank_simulation
+from shardconv.simulation import rank_simulation
+from shardconv.verifying import proof
 
 SOLVER = (
     "shardconv.dim_analysis.",
@@ -41,6 +41,7 @@ SOLVER = (
     "shardconv.measuring.",
     "shardconv.pipeline.",
     "shardconv.planning.",
+    "shardconv.simulation.",
     "shardconv.solving.",
     "shardconv.tracing.",
     "shardconv.verifying.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 NEEDS_VLLM = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed; scripts/test_vllm installs it"
@@ -62,9 +64,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model type and config of each kind."""
 
+FLOAT8 = "float8"
+"""The mixture again, its matrices in float8 with a scale for each."""
+
+KINDS = (*MODELS, FLOAT8)
+
 
 def save(kind: str, path: Path) -> Path:
-    """Save a random model in bfloat16."""
+    """Save a random model in bfloat16, or in float8."""
+    if kind == FLOAT8:
+        return _in_float8(save("mixture", path))
     model_type, settings = MODELS[kind]
     config = transformers.CONFIG_MAPPING[model_type](**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -73,4 +82,21 @@ def save(kind: str, path: Path) -> Path:
         if tensor.is_floating_point() and tensor.dtype == torch.bfloat16:
             tensor.data.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
     model.save_pretrained(path)
+    return path
+
+
+def _in_float8(path: Path) -> Path:
+    """Store the matrices of the layers, but those that choose experts, in float8."""
+    file = path / "model.safetensors"
+    found: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(sorted(load_file(file).items())):
+        found[name] = tensor
+        if "layers" in name and tensor.dim() == 2 and not name.endswith("mlp.gate.weight"):
+            found[name] = (tensor.float() * 4).to(torch.float8_e4m3fn)
+            found[f"{name}_scale"] = torch.tensor(0.1 + number / 1000)
+            found[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.2 + number / 1000)
+    save_file(found, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (path / "config.json").write_text(json.dumps(config))
     return path

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
 from small_conversion import crashes
 
 import shardconv
@@ -35,21 +39,43 @@ def rows(tensor: LazyTensor, rank: int, tp: int) -> LazyTensor:
     return lazy.take(tensor, 0, ((rank * size, (rank + 1) * size),))
 
 
-def recorded(
-    name: str, directory: Path, tensors: Mapping[str, LazyTensor], tp: int, **options: object
-) -> EngineState:
-    """What an engine would hold that shards matrices by rows; tensors go through pickle, as to a process."""
-    assert (directory / "config.json").is_file()
-    tensors = pickle.loads(pickle.dumps(dict(tensors)))
-    ranks = tuple({f"engine.{n}": rows(t, rank, tp) for n, t in tensors.items()} for rank in range(tp))
-    return EngineState(ranks, str(options["dtype"] or "float64"), "cpu", "Engine")
+def computed(tensor: LazyTensor) -> LazyTensor:
+    """A tensor's elements as those of a leaf of its own, as a loader's computation leaves them."""
+    leaf = ComputedLeaf("computed", partial(read_tensor, tensor), tensor.dtype, math.prod(tensor.shape))
+    return from_leaf(leaf, tensor.shape)
+
+
+class Recorder:
+    """What an engine would hold that shards matrices by rows, and computes biases and norms."""
+
+    def recorded_state(
+        self,
+        name: str,
+        directory: Path,
+        tensors: Mapping[str, LazyTensor],
+        tp: int,
+        *,
+        ranks: Collection[int],
+        dtype: str | None,
+        trust_remote_code: bool,
+    ) -> EngineState:
+        """The state of the ranks; tensors go through pickle, as to a process for each."""
+        assert (directory / "config.json").is_file()
+        found: dict[int, dict[str, LazyTensor]] = {}
+        for rank in range(tp):
+            copies = pickle.loads(pickle.dumps(dict(tensors)))
+            own = {f"engine.{n}": rows(t, rank, tp) for n, t in copies.items()}
+            found[rank] = {n: computed(t) if len(t.shape) == 1 else t for n, t in own.items()}
+        declared = tuple({n: (t.dtype, t.shape) for n, t in found[rank].items()} for rank in range(tp))
+        asked = {rank: found[rank] for rank in ranks}
+        return EngineState(declared, asked, dtype or "float64", "cpu", "Engine")
 
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "require_vllm", lambda: VERSION)
     monkeypatch.setattr(verifying, "installed_version", lambda: VERSION)
-    monkeypatch.setattr(vllm_state, "recorded_state", recorded)
+    monkeypatch.setattr(vllm_state, "started", lambda: nullcontext(Recorder()))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +144,17 @@ def test_a_killed_run_is_continued(
 
     crashes(export, number, "before")
     export() if not (tmp_path / "state" / "manifest.json").exists() else None
+    require_state(tmp_path / "state", stored)
+    verify_state(tmp_path / "state")
+
+
+@pytest.mark.parametrize("number", [5, 15, 25])
+def test_a_killed_part_is_continued_by_all(
+    checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path, number: int
+) -> None:
+    """The journal of a part names leaves as a run of all ranks does."""
+    crashes(lambda: shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks=[1]), number, "before")
+    shardconv.export_vllm(checkpoint, tmp_path / "state", TP)
     require_state(tmp_path / "state", stored)
     verify_state(tmp_path / "state")
 

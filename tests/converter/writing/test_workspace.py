@@ -418,7 +418,7 @@ class TestAtOnce:
         return opened(directory / "out", {"a": 1}, files, Claim(set(owners), set(optional)), tell=print)
 
     def fill(self, workspace: Workspace) -> None:
-        fill(workspace, [], memory=1 << 20, progress=Stages())
+        fill(workspace, {}, memory=1 << 20, progress=Stages())
 
     def test_a_second_one_is_refused(self, directory: Path, files: list[TargetFile]) -> None:
         with self.open(directory, files, "abc"):

@@ -12,7 +12,7 @@ from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.format.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
 from shardconv_runtime.tensors import gathered, lazy_tensor
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, numbered
 
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
@@ -89,7 +89,7 @@ def test_the_journal_is_short(tmp_path: Path, in_bands: bool) -> None:
         tensor = gathered.gathered("w", tensor)
     file = target_file("w.safetensors", "me", {"w": ("float32", (1000, 64))}, {}, lambda name: tensor)
     with opened(tmp_path / "out", {"a": 1}, [file], Claim({"me"}), tell=print) as workspace:
-        fill.fill(workspace, [tensor], memory=1 << 24, progress=Silent())
+        fill.fill(workspace, numbered([tensor]), memory=1 << 24, progress=Silent())
         logged = read_log(workspace.path / "me.journal")[0]
         assert workspace.checksums() is not None
         data = workspace.location(0).read_bytes()[len(file.header) :]

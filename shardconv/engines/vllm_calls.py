@@ -1,0 +1,127 @@
+"""What is called and replaced in vLLM, looked up before any of it is used.
+
+vLLM promises nothing of these. A version that has moved or changed one of them is refused by its name, where
+it would otherwise fail in the middle, or worse, take an argument for another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from shardconv_runtime.errors import ShardconvError
+
+from .vllm_package import TESTED, installed_version
+
+
+@dataclass(frozen=True, slots=True)
+class EngineValue:
+    """What is read or set."""
+
+    module: str
+    name: str
+    """In the module, with dots."""
+
+    def problem(self) -> str | None:
+        """Why it cannot be used so; None if it can."""
+        try:
+            found: Any = import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            return f"{self.module}.{self.name} is not there ({error})"
+        return self._problem_of(found)
+
+    def _problem_of(self, found: Any) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall(EngineValue):
+    """A function or a class that is called."""
+
+    positional: int = 0
+    """Number of arguments without a name; of a method, with ``self``."""
+    named: Sequence[str] = ()
+
+    def _problem_of(self, found: Any) -> str | None:
+        try:
+            inspect.signature(found).bind(*[None] * self.positional, **dict.fromkeys(self.named))
+        except (TypeError, ValueError) as error:
+            given = ", ".join(["..."] * self.positional + [f"{name}=" for name in self.named])
+            return f"{self.module}.{self.name} cannot be called with ({given}): {error}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMethod(EngineValue):
+    """A method that is overridden."""
+
+    parameters: Sequence[str]
+    """The first ones of the method, in their order."""
+
+    def _problem_of(self, found: Any) -> str | None:
+        names = list(inspect.signature(found).parameters)
+        if names[: len(self.parameters)] == list(self.parameters):
+            return None
+        given = ", ".join(self.parameters)
+        return f"{self.module}.{self.name} takes ({', '.join(names)}), and not ({given}, ...)"
+
+
+SHOWN = 3
+"""How many problems an error names."""
+
+_STATE = "vllm.distributed.parallel_state"
+_LOADERS = "vllm.model_executor.model_loader"
+_LOADER = f"{_LOADERS}.default_loader"
+
+USES: Sequence[EngineValue] = (
+    EngineCall(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        named=(
+            "model",
+            "tensor_parallel_size",
+            "dtype",
+            "trust_remote_code",
+            "skip_tokenizer_init",
+            "enforce_eager",
+        ),
+    ),
+    EngineCall("vllm.engine.arg_utils", "EngineArgs.create_engine_config", 1),
+    EngineCall("vllm.config", "set_current_vllm_config", 1),
+    EngineCall("vllm.utils.torch_utils", "set_default_torch_dtype", 1),
+    EngineCall(_LOADER, "DefaultModelLoader", 1),
+    EngineCall(_LOADER, "DefaultModelLoader.create_model", 1, ("vllm_config", "model_config")),
+    EngineCall(_LOADER, "DefaultModelLoader.load_weights", 3),
+    EngineCall(_LOADER, "DefaultModelLoader.Source", 2, ("prefix", "subfolder")),
+    EngineMethod(_LOADER, "DefaultModelLoader._get_weights_iterator", ("self", "source")),
+    EngineCall(f"{_LOADERS}.sharded_state_loader", "ShardedStateLoader._filter_subtensors", 1),
+    EngineCall(_STATE, "initialize_model_parallel", 2, ("backend",)),
+    EngineCall(_STATE, "_get_unique_name", 1),
+    EngineCall(_STATE, "_register_group", 1),
+    EngineMethod(_STATE, "GroupCoordinator.__init__", ("self", "group_ranks", "local_rank")),
+    EngineValue(_STATE, "_WORLD"),
+    EngineValue(_STATE, "_NODE_COUNT"),
+    EngineValue("vllm.platforms", "current_platform.device_name"),
+)
+"""All of them."""
+
+
+def require_known(uses: Sequence[EngineValue] = USES) -> None:
+    """Import what is used of vLLM.
+
+    Raises:
+        ShardconvError: something is not there, or is called in another way; it is named.
+    """
+    problems = [problem for use in uses if (problem := use.problem()) is not None]
+    if len(problems) > SHOWN:
+        problems[SHOWN:] = [f"and {len(problems) - SHOWN} more"]
+    if problems:
+        raise ShardconvError(
+            f"vLLM {installed_version()} is not as this version of shardconv knows it, which was tested with "
+            f"vLLM {' and '.join(TESTED)}: {'; '.join(problems)}"
+        )

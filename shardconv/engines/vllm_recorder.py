@@ -1,0 +1,158 @@
+"""Records vLLM's loader for all ranks: ``python -m shardconv.engines.vllm_recorder FOLDER``.
+
+A program of its own, since vLLM prints as it likes and keeps globals. It imports vLLM at once, which takes
+most of its time, while the program that started it finds the checkpoint. When that has written FOLDER/request
+it sends a line; without one, nothing is recorded. Each rank is a fork of the process that has imported all
+and made vLLM's config. FOLDER/answer-RANK has what it found, FOLDER/failure what keeps all of them from it;
+these are pickled by this package for itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # A pool of threads does not survive a fork; nothing large is computed.
+    "OMP_NUM_THREADS": "1",
+    # torch looks for GPUs without initializing CUDA, which cannot be used after a fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""Of the environment, for vLLM: it starts no process, asks no server, and plans for a small cache."""
+
+TARGET = "VLLM_TARGET_DEVICE"
+"""Of the environment: the device for which vLLM chooses its parameters, in place of the one that it finds."""
+
+MAX_PROCESSES = 4
+"""At a time."""
+
+REQUEST, FAILURE, LOG = "request", "failure", "log"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """vLLM cannot load the model."""
+
+    reason: str
+
+
+def answer_name(rank: int) -> str:
+    """The file with the answer of a rank."""
+    return f"answer-{rank}"
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def main(folder: str) -> None:
+    """Import vLLM, wait for a line, and record what the request wants."""
+    files = Path(folder)
+    gc.disable()  # what is imported stays
+    imported = _tried(_import)
+    if not sys.stdin.readline():
+        return
+    if isinstance(imported, Failure):
+        return _write(files / FAILURE, imported)
+    from . import vllm_rank
+
+    request: vllm_rank.Request = pickle.loads((files / REQUEST).read_bytes())
+    config: Any = _tried(lambda: vllm_rank.engine_config(request))
+    if isinstance(config, Failure):
+        return _write(files / FAILURE, config)
+    gc.freeze()  # a fork's collector leaves the pages alone that it shares with the others
+    gc.enable()
+    running: dict[int, int] = {}
+    for rank in range(request.tp):
+        if len(running) == min(MAX_PROCESSES, len(os.sched_getaffinity(0))):
+            _wait(running, files)
+        running[_forked(partial(vllm_rank.answer, request, config, rank), rank, files)] = rank
+    while running:
+        _wait(running, files)
+
+
+def _import() -> None:
+    import torch
+
+    if TARGET not in os.environ and not torch.accelerator.is_available():
+        # A build of vLLM for GPUs knows no device where there is none.
+        os.environ[TARGET] = "cpu"
+    from . import vllm_rank
+
+    vllm_rank.imported()
+
+
+def _forked(record: Callable[[], object], rank: int, files: Path) -> int:
+    """The id of a process that records a rank."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process:
+        return process
+    _record(record, rank, files)
+
+
+def _record(record: Callable[[], object], rank: int, files: Path) -> NoReturn:
+    """Write the answer of a rank, and end this process."""
+    status = 1
+    try:
+        log = os.open(files / f"{LOG}-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _write(files / answer_name(rank), _tried(record))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        status = 0
+    finally:
+        os._exit(status)  # nothing of the forked process is cleaned up: it belongs to the other one
+
+
+def _wait(running: dict[int, int], files: Path) -> None:
+    """Wait for one of the processes; one that died without an answer gets one."""
+    process, status = os.wait()
+    rank = running.pop(process)
+    path = files / answer_name(rank)
+    if not path.is_file():
+        code = os.waitstatus_to_exitcode(status)
+        _write(path, Failure(f"its process ended with {code}: {last_line(files / f'{LOG}-{rank}')}"))
+
+
+def _tried(run: Callable[[], T]) -> T | Failure:
+    try:
+        return run()
+    except Exception as error:  # vLLM's own, of any kind
+        from shardconv_runtime.errors import ShardconvError, brief
+
+        traceback.print_exc()
+        if isinstance(error, ShardconvError):
+            return Failure(str(error))
+        return Failure(f"{type(error).__name__}: {brief(error, 400)}")
+
+
+def _write(path: Path, found: object) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(pickle.dumps(found))
+    os.replace(new, path)
+
+
+if __name__ == "__main__":
+    from shardconv.engines import vllm_recorder  # pickles name it so, and not __main__
+
+    vllm_recorder.main(*sys.argv[1:])
