@@ -310,6 +310,35 @@ def wrap_in_ddp(load: Load, place: Place) -> Result:
 
 
 # Saving.
+def words() -> Any:
+    """A tokenizer of forty words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    found = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, pad_token="w0", padding_side="left")
+
+
+def answered(model: Any) -> Result:
+    """Texts in a batch, of other lengths."""
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=words(), batch_size=2)
+    texts = ["w3 w14 w15 w9 w26", "w5 w35", "w8"]
+    for (one,) in pipe(texts, max_new_tokens=4, do_sample=False, return_tensors=True):
+        yield torch.tensor(one["generated_token_ids"])
+
+
+call("pipeline_of_texts", answered, changes=True)
+call(
+    "pipeline_of_features",
+    lambda m: [
+        transformers.pipeline("feature-extraction", model=m.base_model, tokenizer=words())(
+            "w3 w14 w15", return_tensors=True
+        )
+    ],
+    changes=True,
+)
+
+
 @habit
 def save_and_load(load: Load, place: Place) -> Result:
     model = load()
