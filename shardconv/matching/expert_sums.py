@@ -26,7 +26,7 @@ from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from torch import Tensor, nn
 
 from ..dim_analysis.sites import ExpertCall, ExpertSharding
-from ..simulation.float64 import Float64
+from ..simulation.model_runs import Float64
 from ..tracing.tape import Tape
 
 TOLERANCE = 1e-11

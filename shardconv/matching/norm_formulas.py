@@ -24,7 +24,7 @@ from torch import nn
 
 from ..dim_analysis.rule_builder import Arguments
 from ..dim_analysis.sites import ACTIVATIONS, NormSite
-from ..simulation.float64 import Float64
+from ..simulation.model_runs import Float64
 from ..simulation.rank_threads import run_ranks
 from ..tracing.tape import Op, Tape
 

@@ -21,9 +21,18 @@ from ..inputs.trace_inputs import TraceInputs
 from ..planning.solution import inference_only
 from ..simulation.layer_bypass import Bypass, planned_alike
 from ..simulation.rank_simulation import Logits, Unprovable
-from ..verifying.proof import Proof, Tell, prove
+from ..verifying.proof import (
+    Case,
+    OutputsDiffer,
+    Proof,
+    Tell,
+    may_be_padded,
+    other_numbers,
+    prove,
+    runs,
+    simulate,
+)
 from ..verifying.shrink import Shrinking
-from ..verifying.simulate import Case, OutputsDiffer, may_be_padded, other_numbers, runs, simulate
 from ..verifying.small_model import FullModel, SmallModel
 from ..verifying.small_plan import small_plan
 from ..verifying.token_tables import beyond_tables

@@ -27,11 +27,10 @@ from ..dim_analysis.rules import RULES
 from ..inputs.input_maker import EXTRA_OUTPUTS
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.draws import draw_plans
-from ..planning.fused_layers import fused_plans, without_groups
+from ..planning.fused_layers import PeerLayers, fused_plans, without_groups
 from ..planning.module_plans import logits_info, module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import find_divided_step, gradient_plans, parameter_plans, split_at_steps
-from ..planning.peer_layers import PeerLayers
 from ..planning.solution import Solution
 from ..solving.pins import Pins, pins_of
 from ..solving.sequence_dims import sequence_leaves, solve_sequence

@@ -7,8 +7,9 @@ on, and a write to it in between makes another one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.fused_groups import FUSED_PARAMETERS, fused_groups, is_fusible
@@ -24,8 +25,75 @@ from shardconv_runtime.format.plan import (
 from shardconv_runtime.format.stored_layout import is_common
 from torch import nn
 
-from ..tracing.fold import Folded
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import Node, find, leaves
+from ..tracing.fold import NUMBERED, Folded
+from ..tracing.layer_kinds import Segment, alike, segments_of
 from ..tracing.tape import Mark, Tape, prefixes, starred
+from .obstacle import Obstacle, joined
+
+# An obstacle in one layer is met in every layer that does the same: all of them are ruled out at once.
+#
+# Layers of a stack that could be folded are solved as one anyway. Those of other stacks, such as layers that
+# write to states which the model made before, would each meet the obstacle in a round of their own.
+
+
+@dataclass(frozen=True)
+class PeerLayers:
+    """The layers of one model that do the same."""
+
+    analysis: Analysis
+
+    def widened(self, obstacle: Obstacle) -> Obstacle:
+        """The obstacle with the leaves that correspond to its own, in all layers like those of its own.
+
+        Of those that were met with it, what blames some of these leaves is left out.
+        """
+        each = (obstacle, *obstacle.others)
+        return joined(replace(one, nodes=self._widened(one.nodes), others=()) for one in each) or obstacle
+
+    def _widened(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        found = dict.fromkeys(find(x) for node in nodes for x in leaves(node))
+        for group in self._groups if found else ():
+            found |= self._corresponding(group, found)
+        return tuple(found) if found else tuple(nodes)
+
+    @cached_property
+    def _groups(self) -> list[list[Segment]]:
+        """Calls of layers that do the same, inner ones first."""
+        tape = self.analysis.tape
+        siblings: dict[str, list[int]] = {}
+        for index, call in enumerate(tape.calls):
+            match = NUMBERED.fullmatch(call.fqn)
+            if match:
+                siblings.setdefault(match[1], []).append(index)
+        groups = (alike(tape, segments_of(tape, calls)) for calls in reversed(siblings.values()))
+        return [group for found in groups for group in found if len(group) > 1]
+
+    def _corresponding(self, group: list[Segment], found: Iterable[Node]) -> dict[Node, None]:
+        """The leaves of all layers of a group at the places where one of them has one of these."""
+        wanted = set(found)
+        places = {
+            (position, dim, index)
+            for layer in group
+            for position, dim, index, leaf in self._leaves(layer)
+            if leaf in wanted
+        }
+        return {
+            leaf: None
+            for layer in (group if places else ())
+            for position, dim, index, leaf in self._leaves(layer)
+            if (position, dim, index) in places
+        }
+
+    def _leaves(self, layer: Segment) -> Iterable[tuple[int, int, int, Node]]:
+        """Each leaf of what a layer makes and reads, after its tensor, its dim, and its number in that."""
+        dims = self.analysis.dims
+        for position, tid in enumerate((*layer.made, *layer.outside)):
+            for number, dim in enumerate(dims.get(tid, ())):
+                for index, leaf in enumerate(leaves(dim)):
+                    yield position, number, index, find(leaf)
+
 
 Group = tuple[str, ...]
 """FQNs of linear layers, in the order of their calls."""
@@ -73,8 +141,8 @@ def as_entries(groups: Iterable[Group]) -> tuple[FusedPlan, ...]:
     for group in groups:
         by_name.setdefault(tuple(map(starred, group)), []).append(group)
     entries: list[FusedPlan] = []
-    for alike in by_name.values():
-        ordered = sorted(alike, key=lambda group: natural_key(group[0]))
+    for same in by_name.values():
+        ordered = sorted(same, key=lambda group: natural_key(group[0]))
         columns = list(zip(*ordered, strict=True))
         members = tuple(map(compress, columns))
         if [tuple(expand_all(patterns)) for patterns in members] == columns:

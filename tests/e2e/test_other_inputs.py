@@ -18,7 +18,7 @@ from zoo.measure import difference
 from zoo.saved import save_random
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 TYPES = [
     "clip",

@@ -31,7 +31,7 @@ from staged_training import (
 from torch import Tensor, nn
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 
 @pytest.mark.parametrize(

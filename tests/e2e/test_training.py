@@ -37,7 +37,7 @@ from training_runs import (
 )
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 TYPES = ("qwen3", "phi3", "gpt2")
 

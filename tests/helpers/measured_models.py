@@ -18,7 +18,7 @@ from shardconv_runtime.parallel.build import stored_tensors
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 NEW_TOKENS = 10
 

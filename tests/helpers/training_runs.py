@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zoo.models import build
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 BATCH, LENGTH, MICRO_BATCHES, VOCAB = 4, 13, 2, 131
 """Global batch of a micro batch; a length that two ranks do not divide."""

@@ -24,7 +24,7 @@ from shardconv_runtime.errors import LaunchError, ShardconvError
 from torch import Tensor
 
 import shardconv
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 
 from .calls import CASTS, FORMS, PLAIN, Given, NotApplicable, make_given
 from .measure import FLOAT32_TOLERANCE, TOLERANCE, difference

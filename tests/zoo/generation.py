@@ -13,7 +13,7 @@ from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor
 
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.simulated_weights import fill, local_weights
 

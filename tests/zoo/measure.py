@@ -29,7 +29,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.simulated_weights import fill, local_weights
 from shardconv.tracing.tape import starred

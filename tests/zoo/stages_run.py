@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.simulated_weights import fill, local_weights
 from shardconv.simulation.stage_simulation import Mail, MailTransport

@@ -34,7 +34,7 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
-from shardconv.simulation.float64 import Float64, WithoutNoise
+from shardconv.simulation.model_runs import Float64, WithoutNoise
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.simulated_weights import fill, local_weights
 from shardconv.tracing.trace import results

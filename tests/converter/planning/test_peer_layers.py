@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import find, leaves
 from shardconv.dim_analysis.rules import RULES
+from shardconv.planning.fused_layers import PeerLayers
 from shardconv.planning.obstacle import Obstacle
-from shardconv.planning.peer_layers import PeerLayers
 from shardconv.tracing.trace import trace
 
 

@@ -20,8 +20,8 @@ from shardconv.pipeline import stages
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.tracing.trace import trace
 from shardconv.verifying import shrink
+from shardconv.verifying.proof import simulate
 from shardconv.verifying.shrink import is_same_code, resized_tensors
-from shardconv.verifying.simulate import simulate
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from shardconv.pipeline import plan_forms
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.verifying import small_shapes
 from shardconv.verifying.proof import prove

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardconv.simulation.float64 import Float64, WithoutNoise
+from shardconv.simulation.model_runs import Float64, WithoutNoise
 
 
 def drawn(x: Tensor) -> dict[str, Tensor]:

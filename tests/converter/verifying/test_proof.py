@@ -27,8 +27,7 @@ from shardconv.simulation.model_runs import ReusedModel
 from shardconv.simulation.rank_simulation import Logits, Simulation, Unprovable
 from shardconv.simulation.simulated_weights import USUAL, Draw, RandomWeights
 from shardconv.verifying import proof as proofs
-from shardconv.verifying.proof import prove, with_embeddings
-from shardconv.verifying.simulate import Case
+from shardconv.verifying.proof import Case, prove, with_embeddings
 
 SIZES = {
     "vocab_size": 131,

@@ -29,8 +29,8 @@ from shardconv.simulation.model_runs import TOLERANCE
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
 from shardconv.verifying import retrace as retracing
+from shardconv.verifying.proof import Case, simulate
 from shardconv.verifying.retrace import retrace
-from shardconv.verifying.simulate import Case, simulate
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from shardconv_runtime.tensors import lazy_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 from torch import Tensor, nn
 
-from shardconv.simulation.float64 import Float64
+from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.streamed_weights import (
     RecentReads,
     StreamedTensor,
