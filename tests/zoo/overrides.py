@@ -47,6 +47,29 @@ _GEMMA4_DRAFT = {
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "audio_config": {"codebook_dim": 64, "codebook_size": 64},
+        "vision_config": {"codebook_size": 64},
+        "image_token_id": 100,
+        "audio_token_id": 101,
+        "image_token_offset": 110,
+        "audio_token_offset": 174,
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 64}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}},
+    "molmo2": {
+        "adapter_config": {"vision_feature_layer": [1, 0]},
+        "image_start_token_id": 201,
+        "low_res_image_start_token_id": 202,
+        "image_end_token_id": 203,
+        "image_patch_id": 204,
+        "frame_start_token_id": 205,
+        "frame_end_token_id": 206,
+    },
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "text_config": _NEMOTRON_H},
+    "pocket_tts": {"flow_head_config": {"condition_dim": 64}},
+    "wavtokenizer": {"codebook_dim": 64},
     "afmoe": {
         "num_hidden_layers": 3,
         "layer_types": [*_ALTERNATING, "sliding_attention"],
