@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from places import ROOT
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -53,8 +57,14 @@ def test_every_type_is_in_the_zoo_or_left_out() -> None:
 
 
 def test_overrides_are_of_types_that_exist() -> None:
+    """Or that a later release adds, on the page of new architectures."""
+    installed = Version(transformers.__version__)
+    rows = map(json.loads, (ROOT / "docs/new-architectures.jsonl").read_text().splitlines())
+    later = {row["type"] for row in rows if Version(row["release"]) > installed}
     for key in OVERRIDES:
         family, _, name = key.rpartition(":")
+        if name in later:
+            continue
         assert config_class(name.partition("/")[0])
         assert not family or name in FAMILIES[family]
 
