@@ -9,6 +9,7 @@ what TRL asks for is computed from them. It needs ``pip install 'shardconv-runti
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import types
@@ -50,9 +51,9 @@ class _Sharded(ShardedTrainer):
                 )
         if getattr(args, "sync_ref_model", False) or getattr(args, "precompute_ref_log_probs", False):
             raise PlanError("sync_ref_model and precompute_ref_log_probs copy whole weights; leave them out")
-        if getattr(args, "use_liger_kernel", False):
+        if getattr(args, "use_liger_kernel", False) or getattr(args, "cast_lm_head_to_fp32", False):
             raise PlanError(
-                "use_liger_kernel replaces the forward pass by one of whole weights; leave it out"
+                "use_liger_kernel and cast_lm_head_to_fp32 bring a head of whole weights; leave them out"
             )
         super().__init__(model, args, **options)
         for name, forward in forwards.items():
@@ -107,6 +108,7 @@ class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
         by_group = getattr(args, "multi_objective_aggregation", None) in (None, "sum_then_normalize")
         if getattr(args, "scale_rewards", "group") == "batch" or not by_group:
             raise PlanError("scale rewards by groups: TRL has the answers of a batch once for each rank")
+        args = copy.copy(args)
         # TRL counts the prompts of all processes, and those of one replica have the same.
         args.generation_batch_size //= mesh.size()
         super().__init__(model, args, mesh=mesh, **options)
