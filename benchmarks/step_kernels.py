@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from lone_rank import Alone, lone_rank
-from shardconv_runtime.inference import compiling
 from shardconv_runtime.inference.compiling import compile_model
 from shardconv_runtime.inference.generation import DECODER
-from synthetic import LLAMA_8B, Shape
+from synthetic import LLAMA_8B, Shape, step_bytes
 
 COPY_BYTES = 2 << 30
 REPLAYS = 50
@@ -95,13 +94,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu" if options.small else "cuda")
     shape = SMALL if options.small else replace(LLAMA_8B, layers=options.layers)
-
-    def compile_with(function: Any, *, same_bits: bool) -> Any:
-        limit = compiling._own_limit()
-        return torch.compile(function, fullgraph=True, options=options.options or None, **limit)
-
-    compiling.as_one_graph = compile_with
-    with tempfile.TemporaryDirectory() as place, torch.no_grad():
+    changed = torch._inductor.config.patch(options.options)
+    with tempfile.TemporaryDirectory() as place, torch.no_grad(), changed:
         model = lone_rank(
             shape, options.tp, Path(place), lambda p: Alone(0, p.mesh, device), device, torch.bfloat16,
             fuse=options.fuse,
@@ -117,16 +111,11 @@ def main() -> None:
         row: dict[str, Any] = {"fuse": options.fuse, "options": options.options}
         row["compiled in, s"] = time.perf_counter() - begin
         decoder = vars(model)[DECODER]
-        ((state, (replay,)),) = decoder._recorded.values()
-        table = model.get_input_embeddings().weight
-        num_bytes = sum(p.nbytes for p in model.parameters() if p is not table)
-        num_bytes += sum(
-            2 * layer.keys.nbytes * options.length // layer.keys.shape[-2] for layer in state.cache.layers
-        )
+        ((_, (replay,)),) = decoder._recorded.values()
         row["attends once"] = decoder._attends_once
         if not options.small:
             with alone(options.lock):
-                floor = num_bytes / bandwidth(device)
+                floor = step_bytes(model, options.length) / bandwidth(device)
                 times = {}
                 for count in (16, 112):
                     generate(count)

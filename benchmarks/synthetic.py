@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 NOISE_BYTES = 1 << 26
 BLOCK_BYTES = 1 << 23
@@ -186,3 +186,12 @@ def _noise() -> Callable[[BinaryIO, int], None]:
             file.write(memoryview(buffer)[offset : offset + size])
 
     return fill
+
+
+def step_bytes(model: Any, length: int) -> int:
+    """The bytes that a decoding step reads at least: all weights but the embedding, and the static cache."""
+    table = model.get_input_embeddings().weight
+    weights = sum(p.nbytes for p in model.parameters() if p is not table)
+    layer = model.model.layers[0].self_attn
+    cached = 2 * layer.k_proj.weight.shape[0] * length * table.element_size()
+    return int(weights + cached * len(model.model.layers))

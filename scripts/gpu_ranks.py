@@ -43,10 +43,9 @@ from gpu_section import (
     rank_result,
     rank_variables,
     start_rank,
-    step_bytes,
 )
 from shardconv_runtime.inference.generation import DECODER
-from synthetic import Shape
+from synthetic import Shape, step_bytes
 from torch import Tensor
 
 FEW = Shape(hidden=256, intermediate=512, heads=8, kv_heads=2, vocab=1000, layers=4)

@@ -216,15 +216,6 @@ def build(shape: Shape, fields: dict[str, Any], dtype: torch.dtype) -> Any:
     return model_class._from_config(model_class.config_class(**fields), dtype=dtype)
 
 
-def step_bytes(model: Any, length: int) -> int:
-    """The bytes that a decoding step reads at least: all weights but the embedding, and the static cache."""
-    table = model.get_input_embeddings().weight
-    weights = sum(p.nbytes for p in model.parameters() if p is not table)
-    layer = model.model.layers[0].self_attn
-    cached = 2 * layer.k_proj.weight.shape[0] * length * table.element_size()
-    return int(weights + cached * len(model.model.layers))
-
-
 def continued(model: Any, ids: Tensor, count: int, **options: Any) -> Tensor:
     """The text with exactly so many new tokens; greedy unless an option says otherwise."""
     fixed = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}

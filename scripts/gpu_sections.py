@@ -39,7 +39,6 @@ from gpu_section import (
     prompts,
     rank_variables,
     run_ranks,
-    step_bytes,
     why_no_compiler,
 )
 from gpu_training import training
@@ -50,7 +49,7 @@ from shardconv_runtime.comm.symmetric import prepare_symmetric, symmetric_sum
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.inference.compiling import compile_model
 from shardconv_runtime.inference.generation import DECODER
-from synthetic import LLAMA_8B, Shape
+from synthetic import LLAMA_8B, Shape, step_bytes
 from torch import Tensor
 
 PROMPT = 512

@@ -83,7 +83,7 @@ def converted(
         origin = with_example(origin, options.example, spec.config)
     for note in notes:
         progress.stage(f"note: {note}")
-    solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
+    solved = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
     solved = replace(solved, notes=(*solved.notes, *notes))
     solved, tensors = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     solved = with_packed_notes(solved, spec.quantization)
@@ -140,8 +140,7 @@ def planned(
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.directory is not None and spec.revision is None:
         spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=trust_remote_code))
-    solved: Plan = solve_plan(spec, options, progress=progress.stage)
-    return solved
+    return solve_plan(spec, options, progress=progress.stage)
 
 
 def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:

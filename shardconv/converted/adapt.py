@@ -14,6 +14,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.small_files import stage_directories
 
 from ..reporting.progress import Progress, Silent
+from .derived import require_trusted
 
 
 def adapt(
@@ -61,16 +62,14 @@ def adapt(
         if directory == root:
             raise SourceError(f"{out} is a stage of {base.stages.count}; name the directory of all of them")
         base = replace(base, stages=replace(base.stages, own=None))
-    if base.model.trust_remote_code and not trust_remote_code:
-        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+    require_trusted(out, base, trust_remote_code=trust_remote_code)
     fingerprint.check_code(base)
     _require_free(target, overwrite=overwrite)
 
     from .adaptation import adapted
 
-    return adapted(
-        root, directory, base, adapter, target, seed, check=check, tell=(progress or Silent()).stage
-    )
+    tell = (progress or Silent()).stage
+    return adapted(root, directory, base, found.source.name, adapter, target, seed, check=check, tell=tell)
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:

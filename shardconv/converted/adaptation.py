@@ -24,7 +24,6 @@ from shardconv_runtime.adapters.adapter_names import (
 from shardconv_runtime.adapters.attaching import Adapter, attach, read_config
 from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.format import manifest
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.meta_model import build_model
@@ -47,6 +46,7 @@ def adapted(
     root: Path,
     directory: Path,
     base: Plan,
+    base_name: str,
     adapter: str | os.PathLike[str] | Any,
     target: Path,
     seed: int,
@@ -60,6 +60,7 @@ def adapted(
         root: the converted directory, or that of all stages.
         directory: with the config of the model.
         base: its plan, of all stages.
+        base_name: of the model that was converted.
     """
     is_path = isinstance(adapter, str | os.PathLike)
     is_saved = is_path and Path(adapter).is_dir()
@@ -77,7 +78,7 @@ def adapted(
         plan = replace(plan, notes=(*plan.notes, *remarks))
         if not is_saved:
             tell("initializing the adapter")
-            _initialize(root, directory, base, given, scratch, manifest.read(directory).source.name)
+            _initialize(root, directory, base, given, scratch, base_name)
         codec.write(plan, scratch / PLAN_NAME)
         if target.exists():
             target.rename(Path(made) / "replaced")

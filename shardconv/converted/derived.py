@@ -54,6 +54,12 @@ def require_nothing_new(name: str, path: Path) -> None:
         raise ShardconvError(f"{name} {path} was written to by others meanwhile; name another directory")
 
 
+def require_trusted(out: str | os.PathLike[str], plan: Plan, *, trust_remote_code: bool) -> None:
+    """Raises ``SourceError`` if a converted directory has code of its own, which is not trusted."""
+    if plan.model.trust_remote_code and not trust_remote_code:
+        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+
+
 def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
     """Open a converted directory.
 
@@ -62,8 +68,7 @@ def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
         SourceError: it has code of its own, which is not trusted.
     """
     found = shards.read(Path(out).expanduser())
-    if found.plan.model.trust_remote_code and not trust_remote_code:
-        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+    require_trusted(out, found.plan, trust_remote_code=trust_remote_code)
     return found
 
 

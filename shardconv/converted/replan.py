@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
+from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.dims import to_text
@@ -23,7 +23,7 @@ from shardconv_runtime.versions import tool_versions
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
-from .derived import has_sequence_form, planned_spec
+from .derived import has_sequence_form, planned_spec, require_trusted
 
 # Plans of earlier versions of the format, for ``replan``, which carries their directories over.
 
@@ -137,8 +137,7 @@ def replan(
     parts = [_read(part) for part in stage_directories(Path(out)) or [Path(out)]]
     first = parts[0]
     old = first.plan
-    if old.model.trust_remote_code and not trust_remote_code:
-        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+    require_trusted(out, old, trust_remote_code=trust_remote_code)
 
     from .solved_again import solved_again
 

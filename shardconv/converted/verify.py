@@ -21,6 +21,7 @@ from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent
 from ..reporting.report import numerics_text
 from . import shards
+from .derived import require_trusted
 from .intact import Contents, Findings, check, one_line, open_contents
 from .shards import of_all_stages
 
@@ -166,8 +167,7 @@ def _require_model(against: str | os.PathLike[str] | None, hub: Hub) -> None:
 
 def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_code: bool) -> None:
     """Problems that would otherwise come up after hours of reading."""
-    if plan.model.trust_remote_code and not trust_remote_code:
-        raise SourceError(f"{directory} runs custom code; read its *.py files, then pass --trust-remote-code")
+    require_trusted(directory, plan, trust_remote_code=trust_remote_code)
     if numerics:
         check_code(plan)
 

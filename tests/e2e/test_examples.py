@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -12,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from distributed import run_processes
+from distributed import forget_launcher, run_processes
 from safetensors.torch import load_file
 
 import shardconv
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DATA = EXAMPLES / "train.py"
 CLOSE = 1e-6
 """Relative: models compute in float64, but rotary tables and losses of transformers are in float32."""
@@ -30,8 +28,7 @@ Losses = list[tuple[float, float]]
 def run(script: str, arguments: list[str], alone: bool = False) -> None:
     """What ``torchrun examples/SCRIPT`` does on a rank; ``alone``: what ``python`` does."""
     if alone:
-        for name in LAUNCHER:
-            os.environ.pop(name)
+        forget_launcher()
     sys.argv = [script, *arguments, str(DATA)]
     sys.path.insert(0, str(EXAMPLES))  # as python does for a script
     with pytest.raises(SystemExit) as ended:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from distributed import run_errors, run_processes
+from distributed import forget_launcher, run_errors, run_processes
 
 pytest.importorskip("lm_eval")
 
@@ -48,8 +48,7 @@ def evaluate(place: Path, kind: str, model: str, given: dict[str, str] | None = 
     """What the command line does."""
     os.chdir(place)
     if kind == "hf":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
+        forget_launcher()
     from shardconv_runtime.integrations.lm_eval import main
 
     arguments = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from distributed import run_processes
+from distributed import forget_launcher, run_processes
 
 pytest.importorskip("trl")
 
@@ -80,12 +80,6 @@ def tokenizer() -> Any:
     return transformers.ByT5Tokenizer(extra_ids=0)
 
 
-def alone() -> None:
-    """What torchrun sets is not there in one process."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-
-
 def mesh_of(args: Any) -> Any:
     args.device  # noqa: B018  # starts the process group
     return init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -99,7 +93,7 @@ def trained(trainer: Any, log: Path) -> None:
 
 def sft(models: Path, log: Path, sharded: bool, given: dict[str, Any]) -> None:
     if not sharded:
-        alone()
+        forget_launcher()
     args = options(trl.SFTConfig, log.with_suffix(""), max_length=48, **given)
     common: dict[str, Any] = {"train_dataset": text(), "processing_class": tokenizer()}
     if sharded:
@@ -113,7 +107,7 @@ def sft(models: Path, log: Path, sharded: bool, given: dict[str, Any]) -> None:
 
 def dpo(models: Path, log: Path, sharded: bool, with_adapter: bool) -> None:
     if not sharded:
-        alone()
+        forget_launcher()
     args = options(trl.DPOConfig, log.with_suffix(""), max_length=64)
     common: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer()}
     adapter = models / "adapter"
@@ -140,7 +134,7 @@ def dpo(models: Path, log: Path, sharded: bool, with_adapter: bool) -> None:
 
 def reward(models: Path, log: Path, sharded: bool) -> None:
     if not sharded:
-        alone()
+        forget_launcher()
     args = options(trl.RewardConfig, log.with_suffix(""), max_length=64)
     common: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer()}
     if sharded:
@@ -161,7 +155,7 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
 
 def grpo(models: Path, log: Path, sharded: bool, given: dict[str, Any]) -> None:
     if not sharded:
-        alone()
+        forget_launcher()
     args = options(trl.GRPOConfig, log.with_suffix(""), max_completion_length=10, num_generations=4, **given)
     common: dict[str, Any] = {
         "train_dataset": pairs().remove_columns(["chosen", "rejected"]),

@@ -172,6 +172,13 @@ def torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:
     }
 
 
+def forget_launcher() -> None:
+    """This process, a rank, is one that no launcher started."""
+    for name in torchrun_env(0, 1, 0):
+        if name != "OMP_NUM_THREADS":
+            os.environ.pop(name, None)
+
+
 def _without_log_threads() -> None:
     """Have the logger of gptqmodel write anew: the thread that wrote in the parent is not in a fork, and a
     flush would wait for it."""

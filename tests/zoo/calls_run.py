@@ -29,6 +29,7 @@ from shardconv.simulation.model_runs import Float64
 from .calls import CASTS, FORMS, PLAIN, Given, NotApplicable, make_given
 from .measure import FLOAT32_TOLERANCE, TOLERANCE, difference
 from .saved import save_random
+from .sweep import rows_in
 
 RIGHT, REFUSED, WRONG, CRASH, ABSENT = "right", "refused", "wrong", "crash", "absent"
 """As the unsharded model; an error of ours on every rank; other numbers on some rank; anything else on some
@@ -258,8 +259,7 @@ def try_types(
 
 def read(results: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, of each type the last."""
-    lines = results.read_text().splitlines() if results.exists() else []
-    yield from {(row["family"], row["type"]): row for row in map(json.loads, lines)}.values()
+    yield from {(row["family"], row["type"]): row for row in rows_in(results)}.values()
 
 
 def keep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .full_size import Measured, Sized, measure_planning
 from .full_size_page import KEPT, PER_LAYER
+from .sweep import rows_in
 
 SECONDS = 120
 """Limit for one model at one tp, of a core."""
@@ -42,9 +43,7 @@ def run(
 
 def read(results: Path) -> list[dict[str, Any]]:
     """The rows of a file: of each model and tp, with a proof or without, the last one."""
-    lines = results.read_text().splitlines() if results.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return list({run_of(row): row for row in rows}.values())
+    return list({run_of(row): row for row in rows_in(results)}.values())
 
 
 def keep(rows: Iterable[dict[str, Any]], target: Path) -> None:

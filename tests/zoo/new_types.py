@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import time
@@ -281,11 +280,6 @@ def _problems(row: dict[str, Any]) -> Iterator[str]:
         yield f"full size: {row['full size']['status']}. {row['full size']['message']}"
     for text in row["full size"].get("proof", ()):
         yield f"full size: {text}"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of earlier runs."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from .sweep import rows_in
+
 Row = dict[str, Any]
 
 VARIANTS = {
@@ -104,7 +106,7 @@ def page(rows: list[Row], title: tuple[str, ...] = ("# Which models can be train
 
 def kept(rows: list[Row]) -> list[Row]:
     """The rows of the last run of each type, of this run or in the repository, where they are written."""
-    old = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    old = rows_in(ROWS)
     new = {row["type"] for row in rows}
     kept = [row for row in old if row["type"] not in new] + rows
     kept.sort(key=lambda row: row["type"])
