@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights, lazy_weights, select
-from shardconv_runtime.checkpoint.other_kinds import remarks
+from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from shardconv_runtime.checkpoint.model_directory import model_directory
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 
@@ -109,6 +110,7 @@ def convert(
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
+    model_directory(model, need_weights=not random_init)  # a wrong path is an error at once
     outputs = prepared(out, pp, overwrite=overwrite, source=model, options=write_options, tp=tp)
 
     from .conversion import Weights, converted
@@ -174,6 +176,8 @@ def plan(
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
+    if isinstance(model, (str, os.PathLike)):
+        model_directory(model, need_weights=False)
 
     from .conversion import planned
 

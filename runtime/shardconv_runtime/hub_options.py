@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from .errors import SourceError
+
 
 @dataclass(frozen=True, slots=True)
 class Hub:
@@ -14,3 +16,26 @@ class Hub:
     cache_dir: str | os.PathLike[str] | None = None
     local_files_only: bool = False
     token: str | bool | None = None
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text cannot be the id of a repository."""
+    return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
+
+
+def require_repo_id(text: str) -> None:
+    """Refuse a text that cannot be the id of a repository.
+
+    Raises:
+        SourceError: the text looks like a path.
+    """
+    problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
+    if looks_like_path(text):
+        raise problem
+    from huggingface_hub.errors import HFValidationError  # not for --help, nor for what is clearly a path
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        raise problem from None

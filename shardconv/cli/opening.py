@@ -14,7 +14,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import MANIFEST_NAME, read_plan
 from shardconv_runtime.format.small_files import stage_directories, variant
 from shardconv_runtime.hub.tp_folders import folder_in, folders, only
-from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.hub_options import Hub, looks_like_path
 
 from ..converted.shards import of_all_stages
 
@@ -95,8 +95,6 @@ def is_on_hub(out: str) -> bool:
     """Whether OUT is the id of a repository, ``user/name``, and not a path."""
     if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
-    from shardconv_runtime.hub.time_limits import looks_like_path
-
     return not looks_like_path(folder_in(out)[0])
 
 

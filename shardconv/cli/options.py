@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,14 +25,27 @@ from ..reporting.report import report
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries create many objects that stay: a quarter of the start
-    from shardconv_runtime.hub.hub_errors import without_library_logging
-
     progress = for_terminal(quiet=quiet)
     if verbose:
         yield progress
-        return
-    with without_library_logging():
-        yield progress
+    elif "transformers" in sys.modules:
+        from shardconv_runtime.hub.hub_errors import without_library_logging
+
+        with without_library_logging():
+            yield progress
+    else:  # it takes seconds to import, and a wrong path must be an error at once
+        os.environ.update(_SILENT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield progress
+
+
+_SILENT = {
+    "TRANSFORMERS_VERBOSITY": "critical",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""What the libraries read when they are imported."""
 
 
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:

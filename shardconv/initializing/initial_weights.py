@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 import transformers
+from shardconv_runtime.checkpoint.model_directory import LAYOUTS
 from shardconv_runtime.checkpoint.resolve import ModelSpec
-from shardconv_runtime.checkpoint.weight_files import LAYOUTS
 from shardconv_runtime.errors import ShardconvError, SourceError, brief
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.tensors.copying import num_workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,21 +16,20 @@ from ..errors import SourceError, brief
 from ..format.small_files import EXAMPLE_NAME
 from ..hub.hub_errors import explain
 from ..hub.remote_files import RemoteFile, remote_files
-from ..hub.time_limits import bounded, require_repo_id
+from ..hub.time_limits import bounded
 from ..hub_options import Hub
-from ..parallel.model_config import unsafe_entry
-from .other_kinds import refuse_other_kinds
-from .quantized import quantization_of, require_supported, without_quantization
-from .weight_files import (
+from .model_directory import (
     LAYOUTS,
     Index,
-    WeightFile,
     index_of,
-    stored_dtype,
-    validate,
+    model_directory,
+    read_config_json,
+    refuse_other_kinds,
     wanted_weights,
     weight_files,
 )
+from .quantized import quantization_of, require_supported, without_quantization
+from .weight_files import WeightFile, stored_dtype, validate
 
 # From ``config.json`` to a config object and the class to build.
 #
@@ -55,7 +53,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     Raises:
         SourceError: the file is missing, is not JSON, or has a type that transformers does not know.
     """
-    raw = _read_json(directory)
+    raw = read_config_json(directory)
     _require_known_type(raw, directory, trust_remote_code)
     try:
         return transformers.AutoConfig.from_pretrained(
@@ -65,21 +63,6 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         raise SourceError(
             f"{directory / 'config.json'} is not a valid config: {brief(error)}; correct that field"
         ) from error
-
-
-def _read_json(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise SourceError(f"no config.json in {directory}; name the directory of a transformers model")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read as JSON: {brief(error)}; restore the file") from error
-    if not isinstance(raw, dict):
-        raise SourceError(f"{path} does not hold a JSON object; restore the file")
-    if problem := unsafe_entry(raw):
-        raise SourceError(f"{path}: {problem}; remove it")
-    return raw
 
 
 def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code: bool) -> None:
@@ -251,15 +234,9 @@ def locate(
     Raises:
         SourceError: ``model`` is neither a directory nor a repository that can be downloaded.
     """
+    if (local := model_directory(model, need_weights=need_weights)) is not None:
+        return Located(local)
     text = os.fspath(model)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return Located(path)
-    if path.exists():
-        raise SourceError(f"{text} is a file; give the directory that holds config.json and the weights")
-    if path.is_symlink():
-        raise SourceError(f"{text} is a link to {os.readlink(path)}, which does not exist; mend the link")
-    require_repo_id(text)
     directory = _download(text, hub, SMALL_FILES + (("*.py",) if code else ()))
     commit = directory.name
     if not need_weights:

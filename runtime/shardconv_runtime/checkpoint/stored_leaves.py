@@ -8,8 +8,9 @@ from ..errors import SourceError
 from ..format.header import TORCH_NAME
 from ..hub.remote_files import RemoteFile
 from ..tensors.lazy_tensor import LazyTensor, stored
+from .model_directory import Index
 from .pickled import pickled_tensors
-from .weight_files import Index, WeightFile, header_of, metadata_of
+from .weight_files import WeightFile, header_of, metadata_of
 
 # Names of tensors in checkpoints that were saved of a wrapped model: without the wrapper's part.
 #

@@ -155,7 +155,9 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
             _fail("", f"the file is larger than {max_bytes} bytes")
         return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise MalformedError("", f"cannot be read ({error.strerror})") from error
+        raise MalformedError(
+            "", f"cannot be read ({error.strerror}); check the path and its permissions"
+        ) from error
     except UnicodeDecodeError as error:
         raise MalformedError("", f"not UTF-8 (byte {error.start})") from error
 

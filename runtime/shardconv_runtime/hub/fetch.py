@@ -23,11 +23,11 @@ from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..format import manifest
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.small_files import stage_of, variant_name
-from ..hub_options import Hub
+from ..hub_options import Hub, require_repo_id
 from . import time_limits
 from .hub_errors import FINAL, explain, has_timed_out, hub_error
 from .remote_files import remote_files
-from .time_limits import NoAnswerError, bounded, require_repo_id
+from .time_limits import NoAnswerError, bounded
 from .tp_folders import folder_in, nothing_for, only, stages_for
 
 TRIES = 5

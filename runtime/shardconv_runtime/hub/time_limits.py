@@ -15,33 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import get_session, validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-from ..errors import SourceError, brief
-
-# Options for reaching the Hub, and checks of repository ids.
-
-
-def looks_like_path(text: str) -> bool:
-    """Whether a text cannot be the id of a repository."""
-    return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
-
-
-def require_repo_id(text: str) -> None:
-    """Refuse a text that cannot be the id of a repository.
-
-    Raises:
-        SourceError: the text looks like a path.
-    """
-    try:
-        if not looks_like_path(text):
-            validate_repo_id(text)
-            return
-    except HFValidationError:
-        pass
-    raise SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
-
+from ..errors import brief
 
 ANSWER_S = 120.0
 """For requests without a time-out of their own; the Hub may take a minute to commit many files."""

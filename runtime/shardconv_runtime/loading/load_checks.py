@@ -19,9 +19,8 @@ from ..format.manifest import Manifest, read_plan
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
 from ..hub.fetch import Repository, find
-from ..hub.time_limits import looks_like_path
 from ..hub.tp_folders import folder_in
-from ..hub_options import Hub
+from ..hub_options import Hub, looks_like_path
 
 if TYPE_CHECKING:
     from ..adapters.adapter_set import AdapterSet

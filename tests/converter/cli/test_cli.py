@@ -168,6 +168,41 @@ def test_torch_is_not_imported_before_there_is_work(argv: list[str]) -> None:
     assert done.returncode == (2 if "0" in argv else 0), done.stderr
 
 
+def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+    empty, config = tmp_path / "empty", tmp_path / "config"
+    empty.mkdir()
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    out = str(tmp_path / "out")
+    commands = [
+        ["plan", "/nowhere", "--tp", "2"],
+        ["plan", str(empty), "--tp", "2"],
+        ["plan", str(config / "config.json"), "--tp", "2"],
+        ["convert", "/nowhere", "--tp", "2", out],
+        ["convert", str(config), "--tp", "2", out],  # no weights
+        ["convert", str(config), "--tp", "2", str(config), "--random-init"],  # OUT is not empty
+        ["inspect", "/nowhere"],
+        ["report", "/nowhere"],
+        ["verify", "/nowhere"],
+        ["replan", "/nowhere"],
+        ["adapt", "/nowhere", "/adapter", out],
+        ["merge", "/nowhere", out],
+        ["reshard", "/nowhere", "--tp", "2", out],
+        ["export", "/nowhere", out, "--format", "dcp"],
+        ["push", "/nowhere", "user/model"],
+    ]
+    code = (
+        "import json, sys; from shardconv import cli; codes = [cli.run(x) for x in json.loads(sys.argv[1])]; "
+        "print(codes, sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == f"{[2] * len(commands)} []", done.stderr
+    for line, argv in zip(done.stderr.splitlines(), commands, strict=True):
+        assert line.startswith("error: ")
+        assert "; " in line, f"{argv}: no remedy in {line}"
+
+
 @pytest.mark.usefixtures("hand_solver")
 class TestConvert:
     """The main command."""

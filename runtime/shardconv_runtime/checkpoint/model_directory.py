@@ -1,0 +1,239 @@
+"""The directory of a model: where it is, what kind it is, its ``config.json`` and its index of weights.
+
+Nothing here imports torch, so that a wrong path or a broken file is an error at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SourceError, brief
+from ..format.manifest import MANIFEST_NAME, PLAN_NAME
+from ..hub_options import require_repo_id
+from ..parallel.model_config import CONFIG, unsafe_entry
+
+LAYOUTS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""(single file, index of several files), in the order in which transformers looks for them."""
+
+_LFS = b"version https://git-lfs"
+"""How a pointer file of Git LFS begins."""
+
+_OTHER_WEIGHTS = {
+    "*.gguf": "GGUF files",
+    "*.h5": "weights of TensorFlow",
+    "*.msgpack": "weights of Flax",
+    "consolidated*": "weights in the layout of their authors' own code",
+    "*.nemo": "a NeMo archive",
+    "*.onnx": "an ONNX model",
+}
+"""Files -> what they are."""
+
+
+def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Path | None:
+    """The local directory of a model that can be converted; None if ``model`` is the id of a Hub repository.
+
+    Raises:
+        SourceError: ``model`` is neither, or the directory holds something else, or lacks a file.
+    """
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        refuse_other_kinds(path, need_weights=need_weights)
+        read_config_json(path)
+        if need_weights:
+            weight_files(path)
+        return path
+    if path.exists():
+        raise SourceError(f"{text} is a file; give the directory that holds config.json and the weights")
+    if path.is_symlink():
+        raise SourceError(f"{text} is a link to {os.readlink(path)}, which does not exist; mend the link")
+    require_repo_id(text)
+    return None
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """``config.json`` as it was written.
+
+    Raises:
+        SourceError: it is missing or malformed, or would have transformers read or import something else.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise SourceError(f"no config.json in {directory}; name the directory of a transformers model")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read as JSON: {brief(error)}; restore the file") from error
+    if not isinstance(raw, dict):
+        raise SourceError(f"{path} does not hold a JSON object; restore the file")
+    if problem := unsafe_entry(raw):
+        raise SourceError(f"{path}: {problem}; remove it")
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An index of several weight files."""
+
+    path: Path
+    weight_map: Mapping[str, str]
+    """Tensor -> the file that holds it, relative to the directory."""
+    metadata: Mapping[str, Any]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Their names, sorted."""
+        return tuple(sorted(set(self.weight_map.values())))
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The files that hold the weights.
+
+    Raises:
+        SourceError: the directory has none, or an index names a file that is missing.
+    """
+    for single, index in LAYOUTS:
+        if (directory / single).is_file():
+            return (directory / single,)
+        if (directory / index).is_file():
+            files = tuple(directory / name for name in _read_index(directory / index).files)
+            for file in files:
+                if not file.is_file():
+                    raise SourceError(f"{file}, named by {index}, is missing; download it")
+            return files
+    names = " or ".join(single for single, _ in LAYOUTS)
+    raise SourceError(f"no weights in {directory}: expected {names} (or their index); download them")
+
+
+def index_of(directory: Path) -> Index | None:
+    """The index of a model's weight files; None if it has one file, or none.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    for single, index in LAYOUTS:
+        if (directory / single).is_file():
+            return None
+        if (directory / index).is_file():
+            return _read_index(directory / index)
+    return None
+
+
+def wanted_weights(directory: Path) -> tuple[str, ...]:
+    """The weight files to download for a repository whose indices are in ``directory``."""
+    for single, index in LAYOUTS:
+        if (directory / index).is_file():
+            return (single, *_read_index(directory / index).files)
+    return tuple(single for single, _ in LAYOUTS)
+
+
+def _read_index(index: Path) -> Index:
+    """An index; each of its names must be a file in the directory, or in a folder of it."""
+    try:
+        read = json.loads(index.read_text(encoding="utf-8"))
+        found = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
+        names = found.files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{index} is not an index of weights; download or copy it again") from error
+    for name in names:
+        parts = name.split("/") if isinstance(name, str) and "\\" not in name else [""]
+        if any(part in ("", ".", "..") for part in parts) or Path(name).is_absolute():
+            raise SourceError(f"{index} names {name!r}, which is not a file of its directory")
+    if not names:
+        raise SourceError(f"{index} names no files; download or copy it again")
+    return found
+
+
+def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
+    """Refuse what is no transformers model with weights of its own.
+
+    Args:
+        directory: local, with at least the small files.
+        need_weights: it should have weights too.
+
+    Raises:
+        SourceError: says what it is, and what to do.
+    """
+    has_config = (directory / CONFIG).is_file()
+    if need_weights and all((directory / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)):
+        raise SourceError(
+            f"{directory} is a converted directory; `shardconv reshard` converts it for another number of "
+            "ranks, `shardconv merge` back to an ordinary checkpoint"
+        )
+    if (directory / "adapter_config.json").is_file() and (need_weights or not has_config):
+        base = _json(directory / "adapter_config.json").get("base_model_name_or_path") or "its base model"
+        raise SourceError(
+            f"{directory} holds a PEFT adapter of {base}, which would be left out; merge it first: "
+            "PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(DIR); convert DIR"
+        )
+    if not has_config:
+        _refuse_without_config(directory)
+    _refuse_pointer(directory / CONFIG)
+    if need_weights:
+        known = {name for names in LAYOUTS for name in names}
+        for file in sorted(directory.iterdir()):
+            if file.name in known or file.suffix in (".safetensors", ".bin"):
+                _refuse_pointer(file)
+        if (index := index_of(directory)) is not None:
+            for name in index.files:  # which may be in folders
+                _refuse_pointer(directory / name)
+        if not any((directory / name).is_file() for name in known):
+            _refuse_other_weights(directory)
+
+
+def remarks(directory: Path) -> list[str]:
+    """Parts of a repository beside the model, which are not converted."""
+    path = directory / "modules.json"  # of sentence-transformers
+    if not path.is_file():
+        return []
+    listed = _json(path)
+    rest = [str(part.get("type", "")).rpartition(".")[2] for part in listed if isinstance(part, dict)][1:]
+    if not rest:
+        return []
+    return [
+        f"the repository is one of sentence-transformers; the model was converted, and its other modules "
+        f"({', '.join(rest)}) were not: apply them to the model's output"
+    ]
+
+
+def _refuse_without_config(directory: Path) -> None:
+    if (directory / "model_index.json").is_file():
+        parts = sorted(path.parent.name for path in directory.glob("*/config.json"))
+        named = f", such as {directory / parts[0]}" if parts else ""
+        raise SourceError(
+            f"{directory} is a diffusers pipeline; name one of its parts that is a transformers model{named}"
+        )
+    _refuse_other_weights(directory)
+
+
+def _refuse_other_weights(directory: Path) -> None:
+    for pattern, kind in _OTHER_WEIGHTS.items():
+        if found := next(directory.glob(pattern), None):
+            raise SourceError(
+                f"{directory} holds {kind} ({found.name}), which shardconv does not read; name the model in "
+                "transformers' format, or load it with from_pretrained and save it with save_pretrained"
+            )
+
+
+def _refuse_pointer(file: Path) -> None:
+    if not file.is_file() or file.stat().st_size > 1024:
+        return
+    if file.read_bytes().startswith(_LFS):
+        raise SourceError(
+            f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` there, or `hf download`"
+        )
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
