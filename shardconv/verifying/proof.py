@@ -9,10 +9,13 @@ itself, which says what does not hold.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from shardconv_runtime.errors import ShardconvError, SolveError
@@ -239,14 +242,47 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
     if other is None:
         return None
     try:
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # flex attention compiles itself, and warns where it may not
+        with _uncompiled(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # flex attention warns where it is not compiled
             simulate(other, calls=calls, logits=Logits.GATHERED)
     except Unprovable:
         return None
     except ShardconvError as error:
         return str(error).partition(". Nothing was written")[0]
     return None
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Code that compiles itself, as flex attention does, runs as it is.
+
+    Where nothing will be compiled, ``torch.compile`` imports Inductor nevertheless, which takes longer than
+    the proof of most models; it returns its function unchanged here. transformers (5.17 to 5.24) keeps what
+    it compiled in an instance of a class, which is another one meanwhile.
+    """
+    compile_, kept = torch.compile, _compiled_attention()
+    instance = getattr(kept, "_instance", None)
+    torch.compile = _unchanged  # type: ignore[assignment]
+    if kept is not None:
+        kept._instance = None
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.compile = compile_
+        if (kept := _compiled_attention()) is not None:
+            kept._instance = instance
+
+
+def _unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In place of ``torch.compile``, which may be a decorator."""
+    return function if function is not None else _unchanged
+
+
+def _compiled_attention() -> Any:
+    """The class, if it has been imported."""
+    module = sys.modules.get("transformers.integrations.flex_attention")
+    return getattr(module, "WrappedFlexAttention", None)
 
 
 # Embeddings that are given in place of ids, which were traced.

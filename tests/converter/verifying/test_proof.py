@@ -10,7 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
-import transformers
+import transformers.integrations.flex_attention
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.steps import Reduce
 from shardconv_runtime.errors import SolveError
@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline import numeric_check
+from shardconv.pipeline import numeric_check, stages
 from shardconv.pipeline.stages import solve_plan
 from shardconv.simulation import rank_simulation
 from shardconv.simulation.model_runs import ReusedModel
@@ -117,6 +117,40 @@ def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None
         tokens,  # flex attention
     ]
     assert sorted(made) == ["parallelize"] * 6 + ["parallelize_for_training"] * 2  # on two ranks
+
+
+def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor alone takes longer to import than this proof; later calls of this process compile as ever."""
+
+    def compiled(function: Any = None, **options: Any) -> None:
+        raise AssertionError(f"{function} is compiled")
+
+    attention = transformers.integrations.flex_attention.WrappedFlexAttention
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(attention, "_instance", kept := object())
+    ran: list[str] = []
+    evaluate = Simulation.evaluate
+
+    def evaluated(self: Simulation, inputs: TraceInputs, **how: Any) -> Any:
+        ran.append(self.model.config._attn_implementation)
+        return evaluate(self, inputs, **how)
+
+    monkeypatch.setattr(Simulation, "evaluate", evaluated)
+    assert not proofs.wrong_others(llama)
+    assert ran == ["flex_attention"]
+    assert (torch.compile, attention._instance) == (compiled, kept)
+
+
+def test_one_thread_computes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(stages, "_solved", lambda *_: found.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        spec = ModelSpec("model", transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, "float32")
+        solve_plan(spec, SolveOptions(2))
+        assert (found, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_plain_parts_that_embeddings_leave_out_are_run_too(
