@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import re
+import resource
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +33,32 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([_of_machine(root), *_of_cgroups(root)])
 
 
-def collect_garbage() -> None:
-    """Free what only cycles refer to: solving runs without the garbage collector.
+GARBAGE_BYTES = 2**27
+"""How much larger than ever this process becomes before garbage is searched for."""
 
-    Everything that there was when it was frozen (``gc.freeze``) is not searched.
+
+def collect_garbage() -> None:
+    """Free what only cycles refer to, if this process has become larger than it ever was.
+
+    Solving runs without the garbage collector. A search passes each object of all simulated ranks to find
+    some dozens, and took most of a proof where it followed each run. What was frozen before (``gc.freeze``)
+    is not searched.
     """
-    gc.collect()
-    return_freed_memory()
+    if most_bytes() >= _Searched.at_bytes + GARBAGE_BYTES:
+        gc.collect()
+        return_freed_memory()
+        _Searched.at_bytes = most_bytes()
+
+
+class _Searched:
+    at_bytes = 0
+    """The most memory that this process had had when garbage was last searched for."""
+
+
+def most_bytes() -> int:
+    """The most memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def return_freed_memory() -> None:

@@ -15,8 +15,13 @@ from torch import nn
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline.stages import solve_plan
-from shardconv.simulation import rank_simulation
-from shardconv.simulation.available_memory import available_bytes, require_memory
+from shardconv.simulation import available_memory, rank_simulation
+from shardconv.simulation.available_memory import (
+    GARBAGE_BYTES,
+    available_bytes,
+    collect_garbage,
+    require_memory,
+)
 from shardconv.simulation.model_runs import PRECISIONS, usable_gradients
 
 GB = 10**9
@@ -129,3 +134,15 @@ def test_a_plan_says_that_memory_ran_out(calls: int, monkeypatch: pytest.MonkeyP
     spec = ModelSpec("small", config, transformers.LlamaForCausalLM, "float32")
     with pytest.raises(SolveError, match=r"small: memory ran out .*--no-check"):
         solve_plan(spec, SolveOptions(2))
+
+
+def test_garbage_is_searched_for_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    peak = 2**30
+    monkeypatch.setattr(available_memory, "most_bytes", lambda: peak)
+    monkeypatch.setattr(available_memory.gc, "collect", lambda: searches.append(peak))
+    monkeypatch.setattr(available_memory._Searched, "at_bytes", 0)
+    for growth in (0, 0, GARBAGE_BYTES - 1, 1, 0, GARBAGE_BYTES):
+        peak += growth
+        collect_garbage()
+    assert searches == [2**30, 2**30 + GARBAGE_BYTES, 2**30 + 2 * GARBAGE_BYTES]
