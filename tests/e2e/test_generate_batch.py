@@ -21,6 +21,7 @@ from shardconv_runtime import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.inference import continuous_batching
 from shardconv_runtime.inference.batching_manager import PAGE_SIZE
 from torch import Tensor
+from warm_compiler import warm_up
 
 import shardconv
 
@@ -110,6 +111,31 @@ def test_the_tokens_of_one_request_after_another(
             assert tokens == want
             assert alone == want[1]
             assert implementation == attention, "as it was before"
+
+
+def batches_in_graphs(path: Path) -> tuple[list[list[int]], int]:
+    """Tokens where the caller has transformers compile the steps, and the number of graphs."""
+    graphs: list[Any] = []
+
+    def captured(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    options = {"mode": "default", "fullgraph": False, "dynamic": True}  # pages are read between the graphs
+    compiling = transformers.CompileConfig(backend=captured, **options)
+    model = load(path, compile=True)
+    return batch(model, prompts(), continuous_batching_config=pages(varlen_compile_config=compiling)), len(
+        graphs
+    )
+
+
+def test_steps_that_the_caller_compiles(converted: Any) -> None:
+    model = converted("even")
+    want = one_by_one(model.unsharded, prompts())
+    warm_up()
+    for tokens, num_graphs in run_processes(model.tp, batches_in_graphs, model.out):
+        assert tokens == want
+        assert num_graphs > 2
 
 
 def compiled_batches(path: Path) -> list[list[int]]:
