@@ -7,6 +7,7 @@ Needs accelerate, as the Trainer itself: ``pip install 'shardconv-runtime[traine
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,12 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
                 "load with data_parallel=DataParallel(param_dtype=...), call checkpoint_activations"
             )
         if args.load_best_model_at_end or args.auto_find_batch_size:
-            raise PlanError("load_best_model_at_end and auto_find_batch_size would load the model again")
+            raise PlanError(
+                "load_best_model_at_end and auto_find_batch_size would load the model again; "
+                "trainer.state.best_model_checkpoint names the best checkpoint, whose model/ load takes"
+            )
+        if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+            raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
         if (mesh.mesh_dim_names or ())[-1:] != ("tp",) or mesh.size() != args.world_size:
             raise PlanError(
                 f"{mesh}: its last dim should be 'tp', and it should have all {args.world_size} processes"
@@ -58,6 +64,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if mesh.size() > mesh["tp"].size() and not is_sharded:
             raise PlanError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
         self.mesh = mesh
+        _keep_class_names(model)
         super().__init__(model=model, args=args, **options)
 
     def get_tp_size(self) -> int:
@@ -115,7 +122,13 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
 
-    # The Trainer lacks public hooks for the next three, which are checked for below.
+    # The Trainer lacks public hooks for the next four, which are checked for below.
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # counts those of all processes
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + counted // self.get_tp_size()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         directory = Path(output_dir)
@@ -136,10 +149,23 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         """The caller has loaded the model from the checkpoint."""
 
 
+def _keep_class_names(model: nn.Module) -> None:
+    """Let the modules of FSDP2 say the names of their own classes.
+
+    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels of a
+    model whose class has one of transformers' names for causal models, and of no others.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+            vars(module)["_get_name"] = partial(str, own.__name__)  # in place of a method of nn.Module
+
+
 OVERRIDDEN = (
     "create_accelerator_and_postprocess",
     "get_tp_size",
     "save_model",
+    "_track_num_input_tokens",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
     "_load_from_checkpoint",
