@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("tensorboard")  # scripts/test_integrations installs it
 
 import shardconv_runtime
-from shardconv_runtime.errors import PlanError
+from shardconv_runtime.errors import LaunchError, PlanError
 from shardconv_runtime.integrations import ShardedTrainer
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
@@ -134,6 +135,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sgd": ({"optim": "sgd", "weight_decay": 0.1}, {}),
     "fused": ({"optim": "adamw_torch_fused"}, {}),
     "tensorboard": ({"report_to": "tensorboard"}, {}),
+    "sequence parallel": ({"gradient_accumulation_steps": 2}, {}),
 }
 OF_ONE_REPLICA = {"tokens seen", "by length"}
 """Cases whose batches, or whose padding, depend on the number of replicas."""
@@ -174,7 +176,13 @@ def run(name: str, models: Path, output: Path, sharded: bool) -> dict[str, Any]:
     }
     if sharded:
         mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "tp"))
-        model = shardconv_runtime.load(models / "out", mesh=mesh, training=True, data_parallel=replicas > 1)
+        model = shardconv_runtime.load(
+            models / "out",
+            mesh=mesh,
+            training=True,
+            data_parallel=replicas > 1,
+            sequence_parallel=name == "sequence parallel",
+        )
         trainer: Any = ShardedTrainer(model, mesh=mesh, **common)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(models / "plain", dtype="auto")
@@ -214,7 +222,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(torch.float64).save_pretrained(root / "plain")
-    shardconv.convert(root / "plain", root / "out", 2)
+    shardconv.convert(root / "plain", root / "out", 2, sequence_parallel=True)
     return root
 
 
@@ -339,3 +347,52 @@ def test_noise_is_the_same_on_the_ranks_of_a_replica(
     want = run_processes(1, use, models, tmp_path / "alone", False)[0]
     for found in run_processes(2, use, models, tmp_path / "ranks", True):
         assert found == pytest.approx(want, rel=CLOSE)
+
+
+def resumed(models: Path, output: Path) -> list[str]:
+    """On a rank: errors of resuming from another checkpoint, and with weights from elsewhere."""
+    args = arguments(output, 1, max_steps=2, save_strategy="steps", save_steps=1)
+    args.device  # noqa: B018  # starts the process group
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    data = {"train_dataset": Rows(TRAIN), "data_collator": collate}
+    common = {"mesh": mesh, "training": True, "timeout_s": 60}
+
+    def make(out: Path, output: Path = output, **options: Any) -> ShardedTrainer:
+        model = shardconv_runtime.load(out, **common, **options)
+        given = arguments(output, 1, max_steps=4, save_strategy="steps", save_steps=2)
+        return ShardedTrainer(model, given, mesh=mesh, **data)
+
+    ShardedTrainer(shardconv_runtime.load(models / "out", **common), args, mesh=mesh, **data).train()
+    first, last = output / "checkpoint-1", output / "checkpoint-2"
+    found = []
+    own = last if mesh["tp"].get_local_rank() == 0 else None
+    for error, trainer, checkpoint in (
+        (LaunchError, make(last / "model"), str(own) if own else None),
+        (PlanError, make(models / "out"), True),
+        (PlanError, make(first / "model"), str(last)),
+    ):
+        with pytest.raises(error) as caught:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        found.append(str(caught.value))
+    shutil.copytree(last / "model", output / f"copy-{mesh.get_rank()}")  # as on another disk
+    make(output / f"copy-{mesh.get_rank()}").train(resume_from_checkpoint=str(last))
+
+    adapted = output / "adapted"
+    make(models / "out", adapted, adapter=models / "adapter").train()
+    with pytest.raises(PlanError) as caught:
+        make(models / "out", adapted, adapter=models / "adapter").train(resume_from_checkpoint=True)
+    found.append(str(caught.value))
+    again = make(models / "out", adapted, adapter=adapted / "checkpoint-2" / "model")
+    again.train(resume_from_checkpoint=str(adapted / "checkpoint-2"))
+    return found
+
+
+def test_resuming_with_other_weights_is_refused(models: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    shardconv.adapt(models / "out", config, models / "adapter", seed=1)
+    for errors in run_processes(2, resumed, models, tmp_path):
+        assert "train was called with another resume_from_checkpoint" in errors[0]
+        assert all("the model was not loaded from" in error for error in errors[1:])
+        assert "checkpoint-2/model" in errors[2]
+        assert "adapter=" in errors[3]

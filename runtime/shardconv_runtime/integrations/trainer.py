@@ -7,6 +7,8 @@ Needs accelerate, as the Trainer itself: ``pip install 'shardconv-runtime[traine
 
 from __future__ import annotations
 
+import filecmp
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
+from ..adapters.adapter_names import WEIGHTS_NAME
+from ..comm.agreement import require_same_call
+from ..comm.mesh import mesh_processes
 from ..errors import PlanError
+from ..format import manifest
+from ..format.manifest import MANIFEST_NAME
+from ..loaded import loaded
 from ..saving.optimizer_state import load_optimizer, save_optimizer
 from ..saving.save import save
 from ..training.clipping import clip_grad_norm
@@ -66,6 +75,20 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         self.mesh = mesh
         _keep_class_names(model)
         super().__init__(model=model, args=args, **options)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """As the Trainer. All processes resume from the same checkpoint, from whose ``model`` the model is.
+
+        Raises:
+            LaunchError: they do not: some would wait for the others.
+            PlanError: the model was loaded from elsewhere.
+        """
+        chosen = resume_from_checkpoint or None
+        if chosen is True:
+            chosen = get_last_checkpoint(self.args.output_dir)
+        everyone = mesh_processes(self.mesh, self.args.device)
+        require_same_call(everyone, "train", {"resume_from_checkpoint": str(chosen)})
+        return super().train(resume_from_checkpoint, *args, **options)
 
     def get_tp_size(self) -> int:
         """Processes with the same data; the Trainer uses it to count the tokens and the size of a batch."""
@@ -147,6 +170,45 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The caller has loaded the model from the checkpoint."""
+        _require_weights_of(self.model, Path(resume_from_checkpoint) / "model")
+
+
+def _require_weights_of(model: Any, saved: Path) -> None:
+    """Check that a model was loaded from what the Trainer saved, or from a copy of it.
+
+    Args:
+        model: as ``load`` returned it.
+        saved: ``model`` in a checkpoint: a converted directory, which is not compared if it is for another
+            number of ranks, or adapters, of which those that are active are compared.
+
+    Raises:
+        PlanError: it was not, so that training would go on from other weights.
+    """
+    source = loaded(model)
+    options = source.building.wanted
+    if not hasattr(model, "peft_config"):
+        file = saved / MANIFEST_NAME
+        there = manifest.read(saved) if file.is_file() else None  # stages have a directory each
+        is_saved = there is None or there.tp != source.plan.tp or there.files == source.manifest.files
+        remedy = f'load("{saved}")'
+    else:
+        given = options.adapter if isinstance(options.adapter, Mapping) else {"default": options.adapter}
+        folders = {name: saved if (saved / WEIGHTS_NAME).is_file() else saved / name for name in given}
+        is_saved = all(
+            given.get(name) is not None and _same_bytes(Path(given[name]) / WEIGHTS_NAME, folders[name])
+            for name in model.active_adapters
+        )
+        remedy = f'load(..., adapter="{saved}")'
+    if not is_saved:
+        raise PlanError(
+            f"resume_from_checkpoint: the model was not loaded from {saved}, and would be trained on from "
+            f"other weights than those of the optimizer's state; call {remedy}, then make the trainer"
+        )
+
+
+def _same_bytes(file: Path, folder: Path) -> bool:
+    other = folder / WEIGHTS_NAME
+    return file.is_file() and other.is_file() and filecmp.cmp(file, other, shallow=False)
 
 
 def _keep_class_names(model: nn.Module) -> None:
