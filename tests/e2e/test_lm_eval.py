@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from distributed import forget_launcher, run_errors, run_processes
+from places import ROOT
 
 pytest.importorskip("lm_eval")
 
@@ -115,3 +117,18 @@ def test_the_scores_are_those_of_one_process(place: Path) -> None:
 def test_what_ranks_cannot_do_is_refused_on_each(place: Path, given: dict[str, str], why: str) -> None:
     for error in run_errors(2, evaluate, place, "shardconv", "out", given):
         assert why in str(error)
+
+
+@pytest.mark.slow
+def test_the_table_of_scores(place: Path, tmp_path: Path) -> None:
+    """``benchmarks/evaluation.py`` in a small size."""
+    table = tmp_path / "table.md"
+    script = ROOT / "benchmarks" / "evaluation.py"
+    command = [sys.executable, script, place / "plain", "--tp", "2", "--markdown", table]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    rows = table.read_text().splitlines()
+    alone, sharded = ([cell.strip() for cell in row.split("|")] for row in rows[2:])
+    assert list(map(float, sharded[2:7])) == pytest.approx(list(map(float, alone[2:7])), rel=1e-4)
+    assert float(sharded[7]) < 1e-4
+    assert sharded[8] == "20 of 20"

@@ -109,6 +109,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
                 if not file.is_file():
                     raise SourceError(f"{file}, named by {index}, is missing; download it")
             return files
+    if (directory / ".metadata").is_file():
+        raise SourceError(
+            f"{directory} holds a checkpoint of torch.distributed.checkpoint (.distcp), with the names of "
+            "the program that wrote it; let that write safetensors with transformers' names, see "
+            "docs/integrations.md"
+        )
     names = " or ".join(single for single, _ in LAYOUTS)
     raise SourceError(f"no weights in {directory}: expected {names} (or their index); download them")
 

@@ -15,7 +15,7 @@ from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Plan
 from ..format.slices import Mesh, group_of
 from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
-from . import env_int
+from . import env_int, other_launcher
 from .collectives import AllReduce, ProcessCommunicator
 from .devices import find_device
 from .process_groups import axes_group, check_group, control_group, start_group, warm_up
@@ -76,7 +76,7 @@ def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None, stages_
         raise LaunchError(
             f"the model was converted for {made_for}, and {found} process(es) load it; "
             f"start it with: torchrun --nproc-per-node {wanted} your_script.py"
-            + (" (or pass a group of that size)" if found > 1 else "")
+            + (" (or pass a group of that size)" if found > 1 else other_launcher())
         )
 
 

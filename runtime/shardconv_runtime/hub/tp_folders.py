@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..comm import other_launcher
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
 from ..format.small_files import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
@@ -120,4 +121,6 @@ def nothing_for(where: str, names: Iterable[str], world_size: int) -> str:
         advice = f"give one of these as {option('tp')}" if plain else "name the folder behind a slash"
         return f"{start}, but for {', '.join(plain or [folder.name for folder in found])}; {advice}"
     counts = (f"{f.tp * f.stages}" + (f" ({f.stages} stages)" if f.stages > 1 else "") for f in found)
-    return f"{start}, but for {', '.join(counts)}; start as many processes"
+    return f"{start}, but for {', '.join(counts)}; start as many processes" + (
+        other_launcher() if world_size == 1 else ""
+    )

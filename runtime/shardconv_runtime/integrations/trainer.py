@@ -7,6 +7,9 @@ Needs accelerate, as the Trainer itself: ``pip install 'shardconv-runtime[traine
 
 from __future__ import annotations
 
+import filecmp
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
+from ..adapters.adapter_names import WEIGHTS_NAME
+from ..comm.agreement import require_same_call
+from ..comm.mesh import mesh_processes
 from ..errors import PlanError
+from ..format import manifest
+from ..format.manifest import MANIFEST_NAME
+from ..loaded import loaded
 from ..saving.optimizer_state import load_optimizer, save_optimizer
 from ..saving.save import save
 from ..training.clipping import clip_grad_norm
@@ -49,7 +59,12 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
                 "load with data_parallel=DataParallel(param_dtype=...), call checkpoint_activations"
             )
         if args.load_best_model_at_end or args.auto_find_batch_size:
-            raise PlanError("load_best_model_at_end and auto_find_batch_size would load the model again")
+            raise PlanError(
+                "load_best_model_at_end and auto_find_batch_size would load the model again; "
+                "trainer.state.best_model_checkpoint names the best checkpoint, whose model/ load takes"
+            )
+        if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+            raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
         if (mesh.mesh_dim_names or ())[-1:] != ("tp",) or mesh.size() != args.world_size:
             raise PlanError(
                 f"{mesh}: its last dim should be 'tp', and it should have all {args.world_size} processes"
@@ -58,7 +73,22 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if mesh.size() > mesh["tp"].size() and not is_sharded:
             raise PlanError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
         self.mesh = mesh
+        _keep_class_names(model)
         super().__init__(model=model, args=args, **options)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """As the Trainer. All processes resume from the same checkpoint, from whose ``model`` the model is.
+
+        Raises:
+            LaunchError: they do not: some would wait for the others.
+            PlanError: the model was loaded from elsewhere.
+        """
+        chosen = resume_from_checkpoint or None
+        if chosen is True:
+            chosen = get_last_checkpoint(self.args.output_dir)
+        everyone = mesh_processes(self.mesh, self.args.device)
+        require_same_call(everyone, "train", {"resume_from_checkpoint": str(chosen)})
+        return super().train(resume_from_checkpoint, *args, **options)
 
     def get_tp_size(self) -> int:
         """Processes with the same data; the Trainer uses it to count the tokens and the size of a batch."""
@@ -115,7 +145,13 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
 
-    # The Trainer lacks public hooks for the next three, which are checked for below.
+    # The Trainer lacks public hooks for the next four, which are checked for below.
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # counts those of all processes
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + counted // self.get_tp_size()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         directory = Path(output_dir)
@@ -134,12 +170,64 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The caller has loaded the model from the checkpoint."""
+        _require_weights_of(self.model, Path(resume_from_checkpoint) / "model")
+
+
+def _require_weights_of(model: Any, saved: Path) -> None:
+    """Check that a model was loaded from what the Trainer saved, or from a copy of it.
+
+    Args:
+        model: as ``load`` returned it.
+        saved: ``model`` in a checkpoint: a converted directory, which is not compared if it is for another
+            number of ranks, or adapters, of which those that are active are compared.
+
+    Raises:
+        PlanError: it was not, so that training would go on from other weights.
+    """
+    source = loaded(model)
+    options = source.building.wanted
+    if not hasattr(model, "peft_config"):
+        file = saved / MANIFEST_NAME
+        there = manifest.read(saved) if file.is_file() else None  # stages have a directory each
+        is_saved = there is None or there.tp != source.plan.tp or there.files == source.manifest.files
+        remedy = f'load("{saved}")'
+    else:
+        given = options.adapter if isinstance(options.adapter, Mapping) else {"default": options.adapter}
+        folders = {name: saved if (saved / WEIGHTS_NAME).is_file() else saved / name for name in given}
+        is_saved = all(
+            given.get(name) is not None and _same_bytes(Path(given[name]) / WEIGHTS_NAME, folders[name])
+            for name in model.active_adapters
+        )
+        remedy = f'load(..., adapter="{saved}")'
+    if not is_saved:
+        raise PlanError(
+            f"resume_from_checkpoint: the model was not loaded from {saved}, and would be trained on from "
+            f"other weights than those of the optimizer's state; call {remedy}, then make the trainer"
+        )
+
+
+def _same_bytes(file: Path, folder: Path) -> bool:
+    other = folder / WEIGHTS_NAME
+    return file.is_file() and other.is_file() and filecmp.cmp(file, other, shallow=False)
+
+
+def _keep_class_names(model: nn.Module) -> None:
+    """Let the modules of FSDP2 say the names of their own classes.
+
+    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels of a
+    model whose class has one of transformers' names for causal models, and of no others.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+            vars(module)["_get_name"] = partial(str, own.__name__)  # in place of a method of nn.Module
 
 
 OVERRIDDEN = (
     "create_accelerator_and_postprocess",
     "get_tp_size",
     "save_model",
+    "_track_num_input_tokens",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
     "_load_from_checkpoint",

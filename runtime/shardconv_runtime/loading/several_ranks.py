@@ -26,8 +26,8 @@ from ..saving.ordinary_checkpoint import save_pretrained
 from ..saving.stored_model import named_tensors
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import (
+    guard_optimizers,
     look_for_infinities_over_ranks,
-    refuse_whole_tensor_optimizers,
     take_norms_over_ranks,
 )
 
@@ -110,7 +110,7 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     found = loaded(model)
     names = module_plans(found.plan).keys()
     ranks = dist.get_process_group_ranks(start.group)
-    refuse_changes(model, names, ranks)
+    refuse_changes(model, names, ranks, (start.rank, start.world_size))
     scheduled = None if found.stage is None else found.stage.link.is_scheduled
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
     localize_caches(model)
@@ -124,7 +124,7 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
         model.register_forward_pre_hook(known)
         take_norms_over_ranks()
         look_for_infinities_over_ranks()
-        refuse_whole_tensor_optimizers()
+        guard_optimizers()
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 

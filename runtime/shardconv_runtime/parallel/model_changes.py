@@ -9,7 +9,7 @@ what a model or an adapter itself replaces in its forward pass, which the proof 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -55,6 +55,9 @@ class _Part:
     """Whether the plan has edits or steps for the module itself."""
 
 
+MARK = "shardconv_rank"
+"""Key of states that programs save themselves: which rank's part it is. Parts often have equal shapes."""
+
 _ATTRIBUTE = "_shardconv_part"
 """Of the modules of loaded models, and so of their copies."""
 
@@ -69,18 +72,22 @@ def _watch_registrations() -> None:
     register_module_parameter_registration_hook(_check_parameter)
 
 
-def refuse_changes(model: nn.Module, planned: Collection[str], ranks: Collection[int]) -> None:
+def refuse_changes(
+    model: nn.Module, planned: Collection[str], ranks: Collection[int], place: tuple[int, int]
+) -> None:
     """Refuse methods of a model, and replacements of its modules, that would be wrong on every rank.
 
     Args:
         model: one rank's, complete.
         planned: FQNs of the modules for which the plan has edits or steps.
         ranks: of the default process group, those that hold parts of the model together.
+        place: this rank's number among them, and how many there are.
     """
     for name, remedy in REFUSED_METHODS.items():
         if hasattr(model, name):
             setattr(model, name, partial(_refuse, name, remedy))
-    model.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(partial(_mark_state, place))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(partial(_check_state, place))  # type: ignore[no-untyped-call]
     _watch_registrations()
     for name, module in model.named_modules():
         setattr(module, _ATTRIBUTE, _Part(frozenset(ranks), name in planned))
@@ -90,8 +97,23 @@ def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
 
 
-def _check_state(model: nn.Module, state: Mapping[str, Any], *rest: Any) -> None:
-    """Called by ``load_state_dict``, which would say only that sizes differ."""
+def _mark_state(
+    place: tuple[int, int], model: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Called by ``state_dict``, whose metadata ``torch.save`` keeps."""
+    metadata[MARK] = place
+
+
+def _check_state(
+    place: tuple[int, int],
+    model: nn.Module,
+    state: Mapping[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *rest: Any,
+) -> None:
+    """Called by ``load_state_dict``, which would say only that sizes differ, or take another rank's part."""
+    require_own_part("load_state_dict", metadata.get(MARK), place)
     own = model.state_dict()
     for name, value in state.items():
         shapes = [tuple(getattr(x, "shape", ())) for x in (value, own.get(name, value))]
@@ -100,6 +122,25 @@ def _check_state(model: nn.Module, state: Mapping[str, Any], *rest: Any) -> None
                 f"load_state_dict: {name} has shape {shapes[0]}, and this rank's part of it {shapes[1]}; "
                 "convert the checkpoint and load that, or give each rank its part, as state_dict() returns it"
             )
+
+
+def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, int]) -> None:
+    """Check that a state is of the same rank. What a program saved on rank 0 alone is not that of the others.
+
+    Args:
+        what: was called.
+        found: the rank that the state is of, and how many there were; None if it does not say.
+        place: the same of this rank.
+
+    Raises:
+        PlanError: it is of another one.
+    """
+    if found is not None and tuple(found) != place:
+        raise PlanError(
+            f"{what}: this is the state of rank {found[0]} of {found[1]}, and this process is rank "
+            f"{place[0]} of {place[1]}; each has its own part. Save with shardconv_runtime.save and "
+            "save_optimizer on all ranks, or a file for each rank"
+        )
 
 
 def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> None:

@@ -18,6 +18,7 @@ from ..format.slices import Mesh, Range
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
+from ..parallel.model_changes import MARK
 from .dcp_boxes import Box, BoxedTensor, held_boxes, local_tensor, local_window, owned_boxes
 from .optimizer_index import (
     OptimizerIndex,
@@ -244,7 +245,7 @@ def _group(held: HeldState, group: dict[str, Any]) -> ParameterGroup:
     names = {parameter: name for name, parameter in held.parameters.items()}
     values: dict[str, StoredValue] = {}
     for key, thing in group.items():
-        if key in ("params", "param_names"):
+        if key in ("params", "param_names", MARK):
             continue
         value = to_value(thing)
         if value is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PlanError
 from ..loaded import loaded
+from ..parallel.model_changes import MARK, require_own_part
 from .clipping import groups_of, norm_of_gradients, require_finite
 from .fsdp import MODELS, models_of
 
@@ -108,23 +110,60 @@ OPTIONS = {"percentile_clipping": 100, "max_unorm": 0.0}
 
 
 @cache
-def refuse_whole_tensor_optimizers() -> None:
-    """Refuse the steps of such optimizers of parameters of ``MODELS``."""
+def guard_optimizers() -> None:
+    """Refuse such optimizers of parameters of ``MODELS``, and those that loaded another rank's state."""
     register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _check_state(optimizer)
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     given = getattr(optimizer, "args", None)
     option = next((n for n, without in OPTIONS.items() if getattr(given, n, without) != without), None)
     if not names & WHOLE_TENSORS and option is None:
         return
-    if models_of(parameter for group in optimizer.param_groups for parameter in group["params"]):
+    if _models(optimizer):
         what = f"{type(optimizer).__name__} with {option}" if option else type(optimizer).__name__
         raise PlanError(
             f"{what} computes its step from whole tensors, and each rank holds parts of them; use an "
             "optimizer that treats each element alone, such as AdamW, Adam, SGD or Adagrad"
         )
+
+
+def _models(optimizer: Optimizer) -> list[nn.Module]:
+    return models_of(p for group in optimizer.param_groups for p in group["params"])
+
+
+# States that a program saves itself, with ``optimizer.state_dict()``: those of two ranks often have the same
+# shapes, so that all could load the state that rank 0 saved. At its first step an optimizer is known to be
+# one of a loaded model. From then on its states have a mark, in their groups. A mark that was loaded before
+# is compared there.
+
+_MARKING: WeakSet[Optimizer] = WeakSet()
+"""Those whose states get a mark."""
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    if torch.compiler.is_compiling():
+        return
+    marks = [group.pop(MARK, None) for group in optimizer.param_groups]
+    if optimizer in _MARKING and not any(marks):
+        return
+    models = _models(optimizer)
+    if not models:
+        return
+    launch = loaded(models[0]).launch
+    place = (launch.rank, launch.world_size)
+    for found in filter(None, marks):
+        require_own_part("optimizer.load_state_dict", found, place)
+    if optimizer not in _MARKING:
+        _MARKING.add(optimizer)
+        optimizer.register_state_dict_post_hook(partial(_mark_state, place))
+
+
+def _mark_state(place: tuple[int, int], optimizer: Optimizer, state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group[MARK] = place
 
 
 # ``torch.amp.GradScaler`` of the gradients of loaded models: all ranks skip a step, or none does.
@@ -153,7 +192,7 @@ def _over_ranks(own: Callable[..., dict[torch.device, Tensor]]) -> Callable[...,
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
         found = own(self, optimizer, inv_scale, found_inf, *args, **kwargs)
-        models = models_of(p for group in optimizer.param_groups for p in group["params"])
+        models = _models(optimizer)
         if not models:
             return found
         if not found:  # this process has no gradients; the others do, and wait for it

@@ -189,6 +189,10 @@ BAD_WEIGHTS: dict[str, tuple[Change, str]] = {
         lambda p: (p / "model.safetensors").unlink(),
         r"no weights in .*: expected model\.safetensors or pytorch_model\.bin .*; download them",
     ),
+    "of torch": (
+        lambda p: (p / "model.safetensors").rename(p / ".metadata"),
+        r"a checkpoint of torch\.distributed\.checkpoint .*; let that write safetensors",
+    ),
     "missing": (
         lambda p: change_tensors(p, model__norm__weight=None, model__layers__1__mlp__up_proj__weight=None),
         r"lacks 2 tensors: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight; download it again",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from converted import llama_plan, random_llama, write_directory
 from distributed import comm_counts, run_errors, run_processes
-from shardconv_runtime.comm import agreement, mesh
+from shardconv_runtime.comm import OTHER_LAUNCHERS, agreement, mesh
 from shardconv_runtime.errors import (
     CheckpointError,
     CodeMismatchError,
@@ -26,6 +26,7 @@ from shardconv_runtime.errors import (
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import rank_directory
 from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.hub.tp_folders import nothing_for
 from torch.distributed.tensor.debug import CommDebugMode
 from warm_compiler import warm_up
 
@@ -190,6 +191,19 @@ def test_wrong_world_size(tmp_path: Path, num_processes: int) -> None:
         assert isinstance(error, LaunchError)
         assert f"converted for tp=2, and {num_processes} process(es) load it" in str(error)
         assert "torchrun --nproc-per-node 2 your_script.py" in str(error)
+
+
+@pytest.mark.parametrize("name", OTHER_LAUNCHERS)
+def test_a_launcher_that_torch_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each process takes itself for the only one."""
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(LaunchError, match="started 2, but RANK is not set: start torchrun with it"):
+        load(converted(tmp_path)[0])
+    assert "started 2, but RANK is not set" in nothing_for("user/model", ["tp-2/manifest.json"], 1)
+    monkeypatch.setenv("RANK", "0")
+    assert "RANK is not set" not in nothing_for("user/model", ["tp-2/manifest.json"], 1)
 
 
 def test_a_truncated_file_of_one_rank(tmp_path: Path) -> None:
