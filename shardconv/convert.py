@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.checkpoint.model_directory import model_directory
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .inputs.example_inputs import Example
 
 
+@in_default_modes
 def convert(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -131,6 +133,7 @@ def convert(
     )
 
 
+@in_default_modes
 def plan(
     model: str | os.PathLike[str] | Any,
     tp: int,

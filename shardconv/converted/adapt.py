@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import fingerprint, manifest
 from shardconv_runtime.format.plan import Plan
@@ -17,6 +18,7 @@ from ..reporting.progress import Progress, Silent
 from .derived import require_trusted
 
 
+@in_default_modes
 def adapt(
     out: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | Any,

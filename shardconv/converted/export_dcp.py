@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
@@ -79,6 +80,7 @@ class Chunk:
     tensor: LazyTensor
 
 
+@in_default_modes
 def export(
     out: str | os.PathLike[str],
     directory: str | os.PathLike[str],

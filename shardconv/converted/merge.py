@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format.small_files import config_in_dtype
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
 from shardconv_runtime.versions import tool_versions
@@ -49,6 +50,7 @@ class _Layout:
     """For ``model.safetensors.index.json``, which a single file does not need."""
 
 
+@in_default_modes
 def merge(
     out: str | os.PathLike[str],
     hf_dir: str | os.PathLike[str],

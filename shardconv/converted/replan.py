@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format import plan_json as codec
@@ -106,6 +107,7 @@ def _with_packing(entry: Any, dtype: Any) -> Any:
     return kept | {"dtype": dtype, "packing": {"method": "fp8", "tensors": [values, factors]}}
 
 
+@in_default_modes
 def replan(
     out: str | os.PathLike[str],
     *,

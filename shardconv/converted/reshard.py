@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format.plan import Plan
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
@@ -13,6 +14,7 @@ from ..writing.outputs import WriteOptions, prepared
 from . import derived
 
 
+@in_default_modes
 def reshard(
     out: str | os.PathLike[str],
     out2: str | os.PathLike[str],

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.fingerprint import check_code
@@ -62,6 +63,7 @@ class DamagedError(CheckpointError):
             self.add_note(problem)
 
 
+@in_default_modes
 def verify(
     out: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,

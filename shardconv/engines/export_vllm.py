@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
 from shardconv_runtime.format.shard_files import grouped
@@ -83,6 +84,7 @@ class StateExport:
     """False: other ranks are still to be written."""
 
 
+@in_default_modes
 def export_vllm(
     model: str | os.PathLike[str],
     directory: str | os.PathLike[str],

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.small_files import stage_directories
 
@@ -43,6 +44,7 @@ class Pushed:
     """Paths in the same folder that do not belong to the directory."""
 
 
+@in_default_modes
 def push(
     out: str | os.PathLike[str],
     repo_id: str,

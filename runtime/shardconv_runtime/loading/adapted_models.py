@@ -19,6 +19,7 @@ from ..adapters.adapter_names import DEFAULT, is_of_adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
+from ..default_modes import in_default_modes
 from ..errors import PlanError
 from ..format import plan_json
 from ..format.names import expand_all
@@ -43,6 +44,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Of a layer's outputs with merged adapters, relative to the largest one."""
 
 
+@in_default_modes
 def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int = 0) -> Any:
     """A loaded model with a new adapter; every rank of the job calls it.
 

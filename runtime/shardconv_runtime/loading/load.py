@@ -18,6 +18,7 @@ from ..comm import mesh as launching
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..comm.own_gpus import require_own_gpus
+from ..default_modes import in_default_modes
 from ..errors import CheckpointError, PlanError, ShardconvError
 from ..format import fingerprint, manifest
 from ..format.small_files import of_stage_of, stage_directory, variant
@@ -75,6 +76,7 @@ def _beside(found: CheckedSource, stage: int) -> CheckedSource:
 T = TypeVar("T")
 
 
+@in_default_modes
 def load(
     path: str | os.PathLike[str],
     *,

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import agreement
+from ..default_modes import in_default_modes
 from ..loaded import loaded
 from . import dcp_boxes
 from .held_state import common_index, fresh_groups, fresh_state, held_state, install, resumption
@@ -31,6 +32,7 @@ _SHOWN = 5
 """Names in a warning."""
 
 
+@in_default_modes
 def save_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -71,6 +73,7 @@ def save_optimizer(
         holders.together(lambda: _finish(holders, staging, index), agreement.READ_TIMEOUT_S)
 
 
+@in_default_modes
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,

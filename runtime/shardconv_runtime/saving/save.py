@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
+from ..default_modes import in_default_modes
 from ..errors import CheckpointError, PlanError
 from ..format import manifest, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
@@ -46,6 +47,7 @@ from .staging import Staging, staged
 from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
 
+@in_default_modes
 def save(
     model: nn.Module,
     out: str | os.PathLike[str],

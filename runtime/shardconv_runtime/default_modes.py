@@ -1,0 +1,32 @@
+"""Functions that compute the same whatever modes of torch their caller has set."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_default_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Call a function outside of inference mode, and with the CPU as the default device.
+
+    A script that begins with ``torch.set_default_device("cuda")``, or that loads its model in inference mode,
+    would have tensors made on the wrong device, or such that nothing may be written to them.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        torch = sys.modules.get("torch")  # as long as it is not imported, nothing can be set
+        with ExitStack() as modes:
+            if torch is not None and torch.is_inference_mode_enabled():
+                modes.enter_context(torch.inference_mode(False))
+            if torch is not None and torch.get_default_device().type != "cpu":
+                modes.enter_context(torch.device("cpu"))
+            return function(*args, **kwargs)
+
+    return called
