@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
+from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape, numbered

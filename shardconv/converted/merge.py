@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format.small_files import config_in_dtype
+from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
 from shardconv_runtime.versions import tool_versions
 

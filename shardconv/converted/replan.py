@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format import plan_json as codec
@@ -20,6 +19,7 @@ from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, decode, read_text
+from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import SolveOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.fingerprint import check_code
@@ -17,6 +16,7 @@ from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent

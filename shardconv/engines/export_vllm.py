@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
 from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor, item_bytes, numbered
 from shardconv_runtime.versions import tool_versions
 

@@ -18,7 +18,6 @@ from ..comm import mesh as launching
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..comm.own_gpus import require_own_gpus
-from ..default_modes import in_default_modes
 from ..errors import CheckpointError, PlanError, ShardconvError
 from ..format import fingerprint, manifest
 from ..format.small_files import of_stage_of, stage_directory, variant
@@ -26,6 +25,7 @@ from ..format.staged_names import num_stages, stages_of
 from ..hub.fetch import beside
 from ..hub_options import Hub
 from ..loaded import unwrapped
+from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
 from . import rank_files
 from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded

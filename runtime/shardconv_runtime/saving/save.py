@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
-from ..default_modes import in_default_modes
 from ..errors import CheckpointError, PlanError
 from ..format import manifest, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
@@ -40,6 +39,7 @@ from ..format.stage_part import of_stage
 from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded
+from ..parallel.default_modes import in_default_modes
 from ..versions import tool_versions
 from .replicas import Replicas, full_tensor, replicas_of
 from .saved_adapters import save_adapters, wrapper_of
