@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,17 @@ def test_the_scores_are_those_of_one_process(place: Path) -> None:
 def test_what_ranks_cannot_do_is_refused_on_each(place: Path, given: dict[str, str], why: str) -> None:
     for error in run_errors(2, evaluate, place, "shardconv", "out", given):
         assert why in str(error)
+
+
+def test_an_incomplete_cache_of_one_rank_is_an_error_on_each(place: Path, tmp_path: Path) -> None:
+    """What an interrupted run with ``use_cache`` leaves: a file for each rank."""
+    given = {"use_cache": str(tmp_path / "cache"), "tasks": "choices"}
+    run_processes(2, evaluate, place, "shardconv", "out", given)
+    for rank, lost in enumerate((2, 3)):
+        with sqlite3.connect(tmp_path / f"cache_rank{rank}.db") as cache:
+            cache.execute("DELETE FROM unnamed WHERE rowid IN (SELECT rowid FROM unnamed LIMIT ?)", (lost,))
+    for error in run_errors(2, evaluate, place, "shardconv", "out", given):
+        assert "loglikelihood was called with another requests" in str(error)
 
 
 @pytest.mark.slow

@@ -332,6 +332,20 @@ def test_what_is_refused_by_name(models: Path, tmp_path: Path) -> None:
         assert all(word in error for word, error in zip(words, errors, strict=True)), errors
 
 
+def on_cpus_unsaid(models: Path, output: Path) -> None:
+    """Without ``use_cpu``: accelerate then takes each process for the only one."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = shardconv_runtime.load(models / "out", mesh=mesh, training=True)
+    args = TrainingArguments(str(output), report_to="none")
+    with pytest.raises(PlanError, match="use_cpu=True"):
+        ShardedTrainer(model, args, mesh=mesh, train_dataset=Rows(TRAIN))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_processes_on_cpus_are_found_with_an_option(models: Path, tmp_path: Path) -> None:
+    run_processes(2, on_cpus_unsaid, models, tmp_path)
+
+
 def with_noise(models: Path, output: Path, sharded: bool) -> list[float]:
     """Losses with noise in the embeddings, which each process draws."""
     CASES["noise"] = ({"neftune_noise_alpha": 5}, {})

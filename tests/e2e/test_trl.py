@@ -7,6 +7,9 @@ import json
 import math
 import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 import transformers
 from distributed import forget_launcher, run_processes
+from places import ROOT
 
 pytest.importorskip("trl")
 
@@ -266,3 +270,33 @@ def changed(args: Any, **fields: Any) -> Any:
 
 def test_what_would_be_wrong_is_refused_on_every_rank(models: Path, tmp_path: Path) -> None:
     run_processes(2, refused, models, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_guide(models: Path, tmp_path: Path) -> None:
+    """The first program of docs/training.md, on CPUs."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    section = page.partition("## An adapter in fifteen lines")[2]
+    program = section.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 15
+    (tmp_path / "sft.py").write_text(program.replace("bf16=False,", "bf16=False, use_cpu=True,"))
+    (tmp_path / "README.md").write_text("\n\n".join(LINES))
+    (tmp_path / "out-lora").symlink_to(models / "adapter")
+    shutil.copytree(models / "out", tmp_path / "out")
+    tokenizer().save_pretrained(tmp_path / "out")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "sft.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'loss'" in done.stdout
+    base = transformers.AutoModelForCausalLM.from_pretrained(models / "plain")
+    trained = peft.PeftModel.from_pretrained(base, tmp_path / "trained" / "model").state_dict()
+    assert any(bool(tensor.any()) for name, tensor in trained.items() if "lora_B" in name)

@@ -348,7 +348,7 @@ def outlines_in_generate() -> list[Any]:
     return [model("give", pattern, max_new_tokens=12, do_sample=sample) for sample in (False, True)]
 
 
-@refused("generate_batch takes no logits_processor")
+@refused("generate_batch takes no logits_processor; use generate (for grammars, or response_format")
 def a_grammar_in_generate_batch() -> list[Any]:
     model = load()
     model.generate_batch([[3, 4, 5]], max_new_tokens=2, logits_processor=[])

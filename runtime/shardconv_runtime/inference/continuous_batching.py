@@ -136,10 +136,12 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
         **others: Any,
     ) -> dict[str, Any]:
         if others:
-            raise PlanError(
-                f"generate_batch takes no {min(others)}; set it in a GenerationConfig, "
-                "and pass that as generation_config"
-            )
+            name = min(others)
+            if hasattr(self.generation_config, name):
+                remedy = "set it in a GenerationConfig, and pass that as generation_config"
+            else:
+                remedy = "use generate (for grammars, or response_format of the server, docs/serving.md)"
+            raise PlanError(f"generate_batch takes no {name}; {remedy}")
         prompts = [[int(token) for token in prompt] for prompt in inputs]
         given = {"inputs": _brief(prompts), "max_new_tokens": max_new_tokens}
         require_same_call(start, "generate_batch", given)

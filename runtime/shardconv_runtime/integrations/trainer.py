@@ -66,8 +66,10 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
             raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
         if (mesh.mesh_dim_names or ())[-1:] != ("tp",) or mesh.size() != args.world_size:
+            on_cpus = mesh.device_type == "cpu" and not args.use_cpu
             raise PlanError(
                 f"{mesh}: its last dim should be 'tp', and it should have all {args.world_size} processes"
+                + ("; on CPUs, the Trainer sees the others with use_cpu=True only" if on_cpus else "")
             )
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if mesh.size() > mesh["tp"].size() and not is_sharded:
