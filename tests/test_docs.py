@@ -185,6 +185,11 @@ def prose() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts" / "prose"))
 
 
+def test_the_prose_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    above_limit = prose()["main"]()
+    assert not above_limit, capsys.readouterr().out
+
+
 @cache
 def literals() -> str:
     """All strings of both packages, one a line."""
