@@ -81,7 +81,7 @@ def adapt_command(
         names = "OUT-ADAPTER" if config is not None else "ADAPTER and OUT-ADAPTER"
         raise click.UsageError(f"after OUT, give {names}: {wanted} and not {len(directories)}")
     if seed is not None and config is None:
-        raise click.UsageError("--seed is of the weights of a new adapter; add --lora, or leave it out")
+        raise click.UsageError("--seed is for the weights of a new adapter; add --lora, or leave it out")
     source = config if config is not None else directories[0]
     with working(quiet, verbose) as progress:
         plan = adapt(

@@ -332,7 +332,7 @@ def check_shard(
         if key.startswith("shardconv.") and metadata.get(key) != wanted:
             raise CheckpointError(
                 f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {wanted!r}: "
-                f"the file was swapped with that of another rank or conversion; {_REMEDY}"
+                f"the file is from another rank or conversion; {_REMEDY}"
             )
     return tensors
 

@@ -42,7 +42,7 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
     count = math.prod(sum(map(len, choice)) for choice in choices)
     if count > limit:
         raise PlanError(
-            f"the name pattern {shown(pattern)} stands for {_count(count)} names, more than {limit}"
+            f"the name pattern {shown(pattern)} expands to {_count(count)} names, more than {limit}"
         )
     return [".".join(name) for name in product(*(list(map(str, chain(*choice))) for choice in choices))]
 

@@ -82,7 +82,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
             self._heard_of_failure = True
             raise LaunchError(
                 "the ranks' random states differ: on one of them, other code drew numbers from torch's "
-                "default generator while requests were sampled; give that code a generator of its own"
+                "default generator while requests were sampled; give that code its own generator"
             )
         return tuple(found[: len(self._cpu_int_acc)])
 

@@ -67,7 +67,7 @@ def _beside(found: CheckedSource, stage: int) -> CheckedSource:
     other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
     if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
         raise CheckpointError(
-            f"{directory} and {found.directory} are of two conversions; copy or convert the model again"
+            f"{directory} and {found.directory} are from two conversions; copy or convert the model again"
         )
     return other
 

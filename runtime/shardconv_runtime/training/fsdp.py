@@ -127,8 +127,8 @@ def require_data_dims(mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
         others = " and ".join(repr(name) for name in names if name in (PP, TP))
         raise LaunchError(
-            f"the mesh has the dims {names}; beside {others} it should have one for data parallelism, or two "
-            "(replicas, shards)"
+            f"the mesh has the dims {names}; in addition to {others} it should have one for data "
+            "parallelism, or two (replicas, shards)"
         )
 
 
@@ -226,8 +226,8 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     leaving_out = next(filter(_may_leave_out, units.layers), None)
     if leaving_out is not None and not hasattr(FSDPModule, _ZEROS):
         raise PlanError(
-            f"a {type(leaving_out).__name__} has modules of which some may run on one replica alone "
-            "(experts that no token chose), so that replicas would wait for each other's gradients; this "
+            f"a {type(leaving_out).__name__} has modules that may run on only some replicas "
+            "(experts that no token chose), so replicas would wait for each other's gradients; this "
             f"needs a newer version of torch ({_ZEROS} of FSDP2)"
         )
     _check_parameters(model, [*units.layers, *units.others[:-1]])

@@ -351,6 +351,7 @@ def _require_inner_units(model: nn.Module, stage: StageModel) -> None:
         inner = (module for unit in stage.units_of(model, number) for module in unit.modules())
         if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
             raise PlanError(
-                f"all parameters of stage {number} are used by several modules, so that FSDP2 can shard none "
-                "of these by itself; load the model without data_parallel=, or convert it with other --stages"
+                f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
+                "none of these modules separately; load the model without data_parallel=, or convert "
+                "it with other --stages"
             )
