@@ -18,6 +18,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FIRST = ("load", "convert", "plan")
+"""Functions that begin the reference of their package."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -96,7 +98,7 @@ def python_api() -> str:
         sections.append(f"## {package}")
         sections += [
             f"::: {modules[name]}.{name}\n    options:\n      heading_level: 3"
-            for name in sorted(public, key=lambda name: name.endswith("Error"))
+            for name in sorted(public, key=lambda name: (name.endswith("Error"), name not in FIRST))
             if not name.startswith("__")
         ]
     return "\n\n".join(sections) + "\n"
