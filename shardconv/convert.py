@@ -73,7 +73,10 @@ def convert(
             converted directory for each stage with its layers.
         stages: first and last layer of each stage, for example ``"0-39,40-79"``; by default bytes and work
             are balanced.
-        revision, cache_dir, local_files_only, token: options for downloads from the Hub.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
         dtype: dtype of the parameters, for example ``"bfloat16"``; by default the dtype of the checkpoint.
         max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
             gets its own file.
@@ -157,7 +160,10 @@ def plan(
             complete experts to each rank.
         sequence_parallel: also make a form of the plan for ``load(..., sequence_parallel=True)``. It is an
             error if the model has no such form.
-        revision, cache_dir, local_files_only, token: options for downloads from the Hub.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
         dtype: dtype of the parameters; by default the dtype in the config.
         trust_remote_code: import the Python code of the repository.
         pp: number of pipeline stages, each of which is sharded over ``tp`` ranks.

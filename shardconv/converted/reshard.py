@@ -38,7 +38,8 @@ def reshard(
         out2: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
             run, unless ``overwrite`` is set.
         tp: number of ranks.
-        pp, stages: number of stages and their layers, see ``convert``; ``out`` may have others, or none.
+        pp: number of stages; ``out`` may have another number, or none.
+        stages: first and last layer of each stage, see ``convert``.
         max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
             gets its own file.
         memory: I/O buffer size in bytes, or as text.

@@ -86,7 +86,10 @@ def verify(
             cast as the plan says.
         numerics: run all ranks in this process on their real weights and compare them with the unsharded
             model. This needs about the memory of the largest weight. The result is written to the manifest.
-        revision, cache_dir, local_files_only, token: options for downloads of ``against`` from the Hub.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
         trust_remote_code: import the Python code of ``against`` and, for ``numerics``, of ``out``.
         progress: where to report progress.
 

@@ -110,7 +110,10 @@ def export_vllm(
         directory: directory to create. It must not exist, be empty, or hold the unfinished files of an
             earlier run.
         tp: number of vLLM ranks.
-        revision, cache_dir, local_files_only, token: options for downloads from the Hub.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
         dtype: dtype of the parameters, for example ``"bfloat16"``; by default vLLM chooses.
         max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets
             its own file.

@@ -158,8 +158,9 @@ def load(
             torch's. It must not write to its argument. For a compiled model, Dynamo must be able to trace
             it. ``"symmetric"`` sums small tensors in symmetric memory.
         revision: branch, tag or commit on the Hub. Only a commit never changes.
-        cache_dir, local_files_only, token: options of the Hub client. With ``local_files_only`` or
-            HF_HUB_OFFLINE, all files are read from the cache.
+        cache_dir: directory of the Hub cache.
+        local_files_only: read all files from the Hub cache, as with HF_HUB_OFFLINE.
+        token: Hub token; by default the token of the Hub login.
         trust_remote_code: allow a model with code in ``path`` to run that code.
         verify: read this rank's files in full and compare their checksums with the manifest.
         dequantize: convert packed weights of a quantized model to the model's dtype while loading. By
