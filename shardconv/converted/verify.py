@@ -154,7 +154,7 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
     size = human_bytes(found.num_bytes)
     lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums are right"]
     if found.num_tensors is not None:
-        lines.append(f"all {found.num_tensors} tensors are those of {against}, to the byte")
+        lines.append(f"all {found.num_tensors} tensors equal those of {against}, byte for byte")
     if found.numerics is not None:
         lines.append(numerics_text(found.numerics))
     return [*lines, *(f"remark: {remark}" for remark in found.remarks)]
