@@ -13,7 +13,7 @@ PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node TP -m shardconv_runtime.serve",
         description="Serves a converted model to clients of OpenAI's API.",

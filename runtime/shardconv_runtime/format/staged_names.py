@@ -89,7 +89,7 @@ def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T
 
 
 def held_before(plan: Plan, place: int, num_places: int) -> dict[str, str]:
-    """Of the parameters that a process holds and an earlier one too, the first name -> that in its model."""
+    """Return the first names of parameters that an earlier process holds too -> their names in its model."""
     own, *others = (stages_of(plan, p, num_places) for p in (place, *range(place)))
     earlier = {name for stages in others for name in held_names(plan, stages)}
     return {first: held for first, held in held_names(plan, own).items() if first in earlier}

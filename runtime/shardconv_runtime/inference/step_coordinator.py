@@ -129,7 +129,7 @@ def _largest(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
 
 
 def checksum(device: torch.device) -> int:
-    """Of the random state from which tokens are drawn."""
+    """Return a checksum of the random state from which tokens are drawn."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return zlib.crc32(state.numpy().tobytes())
 

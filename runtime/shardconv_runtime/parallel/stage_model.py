@@ -74,7 +74,9 @@ ArgumentNames = Mapping[str, Sequence[str]]
 
 
 def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
-    """Of the modules that are on some stages only: what replaces a module may call arguments otherwise.
+    """Return the argument names of the modules that run on only some stages.
+
+    A placeholder may name its arguments in another way.
 
     Args:
         model: unsharded, before ``parallelize``.
