@@ -103,7 +103,7 @@ def loaded(model: nn.Module) -> Loaded:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of ``torch.compile``, ``DistributedDataParallel`` and peft."""
+    """Return the model inside the wrappers of ``torch.compile``, ``DistributedDataParallel`` and peft."""
     peft = sys.modules.get("peft")
     while True:
         inner = model._modules.get("_orig_mod")

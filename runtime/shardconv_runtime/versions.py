@@ -18,7 +18,7 @@ CONVERTER = "shardconv_runtime.converter"
 
 
 def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
-    """A function of the converter, which is a distribution of its own and may be missing.
+    """Return a function of the converter, which is a distribution of its own and may be missing.
 
     Args:
         name: of its entry point.
