@@ -64,11 +64,15 @@ def unsharded(model: Path, adapter: Path) -> Any:
 @click.option("--adapter", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory for checkpoints.")
 @click.option("--unsharded", "alone", is_flag=True, help="MODEL is an ordinary checkpoint; plain SFTTrainer.")
-@click.option("--steps", default=100, help="Updates of the weights.")
-@click.option("--batch", default=4, help="Sequences in a forward pass of all copies together.")
-@click.option("--lr", default=1e-3, help="The largest learning rate.")
-@click.option("--save-every", default=0, help="Steps; 0 saves at the end only.")
-@click.option("--resume", type=click.Path(exists=True, path_type=Path), help="--adapter is its model.")
+@click.option("--steps", default=100, help="Number of updates.")
+@click.option("--batch", default=4, help="Sequences per forward pass, summed over replicas.")
+@click.option("--lr", default=1e-3, help="Maximum learning rate.")
+@click.option("--save-every", default=0, help="Steps between checkpoints; 0 saves only at the end.")
+@click.option(
+    "--resume",
+    type=click.Path(exists=True, path_type=Path),
+    help="Checkpoint to resume; --adapter is its model.",
+)
 def main(
     files: tuple[Path, ...],
     model: Path,

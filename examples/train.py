@@ -169,26 +169,22 @@ def report(step: int, loss: float, norm: float, losses: Path | None, *, new: boo
 @click.option(
     "--model", required=True, type=click.Path(exists=True, path_type=Path), help="Converted directory."
 )
-@click.option(
-    "--unsharded", is_flag=True, help="MODEL is an ordinary checkpoint; one process, for comparison."
-)
-@click.option("--steps", default=300, help="Updates of the weights, those before --resume included.")
-@click.option("--batch", default=8, help="Sequences in a forward pass of all copies together.")
-@click.option("--length", default=128, help="Bytes in a sequence.")
-@click.option("--accumulate", default=1, help="Forward and backward passes for each update.")
-@click.option("--lr", default=3e-3, help="The largest learning rate.")
-@click.option("--warmup", default=20, help="Updates until it is reached.")
-@click.option("--clip", default=1.0, help="Upper limit of the gradients' norm.")
+@click.option("--unsharded", is_flag=True, help="MODEL is an ordinary checkpoint; use one process.")
+@click.option("--steps", default=300, help="Total number of updates, including those before --resume.")
+@click.option("--batch", default=8, help="Sequences per forward pass, summed over replicas.")
+@click.option("--length", default=128, help="Bytes per sequence.")
+@click.option("--accumulate", default=1, help="Forward and backward passes per update.")
+@click.option("--lr", default=3e-3, help="Maximum learning rate.")
+@click.option("--warmup", default=20, help="Updates until the maximum learning rate.")
+@click.option("--clip", default=1.0, help="Maximum norm of the gradients.")
 @click.option("--dtype", default="stored", help="Dtype of the computation; bfloat16 is mixed precision.")
 @click.option("--sequence-parallel", is_flag=True, help="Shard activations between blocks over the sequence.")
 @click.option("--checkpoint-activations", is_flag=True, help="Recompute activations, to save memory.")
-@click.option("--seed", default=0, help="Of the data.")
-@click.option("--losses", type=click.Path(path_type=Path), help="File for a line of JSON for each step.")
+@click.option("--seed", default=0, help="Seed of the data.")
+@click.option("--losses", type=click.Path(path_type=Path), help="File that gets one line of JSON per step.")
+@click.option("--save", type=click.Path(path_type=Path), help="Directory for the final model and optimizer.")
 @click.option(
-    "--save", type=click.Path(path_type=Path), help="Directory for model and optimizer, at the end."
-)
-@click.option(
-    "--resume", type=click.Path(exists=True, path_type=Path), help="Directory of --save; its optimizer."
+    "--resume", type=click.Path(exists=True, path_type=Path), help="Directory of an earlier --save."
 )
 def main(**given: Any) -> None:
     """Train MODEL on the bytes of FILES."""

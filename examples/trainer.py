@@ -126,18 +126,22 @@ def load(model: Path, mesh: DeviceMesh, dtype: str, sequence_parallel: bool) -> 
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory for checkpoints.")
 @click.option("--unsharded", is_flag=True, help="MODEL is an ordinary checkpoint; the plain Trainer.")
-@click.option("--steps", default=300, help="Updates of the weights.")
-@click.option("--batch", default=8, help="Sequences in a forward pass of all copies together.")
-@click.option("--length", default=128, help="Bytes in a sequence.")
-@click.option("--accumulate", default=1, help="Forward and backward passes for each update.")
-@click.option("--lr", default=3e-3, help="The largest learning rate.")
+@click.option("--steps", default=300, help="Number of updates.")
+@click.option("--batch", default=8, help="Sequences per forward pass, summed over replicas.")
+@click.option("--length", default=128, help="Bytes per sequence.")
+@click.option("--accumulate", default=1, help="Forward and backward passes per update.")
+@click.option("--lr", default=3e-3, help="Maximum learning rate.")
 @click.option("--dtype", default="stored", help="Dtype of the computation; bfloat16 is mixed precision.")
 @click.option("--sequence-parallel", is_flag=True, help="Shard activations between blocks over the sequence.")
-@click.option("--log-every", default=1, help="Steps.")
-@click.option("--save-every", default=0, help="Steps; 0 saves at the end only.")
-@click.option("--eval-file", type=click.Path(exists=True, path_type=Path), help="Evaluate on it at the end.")
+@click.option("--log-every", default=1, help="Steps between logs.")
+@click.option("--save-every", default=0, help="Steps between checkpoints; 0 saves only at the end.")
 @click.option(
-    "--resume", type=click.Path(exists=True, path_type=Path), help="Checkpoint; --model is its model."
+    "--eval-file", type=click.Path(exists=True, path_type=Path), help="File for the final evaluation."
+)
+@click.option(
+    "--resume",
+    type=click.Path(exists=True, path_type=Path),
+    help="Checkpoint to resume, which contains --model.",
 )
 def main(**given: Any) -> None:
     """Train MODEL on the bytes of FILES."""

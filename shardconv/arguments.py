@@ -77,7 +77,7 @@ def require_pp(options: SolveOptions) -> None:
     if not isinstance(pp, int) or isinstance(pp, bool) or not 1 <= pp * options.tp <= MAX_TP:
         raise ShardconvError(f"pp must be a whole number from 1 to {MAX_TP // options.tp:,}, got {pp!r}")
     if options.stages and pp == 1:
-        raise ShardconvError("the layers of stages are of use with more than one stage; add --pp (pp=)")
+        raise ShardconvError("the layers of stages need more than one stage; add --pp (pp=)")
 
 
 def require_experts(experts: str) -> None:
@@ -94,7 +94,7 @@ def require_seed(seed: int | None, *, random_init: bool) -> None:
         raise ShardconvError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     if not random_init:
         raise ShardconvError(
-            "a seed is of use for a model that is initialized at random only; add --random-init "
+            "a seed needs a model that is initialized at random; add --random-init "
             "(random_init=True), or leave the seed out"
         )
 

@@ -61,50 +61,53 @@ def convert(
 ) -> Plan:
     """Solve a model for ``tp`` ranks and write its shards and its plan to ``out``.
 
-    A run that was killed, or failed because the disk was full, is continued by the same call.
+    To continue an interrupted run, call it again with the same arguments.
 
     Args:
         model: directory or Hub id of a transformers model.
-        out: directory to make; it must not exist, be empty, or hold the unfinished files of an earlier run,
-            unless ``overwrite``.
+        out: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
+            run, unless ``overwrite`` is set.
         tp: number of ranks.
-        experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
-            whole experts on each rank.
-        sequence_parallel: solve as well for activations that are sharded over the sequence between the
-            parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
-        pp: number of stages of a pipeline, each of which is sharded over ``tp`` ranks. ``out`` then has a
-            converted directory for each stage, with its layers alone.
-        stages: first and last layer of each stage, as ``"0-39,40-79"``; by default their bytes and work are
-            balanced.
-        revision, cache_dir, local_files_only, token: how to download from the Hub.
-        dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
-        max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
-        memory: I/O buffer size in bytes, or text as ``"512MiB"``.
-        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Several machines may write
-            different ranks to one directory; the last one completes it. Those of stages are counted through:
-            of two stages of 8, the second one has the ranks 8 to 15.
-        stream: request the needed bytes of a Hub repository only, and keep none in the cache; if False,
-            download its files to the cache. By default stream if ``ranks`` are given. Cached files are not
-            downloaded again, and files that are not safetensors are always downloaded.
-        random_init: write the weights of a newly initialized model, to be trained from scratch: ``model``
-            needs a config only, and its weights are not read.
-        seed: of the initialization, by default 0; the same seed gives the same weights for any ``tp``.
-        keep_unused: carry along the tensors of the checkpoint that the model does not use, such as layers
-            that predict further tokens, in a file that no rank reads. ``merge`` gives them back.
-        trust_remote_code: import the repository's own Python code.
-        overwrite: replace ``out`` if it is a converted directory, and nothing else.
-        check: check the plan on numbers (ranks simulated in float64) before anything is written.
-        example_inputs: a call of the model to trace and to check, for a model whose inputs cannot be made up:
-            its keyword arguments, a function that returns them for a config, or a file. A Python file defines
-            ``example_inputs(config)``; a safetensors file has the tensors by name. ``out`` keeps the example.
-        progress: where to report to.
+        experts: how mixture-of-experts layers are sharded: ``"tp"`` shards each expert, ``"ep"`` gives
+            complete experts to each rank.
+        sequence_parallel: also make a form of the plan for ``load(..., sequence_parallel=True)``. It is an
+            error if the model has no such form.
+        pp: number of pipeline stages, each of which is sharded over ``tp`` ranks. ``out`` then has a
+            converted directory for each stage with its layers.
+        stages: first and last layer of each stage, for example ``"0-39,40-79"``; by default bytes and work
+            are balanced.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
+        dtype: dtype of the parameters, for example ``"bfloat16"``; by default the dtype of the checkpoint.
+        max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
+            gets its own file.
+        memory: I/O buffer size in bytes, or as text such as ``"512MiB"``.
+        ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. Several machines may write
+            different ranks to one directory, and the last one completes it. Ranks of stages are counted
+            through: the second of two stages of 8 has the ranks 8 to 15.
+        stream: request only the necessary bytes from the Hub and cache none; if False, download the files
+            to the cache. By default stream if ``ranks`` are given. Cached files are not downloaded again.
+            Files other than safetensors are always downloaded.
+        random_init: write the weights of a newly initialized model. ``model`` needs only a config.
+        seed: seed of the initialization, by default 0. The same seed gives the same weights for any ``tp``.
+        keep_unused: keep the tensors of the checkpoint that the model does not use, for example
+            multi-token-prediction layers, in a file that no rank reads. ``merge`` writes them back.
+        trust_remote_code: import the Python code of the repository.
+        overwrite: replace ``out`` if it is a converted directory.
+        check: simulate the ranks in float64 and check the plan before anything is written.
+        example_inputs: a call of the model to trace and to check: its keyword arguments, a function that
+            returns them for a config, or a file. A Python file defines ``example_inputs(config)``; a
+            safetensors file has the tensors by name. ``out`` keeps the example.
+        progress: where to report progress.
 
     Returns:
         The plan, as in ``out/plan.json``.
 
     Raises:
-        ShardconvError: the message has the problem and the remedy. ``out`` is unchanged, but for its
-            ``.partial``, from which the next run continues.
+        ShardconvError: the message names the problem and the remedy. ``out`` then contains only
+            ``.partial``, from which the next run continues, or its earlier content.
 
     Example:
         >>> plan = shardconv.convert("my-model/", "out/", tp=2)
@@ -152,28 +155,31 @@ def plan(
     example_inputs: Example | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Solve a model for ``tp`` ranks from its config alone; no weights are read or needed.
+    """Solve a model for ``tp`` ranks from its config, without weights.
 
     Args:
-        model: a directory, a Hub id or a transformers config object. Of weights in a directory, those that
-            the config ties are compared.
+        model: a directory, a Hub id or a transformers config object. If a directory has weights, tied ones
+            are compared.
         tp: number of ranks.
-        experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
-            whole experts on each rank.
-        sequence_parallel: solve as well for activations that are sharded over the sequence between the
-            parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
-        revision, cache_dir, local_files_only, token: how to download from the Hub.
-        dtype: of the parameters; by default what the config says.
-        trust_remote_code: import the repository's own Python code.
-        pp: number of stages of a pipeline, each of which is sharded over ``tp`` ranks.
-        stages: first and last layer of each stage, as ``"0-39,40-79"``; by default their bytes and work are
-            balanced.
-        check: check the plan on numbers too, as ``convert`` does.
+        experts: how mixture-of-experts layers are sharded: ``"tp"`` shards each expert, ``"ep"`` gives
+            complete experts to each rank.
+        sequence_parallel: also make a form of the plan for ``load(..., sequence_parallel=True)``. It is an
+            error if the model has no such form.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
+        dtype: dtype of the parameters; by default the dtype in the config.
+        trust_remote_code: import the Python code of the repository.
+        pp: number of pipeline stages, each of which is sharded over ``tp`` ranks.
+        stages: first and last layer of each stage, for example ``"0-39,40-79"``; by default bytes and work
+            are balanced.
+        check: simulate the ranks and check the plan, as ``convert`` does.
         example_inputs: a call of the model to trace, see ``convert``.
-        progress: where to report to.
+        progress: where to report progress.
 
     Raises:
-        ShardconvError: the message has the problem and the remedy.
+        ShardconvError: the message names the problem and the remedy.
 
     Example:
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)

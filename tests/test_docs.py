@@ -6,6 +6,7 @@ import __future__
 import ast
 import inspect
 import re
+import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ ON_EACH_PAGE = pytest.mark.parametrize("page", TEXT)
 
 ROOTS = ("", "shardconv", "runtime", "runtime/shardconv_runtime")
 """Folders from which the docs name files."""
-OF_USERS = {"my_script.py"}
+OF_USERS = {"ask.py", "my_script.py"}
 """Files of a user's own that the docs speak of."""
 
 
@@ -74,7 +75,7 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 
 
 SCRIPTS = "benchmarks|examples|scripts"
-TOPS = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("."))
+TOPS = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.name != "build")
 
 
 def named_paths(text: str) -> Iterator[str]:
@@ -173,6 +174,36 @@ def test_wrong_commands_are_found() -> None:
     assert "there is no command" in (problem("shardconv conv m/") or "")
     assert "--nothing" in (problem("shardconv convert m/ out/ --nothing") or "")
     assert "ep" in (problem("shardconv convert m/ out/ --experts some") or "")
+
+
+# Words -----------------------------------------------------------------------------------------------
+
+
+@cache
+def prose() -> dict[str, Any]:
+    """The functions of ``scripts/prose``."""
+    return runpy.run_path(str(ROOT / "scripts" / "prose"))
+
+
+def test_the_prose_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    above_limit = prose()["main"]()
+    assert not above_limit, capsys.readouterr().out
+
+
+@cache
+def literals() -> str:
+    """All strings of both packages, one a line."""
+    found = {prose()["literal"](node) for _, tree in prose()["sources"]() for node in ast.walk(tree)}
+    return "\n".join(sorted(found))
+
+
+@pytest.mark.parametrize("page", ["docs/limits.md", "docs/troubleshooting.md"])
+def test_messages_that_are_quoted_exist(page: str) -> None:
+    rows = re.findall(r"^\|.*\|$", TEXT[page], re.MULTILINE)
+    messages = [code for row in rows for code in row.split("`")[1::2] if "…" in code]
+    assert len(messages) > 15
+    pieces = {piece.strip(" ():;,") for message in messages for piece in message.split("…")}
+    assert not [piece for piece in pieces if piece not in literals()]
 
 
 # Python ----------------------------------------------------------------------------------------------

@@ -43,22 +43,22 @@ class Loaded:
 
     @property
     def rank(self) -> int:
-        """Of the plan; the ranks of stages have the same numbers."""
+        """Return the rank in the plan; the ranks of all stages have the same numbers."""
         return self.launch.rank % self.plan.tp
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Of this process; the only one of a model without stages."""
+        """Return the stages of this process; without stages, the only one."""
         return (0,) if self.stage is None else tuple(self.stage.link.stages)
 
     @property
     def place(self) -> int:
-        """Of this process among those that share the stages."""
+        """Return the position of this process among the processes that share the stages."""
         return 0 if self.stage is None else int(self.stage.link.place)
 
     @cached_property
     def held_plan(self) -> Plan:
-        """Of what this process holds: all, or its stages' parameters by their names in its model."""
+        """Return the plan of the parameters that this process holds, by their names in its model."""
         if self.stage is None:
             return self.plan
 
@@ -103,7 +103,7 @@ def loaded(model: nn.Module) -> Loaded:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of ``torch.compile``, ``DistributedDataParallel`` and peft."""
+    """Return the model inside the wrappers of ``torch.compile``, ``DistributedDataParallel`` and peft."""
     peft = sys.modules.get("peft")
     while True:
         inner = model._modules.get("_orig_mod")

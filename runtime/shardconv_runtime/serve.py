@@ -13,7 +13,7 @@ PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node TP -m shardconv_runtime.serve",
         description="Serves a converted model to clients of OpenAI's API.",
@@ -21,30 +21,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("out", metavar="OUT", help="directory that `shardconv convert` wrote")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    parser.add_argument("--name", help="name of the model for clients; default: that of the directory")
+    parser.add_argument("--name", help="name of the model for clients; default: the name of the directory")
     parser.add_argument(
-        "--num-blocks", type=int, metavar="N", help="of the cache, of 256 tokens each; default: as fit"
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="cache size in blocks of 256 tokens; default: all free memory",
     )
-    parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="most tokens of a step")
+    parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="maximum tokens of one step")
     parser.add_argument(
         "--max-requests",
         type=int,
         default=256,
         metavar="N",
-        help="answered or waiting at a time; more are told to come again (429); default: %(default)s",
+        help="maximum number of running and waiting requests; more get status 429; default: %(default)s",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("SHARDCONV_API_KEY"),
         metavar="KEY",
-        help="what clients have to send; default: the environment's SHARDCONV_API_KEY, or nothing",
+        help="key that clients must send; default: the environment variable SHARDCONV_API_KEY, or none",
     )
     parser.add_argument(
         "--ignore",
         nargs="+",
         default=[],
         metavar="FIELD",
-        help="fields of generation_config.json that the server cannot grant, to serve without",
+        help="unsupported fields of generation_config.json to ignore",
     )
     return parser.parse_args()
 

@@ -18,7 +18,7 @@ CONVERTER = "shardconv_runtime.converter"
 
 
 def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
-    """A function of the converter, which is a distribution of its own and may be missing.
+    """Return a function of the converter, which is a distribution of its own and may be missing.
 
     Args:
         name: of its entry point.
@@ -31,7 +31,7 @@ def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
     for found in entry_points(group=CONVERTER, name=name):
         return found.load()
     raise LaunchError(
-        f"{purpose}, which the package shardconv does; install it beside shardconv-runtime{remedy}"
+        f"{purpose}, which needs the package shardconv; install it next to shardconv-runtime{remedy}"
     )
 
 

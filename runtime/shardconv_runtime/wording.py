@@ -34,5 +34,5 @@ def option(name: str) -> str:
 
 
 def again() -> str:
-    """The advice to repeat what failed."""
+    """Return the advice to repeat what failed."""
     return "run the same command again" if is_command() else "try again"

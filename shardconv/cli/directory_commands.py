@@ -46,10 +46,10 @@ from .options import (
     "config",
     metavar="CONFIG",
     type=click.Path(),
-    help="Make a new adapter by this config, which is like peft's adapter_config.json, instead of ADAPTER.",
+    help="Make a new adapter with this config, in the format of peft's adapter_config.json.",
 )
-@click.option("--seed", type=int, help="Of the initial weights of a new adapter (default 0).")
-@click.option("--overwrite", is_flag=True, help="Replace OUT-ADAPTER if it is one of an adapter.")
+@click.option("--seed", type=int, help="Seed of the weights of a new adapter.  [default: 0]")
+@click.option("--overwrite", is_flag=True, help="Replace OUT-ADAPTER if it holds an adapter.")
 @click.option("--no-check", is_flag=True, help="Skip the numerical check of the plan.")
 @trust_option("OUT")
 @loudness_options
@@ -65,8 +65,8 @@ def adapt_command(
 ) -> None:
     """Plan the converted directory OUT with an adapter that peft saved to ADAPTER.
 
-    OUT-ADAPTER gets the adapter's files, which peft loads as before, and the plan of the model with it. The
-    shards of OUT stay as they are. With --lora, the adapter is a new one, to be trained.
+    OUT-ADAPTER gets the files of the adapter and the plan of the model with it. The shards of OUT do not
+    change. With --lora, the command makes a new adapter for training.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def adapt_command(
         names = "OUT-ADAPTER" if config is not None else "ADAPTER and OUT-ADAPTER"
         raise click.UsageError(f"after OUT, give {names}: {wanted} and not {len(directories)}")
     if seed is not None and config is None:
-        raise click.UsageError("--seed is of the weights of a new adapter; add --lora, or leave it out")
+        raise click.UsageError("--seed is for the weights of a new adapter; add --lora, or leave it out")
     source = config if config is not None else directories[0]
     with working(quiet, verbose) as progress:
         plan = adapt(
@@ -101,9 +101,9 @@ def adapt_command(
 def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub: Any) -> None:
     """Show the plan and the files of the converted directory OUT.
 
-    OUT may also be the id of a repository on the Hub: only its plan and manifest are downloaded, and the
-    sizes of all files are checked. Of a directory that holds stages, all are shown; of one that adapt wrote,
-    the plan of the model with the adapter.
+    OUT may also be the id of a repository on the Hub. The command then downloads only the plan and the
+    manifest, and checks the sizes of all files. For a directory with stages it shows all of them. For an
+    adapter it shows the plan of the model with the adapter.
 
     \b
     Examples:
@@ -132,11 +132,11 @@ def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub:
 def replan_command(
     out: str, no_check: bool, sequence_parallel: bool, trust_remote_code: bool, quiet: bool, verbose: bool
 ) -> None:
-    """Solve OUT again for the installed torch and transformers, keeping its shards.
+    """Solve OUT again for the installed torch and transformers, and keep its shards.
 
-    A plan is valid for the model code that it was solved for; after an upgrade the runtime refuses it
-    and names this command. It takes seconds. If the new plan shards some tensor in another way, OUT is
-    not changed, and the model has to be converted again.
+    A plan is valid only for the model code that it was solved for. After an upgrade that changes the code,
+    the runtime tells you to run this command. It takes seconds. If the new plan shards a tensor in another
+    way, OUT does not change, and you must convert the model again.
 
     \b
     Example:
@@ -160,10 +160,12 @@ def replan_command(
 @click.command("verify")
 @click.argument("out", type=click.Path())
 @click.option(
-    "--against", metavar="MODEL", help="Compare every byte with this model, a directory or a Hub id."
+    "--against", metavar="MODEL", help="Compare every byte with this model (a directory or a Hub id)."
 )
 @click.option(
-    "--numerics", is_flag=True, help="Compare all ranks, run in this process, with the unsharded model."
+    "--numerics",
+    is_flag=True,
+    help="Run all ranks in this process and compare them with the unsharded model.",
 )
 @hub_options("MODEL")
 @trust_option("OUT and in MODEL")
@@ -171,11 +173,11 @@ def replan_command(
 def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Check every byte of the converted directory OUT.
 
-    Sizes, checksums and headers are compared with the manifest and the plan. With --against, the tensors of
-    each rank are compared with the weights of MODEL, cast as in the conversion. With --numerics, the ranks
-    run in float64 on their real weights and are compared with the unsharded model, in the memory of its
-    largest weight; the result is written to the manifest, and inspect shows it. If there are problems, all
-    are listed and the exit code is 2.
+    The command compares sizes, checksums and headers with the manifest and the plan. With --against, it also
+    compares the tensors of each rank with the weights of MODEL. With --numerics, it runs all ranks in float64
+    on their real weights and compares them with the unsharded model. This needs about the memory of the
+    largest weight. The result is written to the manifest. If there are problems, all are listed and the exit
+    code is 2.
 
     \b
     Examples:
@@ -229,9 +231,9 @@ def _verify_engine_state(out: str, quiet: bool, verbose: bool, options: dict[str
 def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Write the converted directory OUT as an ordinary checkpoint to the directory HF_DIR.
 
-    The files are those that transformers would save, in its layout, with the bytes of OUT; no model is
-    built in memory. Before anything is written, shardconv checks that transformers loads them to the same
-    parameters. HF_DIR gets its config.json last; the same command continues an interrupted run.
+    The files have the layout of transformers and the bytes of OUT. The model is not loaded into memory.
+    Before the command writes anything, it checks that transformers would load the files to the same
+    parameters. config.json is written last. To continue an interrupted run, run the same command again.
 
     \b
     Example:
@@ -259,8 +261,8 @@ def reshard_command(
 ) -> None:
     """Convert the converted directory OUT for N ranks, to the directory OUT2.
 
-    The weights are read from OUT only and are not cast; the files equal those of a conversion of the
-    original model for N ranks. OUT and OUT2 may have stages. The same command continues an interrupted run.
+    The weights come from OUT and are not cast. Converting the original model for N ranks would give the same
+    files. OUT and OUT2 may have stages. To continue an interrupted run, run the same command again.
 
     \b
     Example:

@@ -96,11 +96,11 @@ def _usage_message(error: click.ClickException) -> str:
 def cli(context: click.Context) -> None:
     """Ahead-of-time tensor parallelism for transformers models.
 
-    A model is converted once, on any machine, without a GPU, to a plan and one set of weights for each
-    rank. Under torchrun each rank then reads only its own bytes.
+    Convert a model once, on any machine and without a GPU, to a plan and one set of weights per rank. Under
+    torchrun, each rank then reads only its own bytes.
 
     \b
-      shardconv plan MODEL --tp 8           show what a conversion would do; needs the config only
+      shardconv plan MODEL --tp 8           show the plan; needs only the config
       shardconv convert MODEL --tp 8 out/   convert
       shardconv inspect out/                show a converted directory, or one on the Hub
       shardconv report out/                 show it as a web page with a picture

@@ -35,12 +35,14 @@ _OF_SIZES = ("max_file_size", "memory")
     show_default=True,
     help="dcp: for torch.distributed.checkpoint and transformers; vllm: for --load-format sharded_state.",
 )
-@click.option("--tp", type=int, metavar="N", help="Number of ranks of vLLM.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="dtype of vLLM's parameters.  [default: its choice]")
+@click.option("--tp", type=int, metavar="N", help="Number of vLLM ranks.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="dtype of vLLM's parameters.  [default: vLLM chooses]"
+)
 @click.option(
     "--ranks",
     metavar="LIST",
-    help="Write only these ranks, as 0-3 or 0,2,5; the last part completes DIR.  [default: all]",
+    help="Write only these ranks, for example 0-3 or 0,2,5. The last part completes DIR.  [default: all]",
 )
 @stream_option
 @size_options
@@ -52,14 +54,13 @@ def export_command(
 ) -> None:
     """Write a model to the directory DIR, in another sharded format.
 
-    dcp takes a converted directory. It is sharded safetensors, which torch.distributed.checkpoint reads with
-    a HuggingFaceStorageReader for any number of ranks, and transformers with from_pretrained. Each rank of
-    OUT has its own files, with the model's names of tensors; each element is stored once. Readers refuse DIR
-    until it is complete.
+    dcp takes a converted directory and writes sharded safetensors. torch.distributed.checkpoint reads them
+    with a HuggingFaceStorageReader for any number of ranks, and transformers reads them with from_pretrained.
+    Each element is stored once, with the tensor names of the model.
 
-    vllm takes a converted directory for any number of ranks, or a model as convert does. The files are those
-    that vLLM's N ranks start from, made by running the loader of the installed vLLM on tensors without
-    bytes; no GPU is needed. The same command continues an interrupted run.
+    vllm takes a model, or a converted directory for any number of ranks, and writes the files from which
+    vLLM's N ranks start. It runs the loader of the installed vLLM on tensors without memory and needs no GPU.
+    To continue an interrupted run, run the same command again.
 
     \b
     Examples:
@@ -123,18 +124,18 @@ COMMANDS = (export_command,)
 @click.argument("repo_id")
 @click.option("--private", is_flag=True, help="Make the repository private.")
 @click.option(
-    "--revision", metavar="BRANCH", help="Branch to push to, created if it does not exist.  [default: main]"
+    "--revision", metavar="BRANCH", help="Branch to push to. It is created if necessary.  [default: main]"
 )
-@click.option("--token", help="Hub token with write access.  [default: that of the Hub login]")
-@click.option("--dry-run", is_flag=True, help="Change nothing; list the files that would be sent or deleted.")
+@click.option("--token", help="Hub token with write access.  [default: the Hub login]")
+@click.option("--dry-run", is_flag=True, help="Only list the files that would be sent or deleted.")
 @loudness_options
 def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Publish the converted directory OUT in the repository REPO_ID of the Hugging Face Hub.
 
-    OUT is verified first. Its files go to tp-N/ (with stages to pp-P-tp-N/), so that one repository can hold
-    the model for several numbers of ranks; equal files are stored and sent once. The model card lists them,
-    with a picture of each plan; text that you wrote in it is kept. The same command continues an interrupted
-    push.
+    The command verifies OUT first. The files go to tp-N/ (with stages to pp-P-tp-N/), so one repository can
+    hold the model for several numbers of ranks. Identical files are stored and sent once. The model card has
+    a picture of each plan, and text that you add to it is kept. To continue an interrupted push, run the same
+    command again.
 
     \b
     Examples:

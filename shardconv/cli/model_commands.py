@@ -56,10 +56,10 @@ def convert_command(
 ) -> None:
     """Convert MODEL to the directory OUT for N ranks.
 
-    MODEL is a directory with config.json and weights, or the id of a Hub repository. Before anything is
-    written, the plan is checked: all ranks are simulated in float64 and compared with the unsharded model.
-    Until the conversion is complete, OUT holds only a directory .partial; the same command continues an
-    interrupted run.
+    MODEL is a directory with config.json and weights, or the id of a Hub repository. Before the command
+    writes anything, it checks the plan: it simulates all ranks in float64 and compares them with the
+    unsharded model. Until the conversion is complete, OUT contains only .partial. To continue an interrupted
+    run, run the same command again.
 
     \b
     Examples:
@@ -106,17 +106,17 @@ def _initialized(options: dict[str, Any]) -> str:
     "--format",
     "chosen",
     type=click.Choice(("report", "json", "tp_plan", "shards")),
-    help="A report, the plan as in plan.json, a tp_plan of transformers, or the boxes of each parameter that "
-    "each rank holds.  [default: report; json in FILE]",
+    help="A report, the plan as JSON, a tp_plan for transformers, or the parts of each parameter that each "
+    "rank holds.  [default: report; json in FILE]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Also write it to FILE."
 )
 @click.option(
     "--check/--no-check",
     default=None,
-    help="Check the plan numerically, as convert does.  [default: if it is written as json]",
+    help="Check the plan numerically.  [default: only for json]",
 )
 @example_option
 @tokens_option
@@ -138,17 +138,16 @@ def plan_command(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Show how MODEL would be converted for N ranks; needs its config, no weights.
+    """Show how MODEL would be converted for N ranks. Needs only its config.
 
     The report lists each kind of layer with its category, local shapes and bytes per rank, the replicated
-    parameters and why, the collectives of one forward pass with the bytes of their tensors, and what a rank
-    needs for weights, cache and activations.
+    parameters and the reason, the collectives of one forward pass, and the memory for weights, cache and
+    activations.
 
-    A plan in JSON can load a model without converted files: load("org/name", plan="plan.json").
-    A tp_plan makes transformers' own tensor parallelism do the same, if it can express the plan:
+    With a plan in JSON you can load a model without converting it: load("org/name", plan="plan.json").
+    A tp_plan is for the tensor parallelism of transformers, if it can express the plan:
     from_pretrained(MODEL, distributed_config=DistributedConfig(tp_size=N, tp_plan=...)).
-    Shards say which part of each parameter a rank holds, for programs that move weights between
-    processes that are sharded in different ways.
+    Shards are for programs that move weights between processes with different sharding.
 
     \b
     Examples:

@@ -109,7 +109,7 @@ tp_option = click.option(
     required=True,
     metavar="N",
     callback=_checked(require_tp),
-    help="Number of ranks to shard for.",
+    help="Number of ranks.",
 )
 
 auto_tp_option = click.option(
@@ -117,7 +117,7 @@ auto_tp_option = click.option(
     type=TpOrAuto(),
     required=True,
     metavar="N",
-    help="Number of ranks to shard for, or auto: the fewest (1, 2, 4 ...) that fit --device-memory.",
+    help="Number of ranks, or auto for the fewest (1, 2, 4 ...) that fit --device-memory.",
 )
 
 device_options = together(
@@ -125,19 +125,19 @@ device_options = together(
         "--device-memory",
         metavar="SIZE",
         callback=_checked(_optional(parse_size)),
-        help="Memory of each rank's device, as 80GB or 80GiB: the report says what fits.",
+        help="Memory of each device, for example 80GB or 80GiB. The report shows which sizes fit.",
     ),
     click.option(
         "--reserve",
         metavar="SIZE",
         callback=_checked(_optional(parse_size)),
-        help="Memory of the device to keep free.  [default: 2GB]",
+        help="Device memory to keep free.  [default: 2GB]",
     ),
     click.option(
         "--context",
         type=click.IntRange(1),
         metavar="N",
-        help="Tokens of each sequence that is to fit, prompt and all.",
+        help="Length of each sequence in tokens, including the prompt.",
     ),
     click.option("--batch", type=click.IntRange(1), metavar="N", help="Number of sequences.  [default: 1]"),
 )
@@ -147,13 +147,13 @@ experts_option = click.option(
     type=click.Choice(EXPERT_MODES),
     default="tp",
     show_default=True,
-    help="Shard mixture-of-experts layers inside each expert (tp), or distribute unsharded experts (ep).",
+    help="Shard each expert of a mixture (tp), or give complete experts to each rank (ep).",
 )
 
 sequence_option = click.option(
     "--sequence-parallel",
     is_flag=True,
-    help="Also solve for activations that are sharded over the sequence (for training).",
+    help="Also make a form of the plan for sequence parallelism in training.",
 )
 
 stage_options = together(
@@ -163,23 +163,27 @@ stage_options = together(
         default=1,
         show_default=True,
         metavar="P",
-        help="Number of pipeline stages, each of which is sharded over the N ranks of --tp.",
+        help="Number of pipeline stages. Each one is sharded over the N ranks of --tp.",
     ),
     click.option(
         "--stages",
         default="",
         metavar="LAYERS",
-        help="First and last layer of each stage, as 0-39,40-79.  [default: bytes and work are balanced]",
+        help="First and last layer of each stage, for example 0-39,40-79.  [default: balanced]",
     ),
 )
 
 tokens_option = click.option(
-    "--tokens", default=2048, show_default=True, metavar="N", help="Length of the forward pass in the report."
+    "--tokens",
+    default=2048,
+    show_default=True,
+    metavar="N",
+    help="Number of tokens of the forward pass in the report.",
 )
 
 loudness_options = together(
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-    click.option("-v", "--verbose", is_flag=True, help="Show the logging of transformers, and tracebacks."),
+    click.option("-v", "--verbose", is_flag=True, help="Show library logging and tracebacks."),
 )
 
 size_options = together(
@@ -189,7 +193,7 @@ size_options = together(
         show_default=True,
         metavar="SIZE",
         callback=_checked(parse_size),
-        help="Maximum size of the tensors in a file, as 500MB or 5GB; a larger tensor gets its own file.",
+        help="Maximum size of a file, for example 500MB or 5GB. A larger tensor gets its own file.",
     ),
     click.option(
         "--memory",
@@ -205,26 +209,26 @@ example_option = click.option(
     "--example-inputs",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Trace and check this call of the model: a safetensors file of its arguments, or a Python file that "
-    "defines example_inputs(config).  [default: inputs are made up]",
+    help="Example of a call of the model: a safetensors file with its arguments, or a Python file that "
+    "defines example_inputs(config).  [default: made-up inputs]",
 )
 
 initial_options = together(
     click.option(
         "--random-init",
         is_flag=True,
-        help="Initialize a new model, to train from scratch; MODEL needs a config only.",
+        help="Initialize a new model to train from scratch. MODEL needs only a config.",
     ),
     click.option(
         "--seed",
         type=int,
         metavar="N",
-        help="Seed of --random-init; the weights are the same for any --tp.  [default: 0]",
+        help="Seed of --random-init. The weights are the same for any --tp.  [default: 0]",
     ),
     click.option(
         "--keep-unused",
         is_flag=True,
-        help="Carry along the tensors that the model does not use; merge gives them back.",
+        help="Keep tensors that the model does not use, so that merge can write them.",
     ),
 )
 
@@ -233,13 +237,11 @@ def hub_options(argument: str) -> Callable[[Command], Command]:
     """How the Hub is reached for ``argument``, by its name in the help."""
     return together(
         click.option("--revision", help=f"Branch, tag or commit of {argument} on the Hub.  [default: main]"),
-        click.option("--cache-dir", type=click.Path(file_okay=False), help="Cache of Hub downloads."),
+        click.option("--cache-dir", type=click.Path(file_okay=False), help="Directory of the Hub cache."),
         click.option(
-            "--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only."
+            "--local-files-only", is_flag=True, help="Use only the local Hub cache; do not download."
         ),
-        click.option(
-            "--token", help="Hub token for private or gated models.  [default: that of the Hub login]"
-        ),
+        click.option("--token", help="Hub token for private or gated models.  [default: the Hub login]"),
     )
 
 
@@ -249,7 +251,7 @@ where_options = together(
         type=int,
         metavar="N",
         callback=_checked(_optional(require_tp)),
-        help="The directory for N ranks, if OUT has several in tp-N/.",
+        help="Number of ranks, if OUT has several directories tp-N/.",
     ),
     hub_options("OUT"),
 )
@@ -258,17 +260,19 @@ where_options = together(
 stream_option = click.option(
     "--stream/--download",
     default=None,
-    help="Read only the needed bytes from the Hub, without caching them, or download all files to the cache. "
-    "Cached files are not downloaded again.  [default: stream with --ranks, else download]",
+    help="Read only the necessary bytes from the Hub without caching them, or download all files to the "
+    "cache. Cached files are not downloaded again.  [default: stream with --ranks, otherwise download]",
 )
 
 model_options = together(
     hub_options("MODEL"),
-    click.option("--dtype", type=click.Choice(DTYPES), help="dtype of the parameters.  [default: as stored]"),
+    click.option(
+        "--dtype", type=click.Choice(DTYPES), help="dtype of the parameters.  [default: the stored dtype]"
+    ),
     click.option(
         "--trust-remote-code",
         is_flag=True,
-        help="Run the Python code in the model's repository. Off by default: read that code first.",
+        help="Allow the Python code in the model's repository to run. Read that code first.",
     ),
     loudness_options,
 )
@@ -277,7 +281,7 @@ model_options = together(
 
 def trust_option(where: str) -> Callable[[Command], Command]:
     """``--trust-remote-code`` of a command on a converted directory."""
-    return click.option("--trust-remote-code", is_flag=True, help=f"Run the Python code in {where}.")
+    return click.option("--trust-remote-code", is_flag=True, help=f"Allow the Python code in {where} to run.")
 
 
 def part_options(out: str) -> Callable[[Command], Command]:
@@ -286,11 +290,12 @@ def part_options(out: str) -> Callable[[Command], Command]:
         click.option(
             "--ranks",
             metavar="LIST",
-            help=f"Write only these ranks, as 0-3 or 0,2,5; the last part completes {out}.  [default: all]",
+            help="Write only these ranks, for example 0-3 or 0,2,5. The last part completes "
+            f"{out}.  [default: all]",
         ),
         click.option(
             "--overwrite",
             is_flag=True,
-            help=f"Replace {out}, which must be a converted directory.",
+            help=f"Replace {out} if it is a converted directory.",
         ),
     )

@@ -23,8 +23,8 @@ from .options import tokens_option, where_options
     "--output",
     metavar="FILE",
     type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write to FILE; - is standard output.  [default: OUT-report.html next to OUT, or here if OUT is on "
-    "the Hub]",
+    help="Write to FILE, or to standard output for -.  [default: OUT-report.html next to OUT, or here if OUT "
+    "is on the Hub]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if it is not a report.")
 @tokens_option
@@ -32,10 +32,10 @@ from .options import tokens_option, where_options
 def report_command(
     out: str, output: str | None, overwrite: bool, tokens: int, tp: int | None, **hub: Any
 ) -> None:
-    """Write an HTML page with all that inspect shows, and a picture.
+    """Write the output of inspect and a picture as an HTML page.
 
-    OUT is a converted directory, the id of a repository on the Hub with one, or a plan.json. The page is
-    self-contained: no network, no scripts. An earlier report in FILE is replaced, any other file is not.
+    OUT is a converted directory, the id of a Hub repository that has one, or a plan.json. The page needs no
+    network and no scripts. The command replaces an earlier report in FILE, but no other file.
 
     \b
     Examples:

@@ -32,27 +32,27 @@ def adapt(
 ) -> Plan:
     """Plan a model with an adapter, for ``load(out, adapter=out_adapter)``.
 
-    The adapter is put into the model on the meta device, and both are traced, solved and proven, forward and
-    gradients. The shards of the model stay as they are. ``out_adapter`` has what peft saves, so that it loads
-    in one process too, and the plan beside it.
+    The adapter is put into the model on the meta device, and both are traced, solved and checked, including
+    gradients. The shards of the model do not change. ``out_adapter`` contains the files of peft, so one
+    process can load it too, and the plan.
 
     Args:
-        out: a converted directory, or one of stages.
-        adapter: a directory that peft saved; or the config of a new adapter, as a ``peft.PeftConfig`` or a
-            file that is like ``adapter_config.json``.
-        out_adapter: directory to make; it must not exist, or be empty.
-        seed: of the initial weights of a new adapter, which are those that peft draws in one process after
-            ``torch.manual_seed(seed)``.
-        overwrite: replace ``out_adapter`` if it is one of an adapter, and nothing else.
-        trust_remote_code: import the Python code in ``out``; needed where its plan was made so.
+        out: a converted directory, or the directory of all stages.
+        adapter: directory that peft saved; or the config of a new adapter, as a ``peft.PeftConfig`` or a
+            file in the format of ``adapter_config.json``.
+        out_adapter: directory to create. It must not exist or must be empty.
+        seed: seed of the initial weights of a new adapter. They are the weights that peft draws in one
+            process after ``torch.manual_seed(seed)``.
+        overwrite: replace ``out_adapter`` if it holds an adapter.
+        trust_remote_code: import the Python code in ``out``; necessary if its plan was made with it.
         check: compare simulated ranks with the unsharded model.
-        progress: where to report to.
+        progress: where to report progress.
 
     Returns:
         The plan of the model with the adapter.
 
     Raises:
-        SourceError: the adapter is not one for this model, or cannot be sharded with it.
+        SourceError: the adapter is not for this model, or cannot be sharded with it.
         SolveError: the model with the adapter cannot be planned with these shards.
         ShardconvError: ``out`` is not a converted directory, or ``out_adapter`` is in use.
     """

@@ -92,22 +92,24 @@ def export(
 ) -> Exported:
     """Write a converted directory in another sharded format.
 
-    ``"dcp"`` is read by ``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader``, into plain
-    tensors or DTensors of any placement, and by ``from_pretrained`` of transformers. Names are those of
-    ``model.state_dict()``, tied ones too; packed parameters are their stored tensors.
-    The files of a rank hold its shards; elements that several ranks hold are written once. A run that was
-    killed is continued by the same call; until it is complete, readers refuse the directory.
+    ``torch.distributed.checkpoint.load`` reads ``"dcp"`` with a ``HuggingFaceStorageReader``, into plain
+    tensors or DTensors of any placement. ``from_pretrained`` of transformers reads it as well. Names are
+    those of ``model.state_dict()``, including tied ones. Packed parameters are their stored tensors. The
+    files of a rank hold its shards, and elements that several ranks hold are written once. To continue an
+    interrupted run, call it again with the same arguments.
 
     Args:
-        out: a converted directory; no code in it is run.
-        directory: to make; it must not exist, or be empty, or hold the unfinished files of an earlier run.
+        out: a converted directory; no code in it runs.
+        directory: directory to create. It must not exist, be empty, or hold the unfinished files of an
+            earlier run.
         format: ``"dcp"``.
-        max_file_size: bytes of a file, or text as ``"5GB"``; a chunk is never split.
-        memory: I/O buffer size in bytes, or text.
-        progress: where to report to.
+        max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger chunk gets
+            its own file.
+        memory: I/O buffer size in bytes, or as text.
+        progress: where to report progress.
 
     Raises:
-        ShardconvError: the message has the problem and the remedy.
+        ShardconvError: the message names the problem and the remedy.
 
     Example:
         >>> shardconv.export("out/", "sharded/", format="dcp")

@@ -60,22 +60,25 @@ def merge(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Merged:
-    """Write the model of a converted directory as ``save_pretrained`` would, without having it in memory.
+    """Write a converted directory as an ordinary checkpoint, without loading the model into memory.
 
-    Names, layout and division into files are those of transformers, as experts one by one where it saves
-    them so; the bytes are those of the shards. Before anything is written it is checked that transformers
-    loads this layout to the same parameters. A run that was killed is continued by the same call.
+    Names, layout and division into files are those of ``save_pretrained``, and the bytes are those of the
+    shards. Before anything is written, ``merge`` checks that transformers would load this layout to the
+    same parameters. To continue an interrupted run, call it again with the same arguments.
 
     Args:
         out: a converted directory.
-        hf_dir: directory to make; it must not exist, be empty, or hold unfinished files of an earlier run.
-        max_file_size: bytes of a file, or text as ``"5GB"``; a tensor is never split.
-        memory: I/O buffer size in bytes, or text.
-        trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
-        progress: where to report to.
+        hf_dir: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
+            run.
+        max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets
+            its own file.
+        memory: I/O buffer size in bytes, or as text.
+        trust_remote_code: import the Python code in ``out``; necessary if its plan was made with it.
+        progress: where to report progress.
 
     Raises:
-        ShardconvError: the message has the problem and the remedy. ``hf_dir`` then has no ``config.json``.
+        ShardconvError: the message names the problem and the remedy. ``hf_dir`` then has no
+            ``config.json``.
 
     Example:
         >>> shardconv.merge("out/", "my-model/")

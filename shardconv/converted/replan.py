@@ -116,23 +116,23 @@ def replan(
     sequence_parallel: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
-    """Solve ``out`` again and rewrite its plan; the shards stay as they are.
+    """Solve ``out`` again and rewrite its plan; the shards do not change.
 
-    ``plan.json`` is replaced before ``manifest.json``, each atomically. If the process dies between
-    the two, ``load`` refuses the directory, and running this again repairs it.
+    ``plan.json`` is replaced before ``manifest.json``, each atomically. If the process dies between the
+    two, ``load`` raises an error, and running this again repairs the directory.
 
     Args:
-        out: a converted directory, that of one stage, or one that holds those of all stages.
-        trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
-        check: check the new plan on numbers.
-        sequence_parallel: with a sequence-parallel form, which a plan that has one keeps.
-        progress: where to report to.
+        out: a converted directory, the directory of one stage, or the directory of all stages.
+        trust_remote_code: import the Python code in ``out``; necessary if its plan was made with it.
+        check: check the new plan numerically.
+        sequence_parallel: add a sequence-parallel form. A plan that has one keeps it.
+        progress: where to report progress.
 
     Returns:
-        The new plan; of all stages.
+        The new plan; with stages, the plan of all of them.
 
     Raises:
-        PlanError: the new plan lays out some tensor in another way, so that a conversion is needed;
+        PlanError: the new plan has another layout for some tensor, so the model must be converted again;
             nothing was changed.
         ShardconvError: ``out`` is not a converted directory, or its model cannot be planned.
     """

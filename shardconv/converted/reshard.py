@@ -32,29 +32,30 @@ def reshard(
 ) -> Plan:
     """Solve the model of a converted directory for ``tp`` ranks and write its shards to ``out2``.
 
-    The weights come from the shards in ``out`` and are not cast; the checkpoint that these were made from
-    is not needed. The files are those that converting it would give. A run that was killed is continued
-    by the same call.
+    The weights come from ``out`` and are not cast; the original checkpoint is not needed. Converting it
+    would give the same files. To continue an interrupted run, call it again with the same arguments.
 
     Args:
         out: a converted directory.
-        out2: directory to make; it must not exist, be empty, or hold the unfinished files of an earlier
-            run, unless ``overwrite``.
+        out2: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
+            run, unless ``overwrite`` is set.
         tp: number of ranks.
-        pp, stages: stages of a pipeline, and their layers, see ``convert``; ``out`` may have others, or none.
-        max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
-        memory: I/O buffer size in bytes, or text.
-        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. See ``convert``.
-        trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
-        overwrite: replace ``out2`` if it is a converted directory, and nothing else.
-        check: check the plan on numbers (ranks simulated in float64) before anything is written.
-        progress: where to report to.
+        pp: number of stages; ``out`` may have another number, or none.
+        stages: first and last layer of each stage, see ``convert``.
+        max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
+            gets its own file.
+        memory: I/O buffer size in bytes, or as text.
+        ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. See ``convert``.
+        trust_remote_code: import the Python code in ``out``; necessary if its plan was made with it.
+        overwrite: replace ``out2`` if it is a converted directory.
+        check: simulate the ranks in float64 and check the plan before anything is written.
+        progress: where to report progress.
 
     Returns:
         The plan, as in ``out2/plan.json``.
 
     Raises:
-        ShardconvError: the message has the problem and the remedy.
+        ShardconvError: the message names the problem and the remedy.
 
     Example:
         >>> plan = shardconv.reshard("out/", "out-4/", tp=4)

@@ -104,8 +104,8 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
     found = _read(path, may_be_damaged)
     if found.plan.stages is not None:
         raise PlanError(
-            f"{path} is a stage of {found.plan.stages.count}, with its layers alone; name the directory that "
-            "holds all stages"
+            f"{path} is a stage of {found.plan.stages.count}, with only its own layers; name the directory "
+            "that holds all stages"
         )
     return found
 

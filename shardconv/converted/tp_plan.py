@@ -199,7 +199,7 @@ class _Translation:
     def _parameter(self, fqn: str, parameter: torch.Tensor) -> ParameterPlan:
         found = self._parameters.get(self._tied.get(fqn, fqn))
         if found is None or global_shape(found) != tuple(parameter.shape):
-            raise PlanError(f"{fqn}: the plan is not for this model; plan the model anew")
+            raise PlanError(f"{fqn}: the plan is not for this model; plan the model again")
         return found
 
     def _sharding(self, name: str, found: ParameterPlan) -> EvenShards | None:

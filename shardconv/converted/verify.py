@@ -78,24 +78,27 @@ def verify(
 ) -> Verified:
     """Check a converted directory.
 
-    Every file of the manifest is there, of its size and checksum; the plan and the manifest are as they were
-    written; each shard holds the tensors that the plan says; no other file of tensors is there. Where a
-    directory holds those of stages, each is checked.
+    It checks that every file of the manifest exists with its size and checksum, that plan and manifest are
+    unchanged, that each shard holds the tensors in the plan, and that there are no other files with
+    tensors. For a directory of stages, each stage is checked.
 
     Args:
-        out: a converted directory, or one that holds those of all stages.
-        against: directory or Hub id of the model that it should be: every byte of every rank's shard of every
-            tensor is compared, cast as the plan says.
-        numerics: run all ranks in this process, on their real weights, and compare with the unsharded model,
-            in the memory of the largest weight. The result is written to the manifest.
-        revision, cache_dir, local_files_only, token: how to download ``against`` from the Hub.
+        out: a converted directory, or the directory of all stages.
+        against: directory or Hub id of the original model. Every byte of every rank's tensors is compared,
+            cast as the plan says.
+        numerics: run all ranks in this process on their real weights and compare them with the unsharded
+            model. This needs about the memory of the largest weight. The result is written to the manifest.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
         trust_remote_code: import the Python code of ``against`` and, for ``numerics``, of ``out``.
-        progress: where to report to.
+        progress: where to report progress.
 
     Raises:
-        DamagedError: with all problems.
-        CheckpointError: ``out`` is not a converted directory, or its ranks compute something else.
-        ShardconvError: ``against`` cannot be had, or the model cannot be run here.
+        DamagedError: lists all problems.
+        CheckpointError: ``out`` is not a converted directory, or its ranks compute different results.
+        ShardconvError: ``against`` cannot be read, or the model cannot run here.
 
     Example:
         >>> shardconv.verify("out/", against="my-model/").num_tensors
@@ -153,7 +156,7 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
     size = human_bytes(found.num_bytes)
     lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums are right"]
     if found.num_tensors is not None:
-        lines.append(f"all {found.num_tensors} tensors are those of {against}, to the byte")
+        lines.append(f"all {found.num_tensors} tensors equal those of {against}, byte for byte")
     if found.numerics is not None:
         lines.append(numerics_text(found.numerics))
     return [*lines, *(f"remark: {remark}" for remark in found.remarks)]

@@ -111,8 +111,8 @@ def _calls(model: nn.Module, inputs: TraceInputs, modules: Collection[str]) -> l
                 call(calls.prompt(Size(1, each, each)))
         except Exception as error:
             raise SolveError(
-                f"the model cannot be cut into stages: calls that would say how many integers {min(modules)} "
-                f"returns fail: {error}"
+                f"the model cannot be cut into stages: the calls that count the integers of {min(modules)} "
+                f"fail: {error}"
             ) from error
     return found
 
@@ -162,8 +162,8 @@ def _fitted_dim(
         if [product and min(product, most) for product in products] == sizes:
             return replace(dim, of=of, size=None, at_most=most)
     raise SolveError(
-        f"the model cannot be cut into stages: {fqn} returns integers whose dim {index} follows neither what "
-        f"it is given nor a constant: {sizes} in {len(sizes)} calls"
+        f"the model cannot be cut into stages: {fqn} returns integers whose dim {index} depends neither on "
+        f"its inputs nor on a constant: {sizes} in {len(sizes)} calls"
     )
 
 

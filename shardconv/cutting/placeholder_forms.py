@@ -107,7 +107,7 @@ class UnitForms:
         if forms:
             raise _no_placeholder(unit, "returns values of several kinds")
         if form.kind == "other" or any(item.is_other for item in form.items):
-            raise _no_placeholder(unit, "returns a value that is no tensor")
+            raise _no_placeholder(unit, "returns a value that is not a tensor")
         return form
 
     def cache_calls(self, unit: Unit) -> tuple[CacheCall, ...]:

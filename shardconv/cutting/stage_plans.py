@@ -277,7 +277,7 @@ class _Stages:
     def _sent(self, unit: Unit, stages: tuple[int, ...]) -> tuple[SentValue, ...]:
         values = {v: None for received in self.received for v in received if v.unit == unit.fqn}
         if values and len(unit.calls) > 1:
-            raise SolveError(f"{unit.fqn} is called more than once, and another stage needs what it returns")
+            raise SolveError(f"{unit.fqn} is called more than once, and another stage needs its results")
         return tuple(self._value(value) for value in values)
 
     def _value(self, value: Value) -> SentValue:

@@ -102,27 +102,32 @@ def export_vllm(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> StateExport:
-    """Write what each rank of the installed vLLM holds after loading a model, without a GPU.
+    """Write the tensors of each rank of the installed vLLM, without a GPU.
 
-    vLLM's own model classes and loader run, once for each rank, on tensors without bytes; what they copy is
-    recorded and then copied. A run that was killed is continued by the same call.
+    The model classes and the loader of vLLM run once per rank on tensors without memory. Their copies are
+    recorded and then carried out. To continue an interrupted run, call it again with the same arguments.
 
     Args:
-        model: directory or Hub id of an ordinary checkpoint, or a converted directory of any tp.
-        directory: to make; it must not exist, or be empty, or hold the unfinished files of an earlier run.
-        tp: number of ranks of vLLM.
-        revision, cache_dir, local_files_only, token: how to download from the Hub.
-        dtype: of the parameters, as ``"bfloat16"``; by default vLLM's choice.
-        max_file_size: bytes of a file, or text as ``"5GB"``; a tensor is never split.
-        memory: I/O buffer size in bytes, or text.
-        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. The last part completes the
+        model: directory or Hub id of an ordinary checkpoint, or a converted directory for any tp.
+        directory: directory to create. It must not exist, be empty, or hold the unfinished files of an
+            earlier run.
+        tp: number of vLLM ranks.
+        revision: branch, tag or commit on the Hub.
+        cache_dir: directory of the Hub cache.
+        local_files_only: use only the Hub cache.
+        token: Hub token; by default the token of the Hub login.
+        dtype: dtype of the parameters, for example ``"bfloat16"``; by default vLLM chooses.
+        max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets
+            its own file.
+        memory: I/O buffer size in bytes, or as text.
+        ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. The last part completes the
             directory.
-        stream: as in ``convert``.
-        trust_remote_code: import the model's own Python code.
-        progress: where to report to.
+        stream: see ``convert``.
+        trust_remote_code: import the Python code of the model.
+        progress: where to report progress.
 
     Raises:
-        ShardconvError: the message has the problem and the remedy.
+        ShardconvError: the message names the problem and the remedy.
 
     Example:
         >>> shardconv.export_vllm("my-model/", "state/", tp=2)

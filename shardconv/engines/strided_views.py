@@ -143,7 +143,7 @@ def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[
         known = [box for box in boxes if box is not None]
         if own is not None and len(known) == len(boxes):
             return own, known, [stop - start for start, stop in own]
-    raise UnknownContentError("it was written in stretches that are no box of it")
+    raise UnknownContentError("it was written in stretches that are not boxes")
 
 
 def _box_of(view: View, origin: int, radices: Sequence[int]) -> Box | None:

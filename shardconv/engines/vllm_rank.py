@@ -124,7 +124,9 @@ def answer(request: Request, config: Any, rank: int) -> Answer:
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
             if self.is_read or source.subfolder is not None:
-                raise ValueError(f"weights of {source.model_or_path} are loaded beside the checkpoint's own")
+                raise ValueError(
+                    f"weights of {source.model_or_path} are loaded in addition to the checkpoint's own"
+                )
             self.is_read = True
             return ((source.prefix + name, RecordedTensor(lazy)) for name, lazy in request.tensors.items())
 

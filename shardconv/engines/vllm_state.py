@@ -83,13 +83,13 @@ class StateRecorder:
                 texts = [f"{parameter}: {reason}" for parameter, reason in recorded.refused.items()]
                 more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
                 raise SourceError(
-                    f"what vLLM writes to parameters of {name} cannot be recorded (rank {rank}): "
+                    f"writes of vLLM to parameters of {name} cannot be recorded (rank {rank}): "
                     f"{'; '.join(texts[:SHOWN])}{more}; save the state from vLLM itself"
                 )
             if len(found) < tp and not recorded.is_as_declared:
                 raise SourceError(
-                    f"vLLM changes which parameters {name} has while it loads, so that a part cannot know "
-                    "those of other ranks; write all ranks in one run, without --ranks"
+                    f"vLLM changes which parameters {name} has while it loads, so a part of the ranks cannot "
+                    "know the parameters of the others; write all ranks in one run, without --ranks"
                 )
         first = answers[0]
         return EngineState(

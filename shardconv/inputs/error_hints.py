@@ -39,7 +39,7 @@ def is_about_tokens(error: Exception) -> bool:
 
 
 def needed_count(error: Exception, count: int) -> int | None:
-    """Of an error that compares a number of tokens with one of features: that of the features.
+    """Return the number of features from an error that compares it with a number of tokens.
 
     Args:
         error: how a call failed.

@@ -1,7 +1,15 @@
 """The inputs beside tokens to call a model with: images, sounds, measurements, states of an encoder.
 
 The parameters of a forward method have telling names, and the config has sizes. Which of the forms is meant
-cannot be read off with certainty: they are tried in order (``inputs.py``).
+cannot be read off with certainty: they are tried in order (``trace_inputs.py``).
+
+The richest forms come first: images and audio together, each of them separately, then none. Of images
+there are several forms: tiles with their sizes or ratios, patches with their positions, one image per
+row, frames of a video, lists of images. Audio is tried with few samples and with a second of them. A form
+whose parameters have telling names comes first. If the error of the model names what it needs (a number
+of features, the length of a mask, a divisor, a width), that is tried at once. A required input of which
+nothing is known gets the width that the first matrix product with it needs. An input that the forward
+pass does not read does not count as given.
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
 """What a rank needs beside its weights, measured on its own model without memory.
 
-The runtime's code makes the model of rank 0, which has the largest share of everything. It is run on the meta
-device at a few batches and lengths, and the bytes of its cache and of its live tensors are put into formulas.
-Layers that others stand for are left out, and counted.
+The runtime's code makes the model of rank 0, which has the largest share of everything. It is run on the
+meta device at a few batches and lengths, and the bytes of its cache and of its live tensors are put into
+formulas. Layers that others stand for are left out, and counted.
+
+The cache is the outputs of a call that are arguments of the next one. It is compared after a decoding
+step at short and long lengths and for two batches: each tensor is constant, grows with each token, or
+stops growing at a window. The moments of six runs (two batches, three lengths) are matched one by one,
+and each becomes a polynomial; those that are the largest somewhere are kept. Code that loops over tokens
+or chunks is run at smaller lengths. If code asks for values that depend on parameters, nothing is
+measured, and a note in the plan says why.
 """
 
 from __future__ import annotations

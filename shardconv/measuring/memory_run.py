@@ -198,7 +198,7 @@ class Runner:
             return self.model(**arguments)
 
     def kept_bytes(self, cache: Mapping[str, CachedTensor]) -> int:
-        """Of the cache of all layers."""
+        """Return the bytes of the cache of all layers."""
         return sum(held.num_bytes * self.count(held.place) for held in cache.values())
 
     def count(self, place: str) -> int:

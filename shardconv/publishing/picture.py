@@ -158,7 +158,7 @@ def _description(plan: Plan, summary: Summary) -> str:
         found = [c for c in summary.collectives if c.op == op]
         if found:
             num_bytes = human_bytes(sum(c.token_bytes for c in found))
-            sentences.append(f"{sum(c.count for c in found)} {op} of {num_bytes} for each token.")
+            sentences.append(f"{sum(c.count for c in found)} {op} of {num_bytes} per token.")
     for kind in summary.kinds:
         if kind.category and kind.tensors:
             sentences.append(f"{', '.join(kind.names[:2]) or 'the model'}: {kind.category}.")
@@ -182,7 +182,7 @@ def _header(plan: Plan, summary: Summary) -> Row:
     count = sum(c.count for c in summary.collectives)
     if count:
         sent = human_bytes(sum(c.token_bytes for c in summary.collectives))
-        costs.append(f"{count} collectives of {sent} for each token")
+        costs.append(f"{count} collectives of {sent} per token")
     markup = text(CARD_X, 24, fitted(_name(plan), 23, CARD_WIDTH, bold=True), 23, font_weight="700")
     for y, line in ((46, facts), (65, costs)):
         markup += text(CARD_X, y, fitted(" · ".join(line), 13, CARD_WIDTH), 13, class_="muted")

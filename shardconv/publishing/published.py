@@ -27,12 +27,12 @@ class Published:
 
     @property
     def path(self) -> str:
-        """Of the folder in the repository, as ``tp-8``."""
+        """Return the path of the folder in the repository, for example ``tp-8``."""
         return self.folder.name
 
     @property
     def manifest(self) -> Manifest:
-        """Of the first stage."""
+        """Return the manifest of the first stage."""
         return self.manifests[0]
 
 

@@ -57,21 +57,21 @@ def push(
 ) -> Pushed:
     """Publish a converted directory in a repository of the Hub.
 
-    The directory is verified first and never changed. A further call continues an interrupted push.
+    The directory is verified first. To continue an interrupted push, call it again with the same arguments.
 
     Args:
         out: a converted directory.
-        repo_id: the repository, as ``user/name``; created if it does not exist.
-        private: make it private.
-        revision: a branch, created if it does not exist; None: ``main``.
-        token: of an account that may write; None: the token of the Hub login.
-        dry_run: change nothing, only return what would be done.
-        progress: where to report to.
+        repo_id: the repository, for example ``user/name``; created if it does not exist.
+        private: make the repository private.
+        revision: a branch, created if it does not exist; by default ``main``.
+        token: token with write access; by default the token of the Hub login.
+        dry_run: change nothing, and only return the planned changes.
+        progress: where to report progress.
 
     Raises:
         DamagedError: the directory is damaged; nothing was sent.
         CheckpointError: ``out`` is not a converted directory.
-        SourceError: the Hub refuses or cannot be reached.
+        SourceError: the Hub rejects the request or cannot be reached.
 
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)

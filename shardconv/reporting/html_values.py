@@ -71,7 +71,7 @@ def figures(plan: Plan, summary: Summary) -> list[Figure]:
         Figure("Each rank", human_bytes(largest), share),
         Figure("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),
         Figure("Collectives", str(count), "of one forward pass"),
-        Figure("Sent for each token", human_bytes(sent), "of global tensors"),
+        Figure("Sent per token", human_bytes(sent), "of global tensors"),
     ]
 
 

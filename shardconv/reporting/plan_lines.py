@@ -140,7 +140,7 @@ def _fused_line(members: tuple[tuple[str, ...], ...]) -> str:
     count = len(expand_all(members[0]))
     where = ", ".join(pattern.rpartition(".")[0] or "(the model)" for pattern in members[0])
     names = " + ".join(patterns[0].rpartition(".")[2] for patterns in members)
-    return f"{where}: {names} ({count * len(members)} products are {count})"
+    return f"{where}: {names} ({count * len(members)} products become {count})"
 
 
 # The stages of a plan: what each holds, what crosses the cuts, and how long stages wait for each other.
@@ -196,7 +196,7 @@ def stage_lines(plan: Plan) -> Iterator[str]:
         share = f"{held[stage] / mean - 1:+.1%} of the mean" if mean else ""
         yield f"  stage {stage:<9}{layers:<22}{human_bytes(held[stage]):>12} per rank  {share}".rstrip()
     for (source, target), num_bytes in sorted(crossing_bytes(plan).items()):
-        yield f"  sent           stage {source} to stage {target}: {human_bytes(num_bytes)} for each token"
+        yield f"  sent           stage {source} to stage {target}: {human_bytes(num_bytes)} per token"
     if stages.computed_again:
         yield f"  on each stage  {', '.join(stages.computed_again)}"
     for each in MICROBATCHES:
@@ -258,7 +258,7 @@ def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[st
             "prefill",
             [f"{prefill} for a prompt of {num_tokens:,} tokens", *_moment_texts(moment)],
         ),
-        ("logits", [f"{human_bytes(memory.logits_token_bytes)} for each token whose logits are asked for"]),
+        ("logits", [f"{human_bytes(memory.logits_token_bytes)} per token whose logits are computed"]),
     ]
     return [fact for fact in found if fact[0] != "logits" or memory.logits_token_bytes]
 
@@ -266,25 +266,25 @@ def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[st
 def _cache_texts(memory: MemoryPlan) -> list[str]:
     texts = []
     for term in memory.cache:
-        tokens = f"each of the last {term.window:,} tokens" if term.window else "each token"
+        tokens = f"token of the last {term.window:,}" if term.window else "token"
         reader = " that the encoder reads" if term.source else ""
-        texts.append(f"{human_bytes(term.token_bytes)} for {tokens}{reader}")
+        texts.append(f"{human_bytes(term.token_bytes)} per {tokens}{reader}")
     if memory.sequence_bytes:
-        texts.append(f"{human_bytes(memory.sequence_bytes)} for each sequence")
+        texts.append(f"{human_bytes(memory.sequence_bytes)} per sequence")
     return texts
 
 
 def _moment_texts(moment: LiveBytes) -> list[str]:
     """Its coefficients for one sequence."""
     _, token, pair = (a + b for a, b in zip(moment.sequence, moment.once, strict=True))
-    texts = [f"{human_bytes(token)} for each token"] if token > 0 else []
-    return texts + ([f"{human_bytes(pair)} for each pair of tokens (scores, masks)"] if pair > 0 else [])
+    texts = [f"{human_bytes(token)} per token"] if token > 0 else []
+    return texts + ([f"{human_bytes(pair)} per pair of tokens (scores, masks)"] if pair > 0 else [])
 
 
 def device_lines(plan: Plan, load: Workload) -> Iterator[str]:
     """The section about a device."""
     reserve = human_bytes(load.reserve_bytes)
-    yield f"DEVICE  {human_bytes(load.device_bytes)}, of which {reserve} are kept free"
+    yield f"DEVICE  {human_bytes(load.device_bytes)}, {reserve} of it are kept free"
     for head, text in device_facts(plan, load):
         yield _line(head, text)
 
@@ -293,7 +293,7 @@ def device_facts(plan: Plan, load: Workload) -> Iterator[tuple[str, str]]:
     """(what, text) for each thing that can be said about the device."""
     if plan.stages is not None:
         worst = tightest(plan, load)
-        yield "stage", f"{shown_stages(plan)[parts(plan).index(worst)]} has least left:"
+        yield "stage", f"{shown_stages(plan)[parts(plan).index(worst)]} has the least free memory:"
         plan = worst
     memory = plan.memory
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan)
@@ -305,7 +305,7 @@ def device_facts(plan: Plan, load: Workload) -> Iterator[tuple[str, str]]:
         yield "cache", _CANNOT_BE_MEASURED
         return
     most = _counted(cached_tokens(plan, memory, load))
-    yield "cache", f"{most} tokens of a sequence fit beside the weights"
+    yield "cache", f"{most} tokens of a sequence fit next to the weights"
     if load.context is None:
         return
     needed = needs(plan, memory, load.batch, load.context)

@@ -177,7 +177,7 @@ def _collective_numbers(count: int, token_bytes: int, num_tokens: int) -> tuple[
 def _fused(plan: Plan) -> Iterator[str]:
     lines = fused_lines(plan)
     if lines:
-        yield "FUSED       products of one input, for inference"
+        yield "FUSED       layers with the same input, for inference"
     for line in lines:
         yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 

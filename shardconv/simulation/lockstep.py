@@ -234,7 +234,7 @@ class Lockstep:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights of the unsharded model, as they are stored."""
+        """Return the stored bytes of the weights of the unsharded model."""
         return sum(tensor.num_bytes for tensor in self.unsharded.values())
 
     def run(self, precision: Precision, reads: RecentReads, advance: Advance) -> LockstepOutcome:

@@ -280,7 +280,10 @@ def gradients_of(
 
 
 def largest_difference(got: list[Tensor], want: list[Tensor]) -> float:
-    """Of lists of tensors, each relative to its largest value; infinite if their shapes differ."""
+    """Return the largest difference of two lists of tensors, relative to each tensor's largest value.
+
+    It is infinite if their shapes differ.
+    """
     if [t.shape for t in got] != [t.shape for t in want]:
         return math.inf
     return max((_relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)), default=0.0)

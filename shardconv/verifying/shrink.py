@@ -201,7 +201,7 @@ class Shrinking:
 
 
 def num_elements(model: nn.Module) -> int:
-    """Of all parameters."""
+    """Return the number of elements of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -363,7 +363,7 @@ def single_rows(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch
 
 
 def num_rows(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of inputs that can be divided alike, but for those with a single row; else 1."""
+    """Return the number of rows of inputs that can be divided alike, apart from single rows; otherwise 1."""
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()]
     lengths = [length for length in lengths if length != 1]
     rows = math.gcd(*lengths)

@@ -351,7 +351,7 @@ class _Translation:
             if local - share in (0, 1):
                 return smaller + local - share
         if local * small % edit.value:
-            raise PlanError(f"{fqn}: {local} of {edit.value} ({edit.attribute}) is no share of a rank")
+            raise PlanError(f"{fqn}: {local} of {edit.value} ({edit.attribute}) is not the share of a rank")
         return local * small // edit.value
 
     def _norm(self, fqn: str, norm: NormInfo) -> NormInfo:

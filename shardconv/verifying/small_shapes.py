@@ -1,4 +1,11 @@
-"""The shapes of a smaller model of the same code: which leaves shrink, and to what."""
+"""The shapes of a smaller model of the same code: which leaves shrink, and to what.
+
+The groups with the most elements shrink first, until ``ENOUGH`` elements are left; a small model stays as
+it is, and experts shrink last. Sizes that are equal stay equal, also to sums and products of others (the
+halves of a head), because sizes that are not linked may still mean the same, such as the vocabularies of
+the embedding and of the head. If too much is left, equal sizes part, and become equal again only where
+that fails: the width of a model may happen to be the width of its heads times eight.
+"""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_training_is_not_fused(converted: Convert) -> None:
 def test_the_page_lists_the_groups(converted: Convert) -> None:
     plan = plan_json.read(converted("llama", 2).out / "plan.json")
     page = html_report(plan, "<svg></svg>")
-    assert "gate_proj + up_proj (4 products are 2)" in page
+    assert "gate_proj + up_proj (4 products become 2)" in page
 
 
 def test_what_is_saved_and_merged(converted: Convert, tmp_path: Path) -> None:

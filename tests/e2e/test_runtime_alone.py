@@ -93,7 +93,7 @@ def test_the_converter_is_found_where_it_is_installed() -> None:
 
 def test_where_it_is_missing_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardconv_runtime.versions.entry_points", lambda **_: metadata.EntryPoints())
-    with pytest.raises(LaunchError, match=r"needs a plan.*which the package shardconv does; install it"):
+    with pytest.raises(LaunchError, match=r"needs a plan.*which needs the package shardconv; install it"):
         converter_function("plan_adapter", "a new adapter needs a plan")
     assert CONVERTER.startswith("shardconv_runtime")
 

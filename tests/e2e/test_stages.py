@@ -229,8 +229,8 @@ def test_calls_that_a_stage_cannot_answer_are_refused(tmp_path: Path) -> None:
     first, last = run_processes(PP, parts_of, str(source), str(planned(source, 1, check=False)))
     expected = [
         "model has layers on several stages",
-        "output_hidden_states asks for what every layer computes",
-        "output_hidden_states asks for what every layer computes",
+        "output_hidden_states asks for results of every layer",
+        "output_hidden_states asks for results of every layer",
     ]
     for errors, own in ((first, expected), (last, [*expected, "is on another stage"])):
         assert len(errors) == len(own)

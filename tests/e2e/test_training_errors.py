@@ -135,7 +135,7 @@ def test_plans_that_lack_what_is_asked_for(out: Path, tmp_path: Path) -> None:
     no_padding = with_plan(out, tmp_path / "no-padding", without_padding)
     require(
         no_padding,
-        {odd_length: "PlanError: a sequence of 5 tokens cannot be sharded over 2 ranks, and by"},
+        {odd_length: "PlanError: a sequence of 5 tokens cannot be sharded over 2 ranks, and the plan"},
     )
     no_sequence = with_plan(out, tmp_path / "no-sequence", without_sequence)
     require(
@@ -198,7 +198,7 @@ def test_data_parallel(out: Path) -> None:
         {
             other_tp: "LaunchError: the dim 'tp' of the mesh has the processes",
             no_tp: "LaunchError: the mesh has the dims ('dp',), and none of them is named 'tp'",
-            no_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' it should have one",
+            no_data_dim: "the mesh has the dims ('tp',); in addition to 'tp' it should have one",
             twice: "PlanError: fully_shard has already sharded the model or a part of it",
             for_inference: "PlanError: no parameter of the model requires a gradient",
             not_loaded: "PlanError: this Linear was not loaded by shardconv_runtime.load",
@@ -276,7 +276,7 @@ def test_loading_in_parts(out: Path) -> None:
             parts_for_inference: "PlanError: data_parallel= is for training over a mesh",
             settings_as_dict: "PlanError: data_parallel={'param_dtype': torch.bfloat16} should be True or a",
             one_graph: "PlanError: compile=True makes one graph of the forward pass, and FSDP2",
-            without_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' it should have one",
+            without_data_dim: "the mesh has the dims ('tp',); in addition to 'tp' it should have one",
             split_again: "PlanError: fully_shard has already sharded the model",
             other_settings: "the ranks must load the same form: rank 0 loads dtype=None",
             no_files: "the disk is gone",

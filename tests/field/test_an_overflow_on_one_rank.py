@@ -169,7 +169,7 @@ def test_scales_and_steps_are_those_of_one_process(llama: Path) -> None:
 def test_decisions_by_norms_of_parts_are_refused(llama: Path) -> None:
     uses = (estimated, by_percentiles)
     ranks = of_ranks(llama / "out", uses, training=True, dtype=torch.float32)
-    require_refused(uses, ranks, "computes its step from whole tensors")
+    require_refused(uses, ranks, "computes its step from full tensors")
 
 
 def sharded(path: Path) -> list[Tensor]:

@@ -93,7 +93,7 @@ def test_an_empty_cache_gets_the_heads_of_the_rank(llama: Path) -> None:
     shardconv.convert(llama / "model", llama / "out", tp=2, check=False)
     require_same(USES, of_one(llama / "model", USES), of_ranks(llama / "out", USES))
     refused = (filled_by_another, filled_statically)
-    require_refused(refused, of_ranks(llama / "out", refused), "another model has filled it")
+    require_refused(refused, of_ranks(llama / "out", refused), "another model filled the cache")
 
 
 def test_on_stages(llama: Path) -> None:

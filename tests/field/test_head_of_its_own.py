@@ -188,7 +188,7 @@ def test_plans_that_are_made_without_weights(tmp_path: Path) -> None:
     assert tied.tied == (("lm_head.weight", EMBEDDING),)
     plan_json.write(tied, tmp_path / "plan.json")
     with pytest.raises(
-        AssertionError, match=r"are one tensor by the plan, .* make the plan from the directory"
+        AssertionError, match=r"are one tensor in the plan, .* make the plan from the directory"
     ):
         run_processes(2, load_by, source, tmp_path / "plan.json")
     save_random(small_config(tie_word_embeddings=True), transformers.LlamaForCausalLM, tmp_path / "tied")

@@ -80,7 +80,7 @@ def test_requests_that_would_change_it_are_refused(model_type: str, tmp_path: Pa
     one = of_one(plain, (within,))
     ranks = of_ranks(tmp_path / "out", (within, *REFUSED))
     require_same((within,), one, ranks[:1])
-    require_refused(REFUSED, ranks[1:], "the model's rotary embedding changes for all tokens of a call")
+    require_refused(REFUSED, ranks[1:], "the model's rotary embedding for all tokens of a call")
 
 
 def test_the_check_of_packed_calls_looks_at_a_short_prompt(
@@ -91,4 +91,4 @@ def test_the_check_of_packed_calls_looks_at_a_short_prompt(
     plain = save_causal("phi3", tmp_path / "model", **{**CONFIGS["phi3"], **SETTINGS["phi3"]})
     shardconv.convert(plain, tmp_path / "out", tp=2, check=False)
     ranks = of_ranks(tmp_path / "out", (short_beside_long,))
-    require_refused((short_beside_long,), ranks, "for a prompt of 5 tokens, beside sequences of up to 40")
+    require_refused((short_beside_long,), ranks, "for a prompt of 5 tokens, next to sequences of up to 40")

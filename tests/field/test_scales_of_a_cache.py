@@ -115,5 +115,7 @@ def test_fp8(names: str, tmp_path: Path) -> None:
 def test_other_factors_are_still_refused(tmp_path: Path) -> None:
     """They may be those of weights, without which these are wrong."""
     source, _ = save(tmp_path / "source", ("self_attn.k_proj.other_scale",), compressed=False)
-    with pytest.raises(SourceError, match=r"does not use, beside others of the same module: .*other_scale"):
+    with pytest.raises(
+        SourceError, match=r"does not use, although it uses others of the same module: .*other_scale"
+    ):
         shardconv.convert(source, tmp_path / "out", tp=2, dtype="bfloat16", check=False)

@@ -88,7 +88,7 @@ def test_what_is_ambiguous_is_refused(saved_llama: Path, tmp_path: Path) -> None
     for number, (stored, said) in enumerate(
         [
             (twice, r"was saved of a wrapped model, as the name _orig_mod\..* has a name twice"),
-            (two, r"of several models, whose names begin with actor\. and critic\.; save one of them alone"),
+            (two, r"of several models, whose names begin with actor\. and critic\.; save only one of them"),
             (part, r"without the wrapper's part it lacks 21 tensors"),
         ]
     ):

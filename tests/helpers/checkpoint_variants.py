@@ -167,13 +167,13 @@ def with_a_layer_more(tensors: Tensors) -> None:
     tensors.update(layer)
 
 
-@variant("untied", refused="beside others of the same module")
+@variant("untied", refused="although it uses others of the same module")
 @on_tensors
 def with_biases_that_the_config_denies(tensors: Tensors) -> None:
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
 
 
-@variant("untied", refused="beside others of the same module")
+@variant("untied", refused="although it uses others of the same module")
 @on_tensors
 def with_scales_that_the_config_denies(tensors: Tensors) -> None:
     tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(1)

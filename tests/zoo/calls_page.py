@@ -18,16 +18,16 @@ FAMILIES = {
 }
 SHORT = {"right": "+", "refused": "r", "wrong": "**wrong**", "crash": "**crash**", "absent": ""}
 ABOUT = {
-    "float64": "the inputs of the plan's proof in kind, of other sizes, after `model.double()`",
+    "float64": "the kinds of inputs of the plan's check, in other sizes, after `model.double()`",
     "float32": "a copy of the model, cast back",
     "bfloat16": "a copy, cast: at most three times as far from float64 as the unsharded model",
     "positional": "ids by position",
     "return_dict=False": "a tuple in place of named outputs",
     "inputs_embeds": "random embeddings in place of ids",
-    "own inputs_embeds": "those that `get_input_embeddings()` gives",
+    "own inputs_embeds": "the result of `get_input_embeddings()`",
     "decoder_inputs_embeds": "random embeddings in place of the decoder's ids",
-    "encoder": "`get_encoder()(ids)` alone",
-    "encoder_outputs": "what the unsharded encoder returns, in place of ids",
+    "encoder": "only `get_encoder()(ids)`",
+    "encoder_outputs": "the outputs of the unsharded encoder, in place of ids",
     "output_hidden_states": "all outputs are compared",
     "output_attentions": "all outputs are compared",
     "embedding": "`get_input_embeddings()(ids)`",
@@ -39,21 +39,21 @@ ABOUT = {
     "position_ids": "positions that do not begin at zero",
     "one row": "a batch of one",
     "labels": "the loss and the logits",
-    "logits_to_keep": "the logits of the last token alone",
+    "logits_to_keep": "only the logits of the last token",
     "eager": "after `set_attn_implementation`",
     "sdpa": "after `set_attn_implementation`",
     "flex": "after `set_attn_implementation`, not compiled",
-    "decode loop": "a prefill and three steps with the cache that it returned, by hand",
+    "decode loop": "a manual loop: a prefill and three steps with the returned cache",
     "generate": "greedily",
     "generate, sampled": "with one seed",
     "generate, beams": "two beams",
     "generate, inputs_embeds": "from random embeddings",
-    "ids beyond the table": "the number of its rows as an id: an error, where the unsharded model has one",
+    "ids beyond the table": "the number of its rows as an id: an error, if the unsharded model raises one",
     "negative ids": "-1 as an id: likewise",
     "hook on embedding": "a forward hook on `get_input_embeddings()` adds seeded noise",
     "packed positions": "two samples in a row, told by `position_ids`, without a cache",
-    "streamer": "the tokens that a streamer gets on each rank, and the end",
-    "kept dtypes": "of each parameter after `load(dtype=bfloat16)`, beside `from_pretrained(dtype=bfloat16)`",
+    "streamer": "the tokens and the end that a streamer gets on each rank",
+    "kept dtypes": "the dtype of each parameter, as after `from_pretrained(dtype=bfloat16)`",
     "float64 again": "the first call, after all others",
 }
 
@@ -72,8 +72,9 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield (
         "Written by `scripts/coverage calls`: a tiny random model of every type that transformers "
         f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}) is converted "
-        "for two ranks, loaded by two processes over gloo, and called in each of these ways; the unsharded "
-        "model says what is right, in float64. [Coverage](coverage.md) has the plans of the same types."
+        "for two ranks, loaded by two processes over gloo, and called in each of these ways. The results are "
+        "compared with the unsharded model in float64. [Coverage](coverage.md) has the plans of these "
+        "types."
     )
     yield ""
     tried = [row for row in rows if "calls" in row]
@@ -96,9 +97,10 @@ def _forms(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Forms"
     yield ""
     yield (
-        "Right: the tensors of the unsharded model on every rank. Refused: an error of ours on every rank "
-        "that names the remedy. Absent: the unsharded model cannot be called so, or has no such argument. "
-        "Share: right, of those that are not absent."
+        "Right: every rank has the tensors of the unsharded model. Refused: every rank raises a "
+        "ShardconvError "
+        "that names the remedy. Absent: the unsharded model does not support the call. Share: the share of "
+        "right calls without the absent ones."
     )
     yield ""
     yield "| form | | right | refused | wrong | crash | absent | share |"

@@ -39,9 +39,8 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield (
         f"Written by `scripts/coverage full-size`: every type of transformers {transformers.__version__} "
         f"(torch {torch.__version__.partition('+')[0]}), planned without weights in bfloat16, or "
-        "in float32 where its code needs that. "
-        "Sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the config. "
-        "Plans are retraced; the proof on numbers is measured apart."
+        "in float32 if its code needs it. The sizes come from a release in `tests/zoo/releases.py`, or are "
+        "the defaults of the config. Plans are retraced; the numerical check is measured separately."
     )
     yield ""
     proofs = {(_key(r), r["tp"]): r for r in rows if r["checked"]}

@@ -36,11 +36,10 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         "Written by `scripts/coverage models`: a tiny random model of every type that transformers "
-        f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}), planned for "
-        "2, 3 and 4 ranks, its ranks run as threads of one process and compared with the unsharded model "
-        "in plain float64, on other weights and other inputs than those the converter's own check used. "
-        "`tests/zoo` has the configs. [Coverage of calls](coverage-calls.md) has a column for each way of "
-        "calling a loaded model."
+        f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}) is planned for "
+        "2, 3 and 4 ranks. The ranks run as threads of one process and are compared with the unsharded model "
+        "in float64, on other weights and inputs than in the converter's own check. `tests/zoo` has the "
+        "configs. [Coverage of calls](coverage-calls.md) has a column for each way of calling a loaded model."
     )
     yield ""
     yield from _summary(rows)
@@ -104,7 +103,7 @@ def _generation_summary(rows: Sequence[Row]) -> Iterable[str]:
         count = Counter(r["status"] for r in mine)
         yield (
             f"- `{variant}`: {count['same']} types give the tokens of the unsharded model, "
-            f"{count['different']} others, {count['unsupported']} types cannot generate so themselves."
+            f"{count['different']} give others, and {count['unsupported']} types do not support it."
         )
     if generated:
         yield ""
@@ -117,10 +116,11 @@ def _family(title: str, rows: Sequence[Row]) -> Iterable[str]:
     yield f"## {title}"
     yield ""
     yield (
-        "Sharded: the share of the elements of parameters with two or more dims, of those that the forward "
-        "pass reads, that is split, at tp 2 / 3 / 4. Edits: integer attributes of modules, set to local "
-        "values. Collectives: those of one forward pass at tp 2, and how many of them are in a layer. Error: "
-        "the largest of all sizes. Plan: seconds at tp 2, with the converter's own check."
+        "Sharded: the sharded share of all matrix elements that the forward pass reads, at tp 2 / 3 / 4. "
+        "Edits: integer attributes of modules that get local values. Collectives: the number in "
+        "one forward pass "
+        "at tp 2, and per layer. Error: the largest of all sizes. Plan: seconds at tp 2, including the "
+        "converter's own check."
     )
     yield ""
     yield "| type | sharded | edits | reduce + gather | per layer | error | few heads | generate | plan |"
@@ -177,7 +177,7 @@ def _remarks(rows: Sequence[Row]) -> Iterable[str]:
         mine = [r for r in rows if r["type"] == model_type]
         lines += _type_remarks(model_type, mine)
     if lines:
-        yield "What stayed replicated and why, what was refused, and what the plans say:"
+        yield "Replicated parameters with the reason, errors, and notes of the plans:"
         yield ""
         yield from lines
         yield ""

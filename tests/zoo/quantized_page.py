@@ -9,12 +9,12 @@ from .quantized import Row
 
 HEAD = """# Coverage of quantized formats
 
-Tiny checkpoints that the formats' own libraries made, written by `scripts/coverage quantized`: converted
-with the proof of the plan, merged, and loaded by real processes over gloo on a CPU. Widths are 3 and 5
-groups, so that shares are uneven. Errors are the largest difference of logits over the largest logit, in
-float32 activations: *packed* ranks against the unsharded quantized model that transformers loads,
-*dequantized* ones (`load(dequantize=True)`) against the plain model that `--dtype` makes for one rank.
-Float8 kernels come from a hub, for GPUs; here they are replaced by the same products in plain torch.
+`scripts/coverage quantized` writes this page. Tiny checkpoints, made by the libraries of the formats, are
+converted with the numerical check, merged, and loaded by real processes over gloo on a CPU. Widths are 3
+and 5 groups, so shares are uneven. Errors are the largest difference of logits over the largest logit,
+with float32 activations: *packed* compares packed ranks with the quantized model in transformers, and
+*dequantized* compares `load(dequantize=True)` with the model that `--dtype` makes for one rank. Float8
+kernels for GPUs are replaced by the same products in plain torch.
 
 """
 
@@ -32,12 +32,13 @@ COLUMNS = (
 )
 
 NOTES = """
-A rank's share is above 1 / tp where groups are odd (2 of 3 on one rank) and by what is replicated (norms;
-scales in act-order). bitsandbytes int8 and FP8 quantize activations token by token, and each rank of a row-
-parallel layer sees the largest value of its own part: their errors are of the order of that quantization.
-AWQ's kernel computes in float16. The nested factors of bitsandbytes become float32 in row-parallel layers.
-What is refused packed says so before anything is read: transformers would decompress compressed-tensors'
-integers and NVFP4 at the first call, and has no kernel for MXFP4 on a CPU.
+A rank's share is above 1 / tp if groups are odd (2 of 3 on one rank) or tensors are replicated (norms;
+scales in act-order). bitsandbytes int8 and FP8 scale each token by its largest value, and a rank of a
+row-parallel layer sees only its part of the token: the error is about the error of that quantization.
+AWQ's kernel computes in float16. The nested factors of bitsandbytes become float32 in row-parallel
+layers. *Refused* means that packed loading raises an error before anything is read: transformers would
+decompress the integers of compressed-tensors and NVFP4 at the first call, and has no kernel for MXFP4 on
+a CPU.
 """
 
 

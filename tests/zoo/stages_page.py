@@ -24,10 +24,11 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         "Written by `scripts/coverage stages`: a tiny random model of every causal and sequence-to-sequence "
-        f"type of transformers {transformers.__version__} (torch {torch.__version__.partition('+')[0]}), cut "
-        "into two stages, and into three of two ranks each where the type can have six layers (else two of "
-        "two). The stages are simulated one after another: a prefill and a step of decoding must equal those "
-        "of the unsharded model to 1e-9, and greedy tokens and two beams must be its tokens, of six new ones."
+        f"type of transformers {transformers.__version__} (torch "
+        f"{torch.__version__.partition('+')[0]}) is cut "
+        "into two stages, and into three stages of two ranks each if the type can have six layers (otherwise "
+        "into two). The stages are simulated one after another. A prefill and a decoding step must equal the "
+        "unsharded model to 1e-9, and six new tokens with greedy decoding and two beams must be the same."
     )
     for family in dict.fromkeys(row["family"] for row in rows):
         for asked, tp in dict.fromkeys((row["asked_pp"], row["tp"]) for row in rows):
@@ -43,7 +44,7 @@ def _section(title: str, rows: Sequence[Row]) -> Iterable[str]:
     yield (
         f"{len(good)} of {len(rows)} types are cut and equal; {one} of these send one tensor across each "
         f"cut. {len(same)} generate the same tokens; of the others, {_count(good, 'unsupported')} cannot "
-        f"generate so by themselves, and {_count(good, 'different')} are refused or differ. "
+        f"generate in this way by themselves, and {_count(good, 'different')} are refused or differ. "
         f"{sum(not r['untrained'] for r in good)} can be trained: the gradients of all stages are equal."
     )
     fewer = sum(r["pp"] != r["asked_pp"] for r in rows)

@@ -25,20 +25,20 @@ VARIANTS = {
 ADAPTERS = (
     "# Which models can be trained with adapters",
     "",
-    "A low-rank adapter of all linear layers that peft itself can adapt, with the plan of the "
-    "model as it is.",
+    "The adapter is a low-rank adapter of all linear layers that peft can adapt. The plan of the model is "
+    "fixed.",
 )
 
 
 TRAINERS_PAGE = (
-    "# What trainers do to models",
+    "# Coverage of trainers",
     "",
-    "Two processes over gloo train every causal type of transformers that can be built small, over a sharded",
-    "sequence where it can be: noise that a hook adds to the embeddings, a loss of what the "
-    "last norm returns,",
-    "two samples in a row, and a step with a scaler after one that overflows on one rank. The "
-    "gradients of all",
-    "parameters are those of one process (1e-9 of their largest element, in float64), or both ranks refuse.",
+    "Two processes over gloo train every causal type of transformers that can be built small, with",
+    "sequence parallelism if possible. They try four habits of trainers: a hook that adds noise to",
+    "the embeddings, a loss of the output of the last norm, two samples in a row, and a step with a",
+    "gradient scaler after one that overflows on one rank. The gradients of all parameters must equal",
+    "those of one process (to 1e-9 of their largest element, in float64), or both ranks must raise an",
+    "error.",
     "",
     "Written by `scripts/coverage training --variants trainers`, from the rows in "
     "`tests/zoo/trainers_rows.jsonl`.",
@@ -52,10 +52,10 @@ def page(rows: list[Row], title: tuple[str, ...] = ("# Which models can be train
     lines = [
         *title,
         "",
-        "One training step of every causal type of transformers that can be built small, on simulated",
-        "ranks in float64 (casts to float32 keep it): the gradient of every parameter against that of the",
-        "unsharded model, relative to its largest element. Equal means 1e-9. The sequence's length is one",
-        "that the ranks do not divide.",
+        "Every causal type of transformers that can be built small trains one step on simulated ranks in",
+        "float64 (casts to float32 keep float64). The gradient of every parameter is compared with the",
+        "unsharded model, relative to its largest element. Equal means 1e-9. The ranks do not divide the",
+        "length of the sequence.",
         "Written by `scripts/coverage training`.",
         "",
         "| tp | variant | form | equal | worst | wrong | no such form | refused |",
@@ -74,12 +74,10 @@ def page(rows: list[Row], title: tuple[str, ...] = ("# Which models can be train
             lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "Forms: `sequence` parallelism, `loss` from split logits, activation `checkpointing`. Variants:",
-        "`shared heads` are two key/value heads, fewer than ranks; `outputs of routers` are "
-        "part of the loss,",
-        "which is then of a length that the ranks divide. `adapter` trains a low-rank adapter of all linear",
-        "layers, with the plan of the model as it is; in real processes, as two replicas of two "
-        "ranks over gloo,",
+        "Forms: `sequence` parallelism, `loss` from sharded logits, activation `checkpointing`. Variants:",
+        "`shared heads` has two key/value heads, fewer than ranks. `outputs of routers` are part of the",
+        "loss; the ranks then divide the length. `adapter` trains a low-rank adapter of all linear layers",
+        "with the plan of the model. In real processes there are two replicas of two ranks over gloo,",
         "each of which loads and holds a quarter of each weight (FSDP2).",
         "",
     ]

@@ -98,8 +98,7 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
     first = plans[0]
     if any(_stages(plan) != _stages(first) for plan in plans):
         raise PlanError(
-            "the adapters change what modules of stages return or send in different ways; load them one by "
-            "one"
+            "the adapters change the outputs or messages of stages in different ways; load them one by one"
         )
     for what in ("mesh", "tp", "experts"):
         if any(getattr(plan, what) != getattr(first, what) for plan in plans):

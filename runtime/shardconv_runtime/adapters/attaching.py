@@ -288,8 +288,8 @@ def _require_kind(adapter: Adapter) -> None:
     config = adapter.config
     if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
         raise SourceError(
-            f"{adapter}: {config.peft_type.value} adds tokens instead of parameters of layers, and peft "
-            "takes the sizes of a rank's part for those of the model; use LoRA or another adapter of layers"
+            f"{adapter}: {config.peft_type.value} adds tokens, not parameters of layers, and peft would "
+            "use the local sizes of a rank as global ones; use LoRA or another adapter of layers"
         )
 
 

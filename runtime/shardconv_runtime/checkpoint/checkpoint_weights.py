@@ -200,7 +200,7 @@ def select(
     for alias, name in tied:
         if alias in weights and name in weights and not are_equal(weights[alias], weights[name]):
             raise SourceError(
-                f"{alias} and {name} are one tensor by the plan, and have different values in the checkpoint "
+                f"{alias} and {name} are one tensor in the plan, but have different values in the checkpoint "
                 f"of {spec.name}; make the plan from the directory of this checkpoint"
             )
     absent = sorted(set(names) - weights.keys())
@@ -356,7 +356,8 @@ def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collectio
         pronoun = "it" if len(names) == 1 else "them"
         raise SourceError(
             f"the checkpoint of {spec.name} holds {_count(names)} that {spec.model_class.__name__} does not "
-            f"use, beside others of the same module: {_some(names)}; remove {pronoun}, or correct config.json"
+            f"use, although it uses others of the same module: {_some(names)}; remove {pronoun}, or correct "
+            "config.json"
         )
 
 

@@ -59,7 +59,7 @@ def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
             if others and all(parts[other] == parts[first] for other in others):
                 raise SourceError(
                     f"the checkpoint has tensors of several models, whose names begin with {first}. and "
-                    f"{', '.join(f'{other}.' for other in others)}; save one of them alone"
+                    f"{', '.join(f'{other}.' for other in others)}; save only one of them"
                 )
             found = {old: name.removeprefix(f"{first}.") for old, name in found.items()}
 
@@ -109,7 +109,7 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
     if len(held) > 1:
         first, second = list(held)[:2]
         where = "an index of the files" if index is None else index.path
-        raise SourceError(f"{first} holds {name}, and so does {second}; say in {where} which of them counts")
+        raise SourceError(f"both {first} and {second} hold {name}; name one of them in {where}")
     return next(iter(held.values()))
 
 
@@ -117,7 +117,7 @@ def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
     start, tensors = header_of(file)
     for name, tensor in tensors.items():
         if tensor.dtype not in TORCH_NAME:
-            raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch does not have")
+            raise SourceError(f"{file}: {name} has the dtype {tensor.dtype}, which torch does not have")
         yield name, stored(file, start, tensor)
 
 

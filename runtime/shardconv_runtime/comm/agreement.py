@@ -27,17 +27,18 @@ V = TypeVar("V")
 
 
 def from_rank_0(make: Callable[[], V], group: dist.ProcessGroup | None = None) -> V:
-    """The value that ``make`` returns on rank 0, on every rank; the others wait for it as long as it takes.
+    """Call a function on rank 0 and return its value on every rank.
 
-    For values that only one process can have: a prompt that a person types, a request from the network.
+    Use it for values that only one process can get, for example a prompt that a person types. The other
+    ranks wait without a time limit.
 
     Args:
-        make: called on rank 0 alone; its value is pickled.
+        make: called only on rank 0. Its value is pickled.
         group: the processes that take part; by default all.
 
     Raises:
         Exception: on rank 0, the error that ``make`` raised.
-        LaunchError: on the others, if ``make`` raised or rank 0 ended.
+        LaunchError: on the other ranks, if ``make`` raised an error or rank 0 ended.
 
     Example:
         >>> prompt = shardconv_runtime.from_rank_0(lambda: input("> "))

@@ -51,7 +51,7 @@ def _index_of_local_rank(num_local: int) -> int:
     if wanted > count:
         raise LaunchError(
             f"the launcher started {wanted} processes on this host, where {count} GPUs are visible, and each "
-            f"rank needs one of its own; start {count} processes a host (torchrun --nproc-per-node {count}), "
+            f"rank needs its own GPU; start {count} processes per host (torchrun --nproc-per-node {count}), "
             "or pass device='cpu'"
         )
     return local

@@ -60,7 +60,7 @@ Dim = Leaf | Product | Sum
 
 
 def size(dim: Dim) -> int:
-    """Global size of the dim."""
+    """Return the global size of the dim."""
     if isinstance(dim, Leaf):
         return dim.size
     if isinstance(dim, Product):
@@ -69,12 +69,12 @@ def size(dim: Dim) -> int:
 
 
 def axes_of(dim: Dim) -> frozenset[int]:
-    """All mesh axes over which some leaf of the dim is sharded."""
+    """Return all mesh axes over which some leaf of the dim is sharded."""
     return frozenset(a for leaf in leaves(dim) for a in leaf.axes)
 
 
 def leaves(dim: Dim) -> Iterator[Leaf]:
-    """The leaves, in order."""
+    """Yield the leaves, in order."""
     if isinstance(dim, Leaf):
         yield dim
     else:
@@ -83,7 +83,7 @@ def leaves(dim: Dim) -> Iterator[Leaf]:
 
 
 def segments(dim: Dim) -> list[Dim]:
-    """The dims that are laid end to end; ``(a + b)*c`` is ``a*c + b*c``."""
+    """Return the dims that are laid end to end; ``(a + b)*c`` is ``a*c + b*c``."""
     if isinstance(dim, Sum):
         return [part for segment in dim.segments for part in segments(segment)]
     if isinstance(dim, Product):
@@ -103,7 +103,7 @@ def is_partially_sharded(dim: Dim) -> bool:
 
 
 def to_text(dim: Dim) -> str:
-    """The dim as text; ``parse`` reads it back (a product or sum of one part as that part)."""
+    """Return the dim as text; ``parse`` reads it back (a product or sum of one part as that part)."""
     dim = _unwrap(dim)
     if isinstance(dim, Leaf):
         return (str(dim.size) if dim.size else "?") + ("@" + ".".join(map(str, dim.axes)) if dim.axes else "")
@@ -113,7 +113,7 @@ def to_text(dim: Dim) -> str:
 
 
 def shown(dim: Dim) -> str:
-    """The dim as text of bounded length, for errors."""
+    """Return the dim as text of bounded length, for errors."""
     return _shortened(to_text(dim))
 
 

@@ -41,7 +41,7 @@ def fail(where: str, problem: str) -> NoReturn:
 
 
 def one_of(got: str, known: Iterable[str]) -> str:
-    """The message for a text that is not among the known ones."""
+    """Return the message for a text that is not among the known ones."""
     return f"expected one of {', '.join(known)}; got {got[:60]!r}"
 
 

@@ -33,7 +33,7 @@ def fingerprint(module_names: Sequence[str]) -> str:
 
 
 def code_info(module_names: Iterable[str]) -> CodeInfo:
-    """The installed code, for a plan that is solved from these modules."""
+    """Return the installed code, for a plan that is solved from these modules."""
     sources = tuple(sorted(set(module_names)))
     return CodeInfo(_version("torch"), _version("transformers"), sources, fingerprint(sources))
 

@@ -17,10 +17,10 @@ FUSED_PARAMETERS = ("weight", "bias")
 
 
 def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """FQNs of the members of each group, in call order.
+    """Return the FQNs of the members of each group, in call order.
 
     Raises:
-        PlanError: a pattern is malformed, or the patterns stand for too many names.
+        PlanError: a pattern is malformed, or the patterns expand to too many names.
         MalformedError: the members of an entry are of different numbers of groups.
     """
     groups: list[tuple[str, ...]] = []
@@ -89,7 +89,7 @@ def _check_alike(group: tuple[str, ...], entries: list[ParameterPlan]) -> None:
 
 
 def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Names of the tensors of the files that lie next to each other in this order.
+    """Return the names of the tensors of the files that lie next to each other in this order.
 
     Those of different dtypes do not; of packed parameters those do that run along the rows first.
 

@@ -21,7 +21,7 @@ class GradSum:
 
 
 def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[GradSum, ...]:
-    """The sums that a parameter's local gradient needs, which is Partial over ``axes``.
+    """Return the sums that a parameter's local gradient needs, which is Partial over ``axes``.
 
     The positions of a sum are replicated along its axes.
     """
@@ -39,7 +39,7 @@ def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tu
 
 
 def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
-    """The ranges of local positions of a dim, by the axes over which they are sharded."""
+    """Return the ranges of local positions of a dim, by the axes over which they are sharded."""
     out: dict[frozenset[int], tuple[Range, ...]] = {}
     for span, sharded in local_segments(dim, mesh, rank):
         out[sharded] = (*out.get(sharded, ()), span)

@@ -126,7 +126,7 @@ class _Entry:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Metadata and tensors of a safetensors file, in the order of their bytes.
+    """Return the metadata and tensors of a safetensors file, in the order of their bytes.
 
     Raises:
         CheckpointError: the file cannot be read, is truncated or has trailing bytes, or its header is
@@ -143,7 +143,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str,
 def parse_header(
     read: Callable[[int, int], bytes], num_bytes: int, name: str
 ) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Metadata and tensors of a safetensors file, wherever it is, as ``read_header``.
+    """Return the metadata and tensors of a safetensors file, wherever it is, as ``read_header``.
 
     Args:
         read: gives bytes of the file, from an offset on, at most so many; called in the order of the bytes.

@@ -152,7 +152,7 @@ class Manifest:
             fail(f"{where}.path", problem)
 
     def files_of(self, rank: int) -> Iterator[FileEntry]:
-        """The files that ``rank`` reads: its own and those for every rank."""
+        """Yield the files that ``rank`` reads: its own and those for every rank."""
         files = (entry for entry in self.files if entry.path != UNUSED_NAME)
         return (entry for entry in files if entry.rank is None or entry.rank == rank)
 
@@ -169,7 +169,7 @@ def shard_path(rank: int | None, tp: int, index: int, count: int) -> str:
 
 
 def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, str]:
-    """The metadata in the header of each shard, by which a swapped file is known.
+    """Return the metadata in the header of each shard, by which a swapped file is known.
 
     Args:
         rank: whose file it is; None for a file of ``common/``.
@@ -252,7 +252,7 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
 
 
 def sha256_checksum(path: str | os.PathLike[str]) -> str:
-    """The ``checksum`` of a file other than a shard."""
+    """Return the ``checksum`` of a file other than a shard."""
     return f"sha256:{sha256_of(path)}"
 
 
@@ -332,7 +332,7 @@ def check_shard(
         if key.startswith("shardconv.") and metadata.get(key) != wanted:
             raise CheckpointError(
                 f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {wanted!r}: "
-                f"the file was swapped with that of another rank or conversion; {_REMEDY}"
+                f"the file is from another rank or conversion; {_REMEDY}"
             )
     return tensors
 
@@ -382,7 +382,7 @@ def _path_problem(path: str) -> str:
 
 
 def dumps(manifest: Manifest) -> str:
-    """The manifest as deterministic JSON, with its own checksum.
+    """Return the manifest as deterministic JSON, with its own checksum.
 
     Raises:
         CheckpointError: ``loads`` would refuse it.

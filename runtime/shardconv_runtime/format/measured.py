@@ -117,7 +117,7 @@ class Numerics:
 
 
 def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int = 0) -> int:
-    """Bytes of the cache on a rank.
+    """Return the bytes of the cache on a rank.
 
     Args:
         memory: of the rank.
@@ -130,7 +130,7 @@ def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int 
 
 
 def prefill_bytes(memory: MemoryPlan, batch: int, length: int) -> int:
-    """Most bytes of live tensors, but for weights and the cache, while a prompt is read.
+    """Return the peak bytes of live tensors, without weights and cache, while a prompt is read.
 
     Args:
         memory: of the rank.
@@ -141,7 +141,7 @@ def prefill_bytes(memory: MemoryPlan, batch: int, length: int) -> int:
 
 
 def moment_bytes(moment: LiveBytes, batch: int, length: int) -> int:
-    """Bytes at one moment of a forward pass of a batch of sequences of one length."""
+    """Return the bytes at one moment of a forward pass of a batch of sequences of one length."""
     powers = (1, length, length * length)
     return sum(
         (batch * each + other) * power

@@ -1,7 +1,7 @@
 """Many names of modules or parameters written as few patterns.
 
-``model.layers.{0..31}.mlp.up_proj`` stands for 32 names, ``h.{0,2..5}.attn`` for five; several
-braces are a Cartesian product, the first one slowest. A brace stands for a whole component between
+``model.layers.{0..31}.mlp.up_proj`` expands to 32 names, ``h.{0,2..5}.attn`` to five. Several
+braces are a Cartesian product, the first one slowest. A brace is a full component between
 dots. The empty pattern is the empty name, which is the model itself.
 """
 
@@ -15,10 +15,10 @@ from itertools import chain, product
 from ..errors import PlanError
 
 MAX_NAMES = 2**19
-"""Most names that the patterns of one plan may stand for; a plan is untrusted input."""
+"""Maximum number of names of the patterns of one plan; a plan is untrusted input."""
 
 MAX_NAME_LENGTH = 256
-"""Most characters of a name that a pattern stands for."""
+"""Maximum number of characters of an expanded name."""
 
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.\.(0|[1-9][0-9]{0,8}))?")
@@ -27,10 +27,10 @@ _COMPONENT = re.compile(r"\{[^{}]*\}|[^.{}/\\\x00-\x1f\x7f]+")
 
 
 def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
-    """The names that a pattern stands for, the last number running fastest.
+    """Return the names that a pattern expands to; the last number varies fastest.
 
     Raises:
-        PlanError: the pattern is malformed, or stands for more than ``limit`` names or for long ones.
+        PlanError: the pattern is malformed, or expands to more than ``limit`` names or to long ones.
     """
     components = _components(pattern)
     too_long = PlanError(f"a name of the pattern {shown(pattern)} has more than {MAX_NAME_LENGTH} characters")
@@ -42,16 +42,16 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
     count = math.prod(sum(map(len, choice)) for choice in choices)
     if count > limit:
         raise PlanError(
-            f"the name pattern {shown(pattern)} stands for {_count(count)} names, more than {limit}"
+            f"the name pattern {shown(pattern)} expands to {_count(count)} names, more than {limit}"
         )
     return [".".join(name) for name in product(*(list(map(str, chain(*choice))) for choice in choices))]
 
 
 def expand_all(patterns: Iterable[str], limit: int = MAX_NAMES) -> list[str]:
-    """The names of several patterns, one after another.
+    """Return the names of several patterns, one after another.
 
     Raises:
-        PlanError: a pattern is malformed, or all stand for more than ``limit`` names.
+        PlanError: a pattern is malformed, or all expand to more than ``limit`` names.
     """
     names: list[str] = []
     for pattern in patterns:
@@ -100,11 +100,11 @@ def _malformed(pattern: str) -> PlanError:
 
 
 def shown(text: str) -> str:
-    """A name or pattern for an error, of bounded length."""
+    """Return a name or pattern for an error, of bounded length."""
     return repr(text if len(text) <= 200 else text[:200] + "...")
 
 
-# The patterns that stand for given names, see ``names``.
+# The patterns that expand to given names, see ``names``.
 
 _Numbers = tuple[int, ...]
 
@@ -118,7 +118,7 @@ def natural_key(name: str) -> _Key:
 
 
 def compress(names: Iterable[str]) -> tuple[str, ...]:
-    """The patterns that stand for exactly these names, in natural order of their first names.
+    """Return the patterns that expand to exactly these names, in natural order of their first names.
 
     Names that differ only in numbers share a pattern where they are a full product of numbers;
     otherwise they are divided by the outermost number.

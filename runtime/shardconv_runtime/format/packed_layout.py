@@ -12,7 +12,7 @@ from .slices import Mesh, Range, ranges
 
 
 def packed_entries(entry: ParameterPlan) -> Iterator[ParameterPlan]:
-    """The stored tensors of a packed parameter, each as an entry of its own."""
+    """Yield the stored tensors of a packed parameter, each as its own entry."""
     assert entry.packing is not None
     for tensor in entry.packing.tensors:
         yield _entry(entry, tensor)
@@ -27,7 +27,7 @@ def _entry(entry: ParameterPlan, tensor: PackedTensor) -> ParameterPlan:
 
 
 def tensor_name(parameter: str, name: str) -> str:
-    """The name of a stored tensor beside a parameter, of FQNs or of patterns.
+    """Return the name of a stored tensor next to a parameter, for FQNs or for patterns.
 
     Args:
         parameter: FQN or pattern.
@@ -38,7 +38,7 @@ def tensor_name(parameter: str, name: str) -> str:
 
 
 def granularity(packing: Packing, num_dims: int) -> tuple[int, ...]:
-    """The steps in which each dim of the weight may be cut, so that each stored tensor can be, too."""
+    """Return the steps in which each dim of the weight may be cut, so that each stored tensor can be, too."""
     steps = [1] * num_dims
     for tensor in packing.tensors:
         for dim in tensor.dims:
@@ -78,7 +78,7 @@ def _positions(spans: tuple[Range, ...], step: int, extent: int) -> tuple[Range,
 
 
 def stepped(dim: Dim, step: int) -> Dim:
-    """A dim of one position for each ``step`` of another one; sharded alike only where
+    """Return a dim of one position for each ``step`` of another one; sharded alike only where
     ``is_sharded_between`` accepts the dim."""
     if step == 1:
         return dim

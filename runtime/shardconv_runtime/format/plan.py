@@ -133,7 +133,7 @@ class PackedTensor:
     """A stored tensor of a packed parameter."""
 
     name: str
-    """In the parameter's module; ``*`` stands for the parameter's own name: ``qweight``, ``*.absmax``."""
+    """In the parameter's module; ``*`` is the parameter's own name: ``qweight``, ``*.absmax``."""
     dtype: str
     dims: tuple[PackedDim, ...]
     checkpoint_shape: tuple[int, ...] = ()
@@ -191,7 +191,7 @@ class ParameterPlan:
     reason: str = ""
     """Why it is replicated; empty where some dim is sharded or partial."""
     packing: Packing | None = None
-    """How it is stored, if not as it is; dims and dtype are those of the weight that it stands for."""
+    """How it is stored, if not as it is; dims and dtype describe the dequantized weight."""
     grad_axes: tuple[int, ...] = ()
     """Mesh axes over which the gradient is a Partial; positions that are not sharded over them are summed."""
     grad_levels: int = 0
@@ -492,32 +492,32 @@ _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
 
 def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:
-    """The entry of each parameter and persistent buffer by its FQN, in the order of the plan.
+    """Return the entry of each parameter and persistent buffer by its FQN, in the order of the plan.
 
     Aliases of tied parameters are not in it (see ``Plan.tied``).
 
     Raises:
-        PlanError: two entries claim one name, or the patterns stand for too many names.
+        PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     return by_name("parameters", plan.parameters)
 
 
 def module_plans(plan: Plan) -> dict[str, ModulePlan]:
-    """The entry of each module that changes by its FQN, in the order of the plan.
+    """Return the entry of each module that changes by its FQN, in the order of the plan.
 
     Raises:
-        PlanError: two entries claim one name, or the patterns stand for too many names.
+        PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     return by_name("modules", plan.modules)
 
 
 def global_shape(entry: ParameterPlan) -> tuple[int, ...]:
-    """Global shape of the parameter."""
+    """Return the global shape of the parameter."""
     return tuple(size(dim) for dim in entry.dims)
 
 
 def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Local shape on ``rank``; of a Partial, too, each rank holds a tensor of this shape."""
+    """Return the local shape on ``rank``; of a Partial, too, each rank holds a tensor of this shape."""
     return tuple(local_size(dim, mesh, rank) for dim in entry.dims)
 
 
@@ -525,7 +525,7 @@ def by_name(path: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
     """Expand the names of entries.
 
     Raises:
-        PlanError: two entries claim one name, or the patterns stand for too many names.
+        PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     found: dict[str, _Entry] = {}
     for index, entry in enumerate(entries):

@@ -35,7 +35,7 @@ def require_training(plan: Plan) -> None:
 
 
 def of_sequence(plan: Plan) -> Plan:
-    """The plan with the modules, gradients and draws of its sequence-parallel form.
+    """Return the plan with the modules, gradients and draws of its sequence-parallel form.
 
     Raises:
         PlanError: it has none.
@@ -78,7 +78,7 @@ _OTHER_VERSION = "run `shardconv replan OUT` on its directory, which solves it a
 
 
 def dumps(plan: Plan) -> str:
-    """The plan as JSON.
+    """Return the plan as JSON.
 
     Raises:
         PlanError: ``loads`` would refuse it.

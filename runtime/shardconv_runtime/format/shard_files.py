@@ -62,7 +62,7 @@ class PlannedShard:
 
 
 def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> Iterator[PlannedShard]:
-    """The files of some ranks; the same plan and size give the same bytes.
+    """Yield the files of some ranks; the same plan and size give the same bytes.
 
     Args:
         plan: the tensors and their layouts.
@@ -115,7 +115,7 @@ def lay_out(
 
 
 def grouped(num_bytes: Mapping[Key, int], limit: int) -> list[list[Key]]:
-    """Consecutive keys that together stay within ``limit`` bytes, or are alone."""
+    """Return groups of consecutive keys of at most ``limit`` bytes each; a larger one is a group."""
     parts: list[list[Key]] = []
     held = 0
     for key, size in num_bytes.items():
@@ -128,7 +128,7 @@ def grouped(num_bytes: Mapping[Key, int], limit: int) -> list[list[Key]]:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype, by torch's name."""
+    """Return the bytes of one element of a dtype, by torch's name."""
     return STORED_BITS[STORED_NAME[dtype]] // 8
 
 

@@ -34,7 +34,7 @@ Rows = Mapping[str, Range]
 
 
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Coordinates of ``rank`` on each mesh axis."""
+    """Return the coordinates of ``rank`` on each mesh axis."""
     out = []
     for extent in reversed(mesh):
         out.append(rank % extent)
@@ -43,7 +43,7 @@ def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def rank_at(mesh: Mesh, coords: Sequence[int]) -> int:
-    """The rank with these coordinates."""
+    """Return the rank with these coordinates."""
     rank = 0
     for extent, coord in zip(mesh, coords, strict=True):
         rank = rank * extent + coord
@@ -51,7 +51,7 @@ def rank_at(mesh: Mesh, coords: Sequence[int]) -> int:
 
 
 def group_of(mesh: Mesh, axes: Iterable[int], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from ``rank`` in the coordinates of ``axes`` only, in coordinate order."""
+    """Return the ranks that differ from ``rank`` in the coordinates of ``axes`` only, in coordinate order."""
     free = frozenset(axes)
     coords = coordinates(mesh, rank)
     choices = [range(extent) if a in free else (coords[a],) for a, extent in enumerate(mesh)]
@@ -59,7 +59,7 @@ def group_of(mesh: Mesh, axes: Iterable[int], rank: int) -> tuple[int, ...]:
 
 
 def share(leaf: Leaf, mesh: Mesh, rank: int) -> Range:
-    """The part of a leaf that ``rank`` holds."""
+    """Return the part of a leaf that ``rank`` holds."""
     coords = coordinates(mesh, rank)
     parts, part = 1, 0
     for axis in leaf.axes:
@@ -70,7 +70,7 @@ def share(leaf: Leaf, mesh: Mesh, rank: int) -> Range:
 
 
 def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """Number of positions that ``rank`` holds."""
+    """Return the number of positions that ``rank`` holds."""
     if isinstance(dim, Leaf):
         start, stop = share(dim, mesh, rank)
         return stop - start
@@ -80,7 +80,7 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
-    """The global positions that ``rank`` holds, in local order, as maximal ranges.
+    """Return the global positions that ``rank`` holds, in local order, as maximal ranges.
 
     They ascend. There are few of them unless an inner factor is sharded: ``1000*64@0`` falls into
     1000 ranges for each rank.
@@ -272,7 +272,7 @@ class GatherIndex:
     """Laid end to end they are the global dim. A position that several members hold is taken from one."""
 
     def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
-        """Positions in the concatenated local pieces that, in this order, are the global dim.
+        """Return the positions in the concatenated local pieces that, in this order, are the global dim.
 
         Args:
             stride: positions that each member takes in the concatenation, where they are padded

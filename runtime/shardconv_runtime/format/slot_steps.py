@@ -149,7 +149,7 @@ Boundary = (
 
 
 def layout_of(step: Boundary) -> Dim | None:
-    """The layout of the dim that a step concerns; None for a step that concerns all dims alike."""
+    """Return the layout of the dim that a step concerns; None for a step that concerns all dims alike."""
     return step.layout if isinstance(step, ReshardingStep | LocalRowsStep | LocalRowsOrEndStep) else None
 
 

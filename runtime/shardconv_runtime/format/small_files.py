@@ -39,7 +39,7 @@ def variant(path: Path, world_size: int) -> Path:
 
 
 def variant_name(tp: int, stages: int = 1) -> str:
-    """The name of the folder of a model for ``tp`` ranks, of each stage if there are several."""
+    """Return the name of the folder of a model for ``tp`` ranks, of each stage if there are several."""
     return f"pp-{stages}-tp-{tp}" if stages > 1 else f"tp-{tp}"
 
 
@@ -106,7 +106,7 @@ def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
 
 
 def stage_of(rank: int, world_size: int, count: int) -> int:
-    """The stage of a rank among all processes; the last one for those beyond."""
+    """Return the stage of a rank among all processes; the last one for those beyond."""
     return min(rank // max(1, world_size // count), count - 1)
 
 
@@ -141,7 +141,7 @@ COPIED_CODE = ("*.py",)
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
-    """The files to copy from a model's directory along with its weights; relative paths, sorted.
+    """Return the files to copy from a model's directory along with its weights; relative paths, sorted.
 
     Args:
         directory: of an ordinary model.
@@ -153,13 +153,13 @@ def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
 
 
 def entry_of(directory: Path, path: Path) -> FileEntry:
-    """The entry in a manifest of a file other than a shard; ``path`` is relative to the directory."""
+    """Return the entry in a manifest of a file other than a shard; ``path`` is relative to the directory."""
     file = directory / path
     return FileEntry(path.as_posix(), file.stat().st_size, sha256_checksum(file))
 
 
 def small_files(manifest: Manifest) -> list[FileEntry]:
-    """The files other than weights."""
+    """Return the files other than weights."""
     files = (entry for entry in manifest.files if entry.path != UNUSED_NAME)
     return [entry for entry in files if not entry.path.endswith(".safetensors")]
 
@@ -201,7 +201,7 @@ def _copied(directory: Path, entries: list[FileEntry], target: Path) -> list[Fil
 
 
 def plain_config(text: str) -> str:
-    """The ``config.json`` of weights that were dequantized: without its quantization configs."""
+    """Return the ``config.json`` of weights that were dequantized: without its quantization configs."""
     config = json.loads(text)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
@@ -209,7 +209,7 @@ def plain_config(text: str) -> str:
 
 
 def config_in_dtype(text: str, dtype: str) -> str:
-    """The ``config.json`` of weights that were cast; unchanged where it says nothing of a dtype."""
+    """Return the ``config.json`` of weights that were cast; unchanged if it has no dtype."""
     config = json.loads(text)
     said = [config.get(key) for key in _DTYPE_KEYS if config.get(key) is not None]
     if not said or set(said) == {dtype}:

@@ -26,7 +26,7 @@ def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
     """By FQN the entry of each module that has stages, and its position among the names of the entry.
 
     Raises:
-        PlanError: two entries claim one name, or the patterns stand for too many names.
+        PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     found: dict[str, tuple[StagedModule, int]] = {}
     for entry in plan.stages.modules if plan.stages is not None else ():
@@ -49,7 +49,7 @@ def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
 
 
 def absent_modules(plan: Plan, stages: Stages) -> frozenset[str]:
-    """FQNs of the modules that none of these stages runs."""
+    """Return the FQNs of the modules that none of these stages runs."""
     present = {stages} if isinstance(stages, int) else set(stages)
     return frozenset(name for name, (e, _) in staged_modules(plan).items() if present.isdisjoint(e.stages))
 
@@ -89,7 +89,7 @@ def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T
 
 
 def held_before(plan: Plan, place: int, num_places: int) -> dict[str, str]:
-    """Of the parameters that a process holds and an earlier one too, the first name -> that in its model."""
+    """Return the first names of parameters that an earlier process holds too -> their names in its model."""
     own, *others = (stages_of(plan, p, num_places) for p in (place, *range(place)))
     earlier = {name for stages in others for name in held_names(plan, stages)}
     return {first: held for first, held in held_names(plan, own).items() if first in earlier}

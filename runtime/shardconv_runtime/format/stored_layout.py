@@ -59,8 +59,9 @@ def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:
 
 
 def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
-    """The tensors in the files: the parameters; of a packed one, its stored tensors. In the directory of a
-    stage, those of that stage."""
+    """Yield the tensors in the files: parameters, and the stored tensors of packed ones.
+
+    In the directory of a stage, these are the tensors of that stage."""
     parameters = plan.parameters
     if plan.stages is not None and plan.stages.own is not None:
         parameters = own_parameters(plan, plan.stages.own)
@@ -72,9 +73,9 @@ def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
 
 
 def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
-    """The entry of each tensor in the files by its name.
+    """Return the entry of each tensor in the files by its name.
 
     Raises:
-        PlanError: two entries claim one name, or the patterns stand for too many names.
+        PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     return by_name("parameters", tuple(stored_entries(plan)))

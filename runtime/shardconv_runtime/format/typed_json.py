@@ -48,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """The JSON form of a value; fields with their defaults are left out."""
+    """Return the JSON form of a value; fields with their defaults are left out."""
     if isinstance(value, Leaf | Product | Sum):
         return "0" if value == Leaf(0) else to_text(value)  # a dim of a parameter without elements
     if dataclasses.is_dataclass(value):
@@ -107,7 +107,7 @@ class MalformedError(ShardconvError, ValueError):
         super().__init__(f"{self.where}: {self.problem}" if where else self.problem)
 
     def inside(self, where: str) -> MalformedError:
-        """The error of a value that lies at a path in a document."""
+        """Return the error of a value that lies at a path in a document."""
         return MalformedError(_join(where, self.where) if self.where else where, self.problem)
 
 
@@ -145,7 +145,7 @@ def load_document(
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file of bounded size.
+    """Return the text of a UTF-8 file of bounded size.
 
     Raises:
         MalformedError: it cannot be read, is too large or is not UTF-8.
@@ -163,7 +163,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def from_json(hint: Any, value: Any, where: str) -> Any:
-    """The value of type ``hint`` that ``to_json`` wrote as ``value``.
+    """Return the value of type ``hint`` that ``to_json`` wrote as ``value``.
 
     Raises:
         MalformedError: the value does not fit; the message begins with ``where``.

@@ -304,7 +304,7 @@ def _require_same_sizes(start: Launch, cache: Any) -> None:
     )
     if any(other != sizes for other in exchange(start, sizes)):
         raise PlanError(
-            "the cache is divided differently on ranks with other numbers of key/value heads; choose a "
+            "the cache is divided differently on ranks with different numbers of key/value heads; choose a "
             f"{PAGE_SIZE} of the ContinuousBatchingConfig for which the bytes of a page are a multiple of "
             "128 on every rank, for example 256"
         )

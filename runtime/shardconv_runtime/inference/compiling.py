@@ -90,7 +90,7 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
     decoder = vars(model).get(DECODER)
     for batch, length in sizes:
         if batch < 1 or length < 2:
-            raise PlanError(f"warm_up: ({batch}, {length}) is no batch size and length of texts")
+            raise PlanError(f"warm_up: ({batch}, {length}) should be a batch size and a length in tokens")
         if decoder is None or not decoder.warm_up(batch, length):
             raise PlanError("warm_up: this model has no decoding with one graph for each token; leave it out")
 

@@ -190,7 +190,7 @@ class _States(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class LinearStates(_States):
-    """Of a layer without attention."""
+    """The cache of a layer without attention."""
 
     def fill(self, layer: Any) -> None:
         """Take over what a prefill left."""
@@ -198,7 +198,7 @@ class LinearStates(_States):
 
 
 class HybridLayer(OneTokenLayer, _States):
-    """Of a layer that has both."""
+    """The cache of a layer that has both attention and states."""
 
     def reaching(self, reach: int) -> Self:
         """See ``OneTokenLayer``."""

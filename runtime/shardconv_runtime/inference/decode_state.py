@@ -89,7 +89,7 @@ class StepState:
         return History(self.count, self.seen, self.stops)
 
     def arguments(self) -> dict[str, Any]:
-        """Of ``prepare_inputs_for_generation``, beside the ids."""
+        """Return the arguments of ``prepare_inputs_for_generation`` other than the ids."""
         given: dict[str, Any] = {self.cache_name: self.cache, **self.inputs, **dict(self.bucket.constants)}
         if self.position_ids is not None:
             given["position_ids"] = self.position_ids

@@ -90,7 +90,7 @@ def _first_update(self: Any, key_states: Tensor, value_states: Tensor, *args: An
     if self.keys.shape[1] != key_states.shape[1]:
         raise PlanError(
             f"past_key_values has {self.keys.shape[1]} heads of keys and values in a layer, and this rank "
-            f"has {key_states.shape[1]} of them: another model has filled it, and ranks keep those of their "
-            "own heads; give the model the tokens, or a cache that it has filled itself"
+            f"has {key_states.shape[1]} of them: another model filled the cache, and each rank needs only "
+            "its own heads; give the model the tokens, or a cache that it filled itself"
         )
     return self.update(key_states, value_states, *args, **kwargs)

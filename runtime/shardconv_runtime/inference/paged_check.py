@@ -81,9 +81,9 @@ class RequestCheck:
         # The last new token is not computed with.
         if self.limit is not None and len(prompt) + num_new - 1 > self.limit:
             raise ShardconvError(
-                f"a request for {len(prompt)} tokens and {num_new} new ones exceeds {self.limit} tokens, "
-                "from where on the model's rotary embedding changes for all tokens of a call, those of "
-                "other requests too; ask for fewer, or use generate"
+                f"a request for {len(prompt)} tokens and {num_new} new ones exceeds {self.limit} tokens. "
+                "Longer texts change the model's rotary embedding for all tokens of a call, also for "
+                "other requests; ask for fewer, or use generate"
             )
 
 
@@ -153,9 +153,9 @@ class PagedCheck:
             longest = int(inputs["position_ids"].max()) + 1
             raise PlanError(
                 f"{type(model).__name__} does not support continuous batching with the attention "
-                f"{model.config._attn_implementation!r}: for a prompt of {stop - start} tokens, beside "
-                f"sequences of up to {longest}, its logits from pages differ by {error:.1%} from those of an "
-                "ordinary call; use generate"
+                f"{model.config._attn_implementation!r}: for a prompt of {stop - start} tokens, next to "
+                f"sequences of up to {longest}, its logits from pages differ by {error:.1%} from an ordinary "
+                "call; use generate"
             )
         return math.isfinite(error)
 

@@ -73,7 +73,7 @@ class PagedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values, which may differ from that of packed weights."""
+        """Return the dtype of keys and values, which may differ from the dtype of packed weights."""
         return self._heads.dtype
 
     @property

@@ -82,7 +82,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
             self._heard_of_failure = True
             raise LaunchError(
                 "the ranks' random states differ: on one of them, other code drew numbers from torch's "
-                "default generator while requests were sampled; give that code a generator of its own"
+                "default generator while requests were sampled; give that code its own generator"
             )
         return tuple(found[: len(self._cpu_int_acc)])
 
@@ -129,7 +129,7 @@ def _largest(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
 
 
 def checksum(device: torch.device) -> int:
-    """Of the random state from which tokens are drawn."""
+    """Return a checksum of the random state from which tokens are drawn."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return zlib.crc32(state.numpy().tobytes())
 

@@ -81,7 +81,7 @@ class ShardedDPOTrainer(_Sharded, DPOTrainer):  # type: ignore[misc]
             raise PlanError("without an adapter, DPO needs the model loaded once more, as ref_model=")
         if REFERENCE not in model.peft_config:
             raise PlanError(
-                "DPO compares with the adapter before training, which needs a place of its own: load the "
+                "DPO compares with the adapter before training, which needs a second copy: load the "
                 f'model with adapter={{"default": DIRECTORY, "{REFERENCE}": DIRECTORY}}'
             )
         refuse = model.add_adapter

@@ -46,26 +46,28 @@ _TOLERANCES = {torch.float64: 1e-9, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 @in_default_modes
 def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int = 0) -> Any:
-    """A loaded model with a new adapter; every rank of the job calls it.
+    """Add a new adapter to a loaded model; call it on every rank of the job.
 
-    The model with the adapter is planned and proven on rank 0, which takes seconds; ``shardconv adapt`` does
-    it ahead of time. The returned model shares the parameters of ``model`` and has its other adapters.
+    Rank 0 plans and checks the model with the adapter, which takes seconds. ``shardconv adapt`` does this
+    ahead of time. The returned model shares the parameters of ``model`` and has its other adapters.
 
     Args:
-        model: returned by ``load`` or by this function. To train the adapter: loaded with ``training=True``.
-        config: a ``peft.LoraConfig``, or another one of peft for adapters of layers.
-        name: of the adapter, which becomes the active one if it is the only one.
-        seed: of its initial weights, which are those that peft draws in one process after
+        model: returned by ``load`` or by this function. To train the adapter, load it with
+            ``training=True``.
+        config: a ``peft.LoraConfig``, or another peft config for adapters of layers.
+        name: name of the adapter. If it is the only adapter, it becomes the active one.
+        seed: seed of its initial weights. They are the weights that peft draws in one process after
             ``torch.manual_seed(seed)``.
 
     Returns:
         A ``peft.PeftModel`` in eval mode.
 
     Raises:
-        PlanError: the model has an adapter of this name, or FSDP has sharded it.
-        SourceError: peft refuses the config for this model, or the adapter begins with its weights.
+        PlanError: the model has an adapter with this name, or FSDP has sharded it.
+        SourceError: peft does not accept the config for this model, or the initial adapter depends on the
+            weights of the model.
         SolveError: the model cannot be planned with the adapter and these shards.
-        LaunchError: the converter, which plans, is not installed for rank 0.
+        LaunchError: the converter is not installed on rank 0.
 
     Example:
         >>> model = shardconv_runtime.load("out/", training=True)

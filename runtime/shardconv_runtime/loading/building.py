@@ -120,12 +120,12 @@ class CheckedSource:
 
     @property
     def full_plan(self) -> Plan:
-        """Of the model with its adapters."""
+        """Return the plan of the model with its adapters."""
         return self.plan if self.adapters is None else self.adapters.plan
 
     @property
     def num_ranks(self) -> int:
-        """Of all stages."""
+        """Return the number of ranks of all stages."""
         return self.plan.tp * (1 if self.plan.stages is None else self.plan.stages.count)
 
     @property

@@ -138,7 +138,9 @@ def ordinary(
         found = lazy_weights(spec).tensors
     planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     if is_packed and parameter_plans(planned) != parameter_plans(solved):
-        raise PlanError(f"the plan is for other packed weights than those of {spec.name}; make a plan of it")
+        raise PlanError(
+            f"the packed weights of {spec.name} are not the ones in the plan; make a plan of this model"
+        )
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
     described = _manifest(spec, spec.directory, solved.tp, sha256_of(plan_file))
     return Ordinary(spec.directory, described, solved, weights, has_dtype)

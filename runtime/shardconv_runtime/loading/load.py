@@ -68,7 +68,7 @@ def _beside(found: CheckedSource, stage: int) -> CheckedSource:
     other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
     if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
         raise CheckpointError(
-            f"{directory} and {found.directory} are of two conversions; copy or convert the model again"
+            f"{directory} and {found.directory} are from two conversions; copy or convert the model again"
         )
     return other
 
@@ -107,81 +107,84 @@ def load(
     stages_per_process: int = 1,
     **other: Any,
 ) -> Any:
-    """Load this rank's part of a converted model; every rank of the job calls it.
+    """Load this rank's part of a converted model; call it on every rank of the job.
 
-    The process group is started from torchrun's environment where there is none: nccl on GPUs, gloo on
-    the CPU. If a rank has an error, every rank raises before the first collective of the model. Parameters
+    If there is no process group, ``load`` starts one from the environment of torchrun: nccl on GPUs, gloo
+    on the CPU. If one rank has an error, every rank raises it before the first collective. Parameters
     require gradients only with ``training``.
 
-    ``generate`` gives the same tokens on every rank. All ranks must call it with the same arguments, which
-    is checked; a ``streamer`` gets the tokens on each rank (a ``TextStreamer`` prints on rank 0 only), and
-    ``max_time`` goes by rank 0's clock.
+    ``generate`` returns the same tokens on every rank. Call it on all ranks with the same arguments, which
+    are compared. Every rank's ``streamer`` gets the tokens (a ``TextStreamer`` prints only on rank 0). Rank
+    0 decides ``max_time``.
 
     Args:
-        path: directory that ``shardconv convert`` wrote, or the id of a repository on the Hub to which one
-            was pushed: this rank's files are downloaded to the cache. Where it holds several in ``tp-N/``,
-            the one for as many ranks as there are processes is taken.
-        plan: a plan (``shardconv plan --format json``), a directory that has one, or
-            ``user/repo/plan.json`` on the Hub. ``path`` then is an ordinary model, local or on the Hub, of
-            which this rank reads its part: of safetensors on the Hub only its own bytes, which are not kept
-            in the cache.
-        device: by default the GPU to which the process is bound (``torch.cuda.set_device``), else
-            ``cuda:LOCAL_RANK``, else the CPU. Over nccl each rank needs a GPU of its own.
-        dtype: as in ``from_pretrained``: of the parameters, but for those that the model's code keeps in
-            float32; by default as they are stored.
+        path: directory that ``shardconv convert`` wrote, or the id of a Hub repository with one. This
+            rank's files are then downloaded to the cache. If the repository has several directories
+            ``tp-N/``, ``load`` uses the one for the number of processes.
+        plan: a plan (``shardconv plan --format json``), a directory with one, or ``user/repo/plan.json`` on
+            the Hub. ``path`` is then an ordinary model, local or on the Hub, of which this rank reads only
+            its part. Bytes of safetensors on the Hub are not cached.
+        device: by default the GPU to which the process is bound (``torch.cuda.set_device``), then
+            ``cuda:LOCAL_RANK``, then the CPU. With nccl, each rank needs its own GPU.
+        dtype: dtype of the parameters, as in ``from_pretrained``: parameters that the model's code keeps in
+            float32 stay in float32. By default the stored dtype.
         group: the processes that load this model, as many as the plan's tp; by default all.
-        mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together, of
-            a model with stages those along "pp" (an outer one) and "tp"; the other dims are for data
-            parallelism, see ``shardconv_runtime.data_parallel``.
-        training: with the backward collectives of the plan: parameters require gradients as in the unsharded
-            model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
-        data_parallel: shard the model as ``shardconv_runtime.data_parallel`` does, by its defaults or by a
-            ``DataParallel(...)``: each process reads and holds its part of the rank's parameters alone.
-        sequence_parallel: shard the activations between the parallel blocks over the sequence; the plan must
-            have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
-        regather: in training with sequence parallelism, keep this rank's part of activations that a parallel
-            block gathers, and gather them again in the backward pass; by default those of 1 MiB and more.
-        compile: run each forward pass as one compiled graph, and let ``generate`` decode with one graph for
-            each token, on GPUs a CUDA graph. ``torch.compile(model)`` works as well. With stages, what a
-            stage computes between its messages is a graph, and tokens are chosen outside.
-        warm_up: with ``compile``, sizes ``(batch, length in tokens)`` for which to compile and record
-            decoding before this call returns; the largest first.
-        gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
-            refuses ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss
-            is computed from the shards, and by default no logits are returned in training mode where there
-            are labels; True returns full ones.
-        timeout_s: how long a rank waits in a collective for the others, where this call starts the process
-            group; torch's default if None (10 minutes for nccl, 30 for gloo). Over gloo it then raises; over
-            nccl, torch's watchdog ends the process. Also how long it waits for ranks that do not call
-            ``generate`` with the others before it raises (5 minutes).
-        all_reduce: sums a contiguous tensor over the process group of a name, in place of torch's own, for
-            collectives that suit the machine better. It must not write to its argument; a compiled model
-            needs a function that Dynamo can trace. ``"symmetric"`` sums small tensors in symmetric memory.
-        revision: branch, tag or commit on the Hub; only a commit never changes.
-        cache_dir, local_files_only, token: of the Hub's client. With ``local_files_only``, or HF_HUB_OFFLINE
-            set, all files are read from the cache.
-        trust_remote_code: allow a model whose code is in ``path`` to run that code.
-        verify: read this rank's files once before, and compare their checksums with those in the manifest.
-        dequantize: of a quantized model, multiply packed weights out into the model's dtype while loading, so
-            that the plain model runs; without it they stay packed, and the format's own modules compute.
-        fuse: compute the products of one input (queries, keys and values; gate and up) as one, as the plan
-            says; not for training, nor of packed weights in formats that pack columns first (GPTQ, AWQ).
-            By default only with ``compile``: an eager step's host gains nothing.
-        adapter: directory that ``shardconv adapt`` wrote for ``path``, or several by the names that the
-            adapters get, of which the first is active. With ``training``, their parameters alone require
+        mesh: a mesh of all processes, instead of ``group``. The processes along the dim named "tp" load one
+            model together; with stages, those along "pp" (an outer dim) and "tp". The other dims are for
+            data parallelism, see ``shardconv_runtime.data_parallel``.
+        training: add the backward collectives of the plan. Parameters require gradients as in the unsharded
+            model, and the gradients are those of the unsharded model. Call ``train()`` for dropout.
+        data_parallel: apply FSDP2 as ``shardconv_runtime.data_parallel`` does, with its defaults (True) or
+            a ``DataParallel(...)``. Each process then reads and holds only its part of the rank's
+            parameters.
+        sequence_parallel: shard the activations between the parallel blocks over the sequence. The plan
+            must have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded
+            internally.
+        regather: in training with sequence parallelism, keep only this rank's part of gathered activations,
+            and gather them again in the backward pass. By default this applies to activations of 1 MiB and
+            more.
+        compile: run each forward pass as one compiled graph, and let ``generate`` run one graph per token
+            (on GPUs a CUDA graph). ``torch.compile(model)`` works as well. With stages, a graph contains
+            the code of a stage between its messages, and tokens are chosen outside of it.
+        warm_up: with ``compile``, sizes ``(batch, length in tokens)`` for which decoding is compiled and
+            recorded before this call returns, the largest first.
+        gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then rejects
+            ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss is
+            computed from the shards, and by default no logits are returned in training mode with labels;
+            True returns full logits.
+        timeout_s: how long a rank waits for the others in a collective, if this call starts the process
+            group; by default torch's timeout (10 minutes for nccl, 30 for gloo). With gloo it then raises
+            an error; with nccl, torch's watchdog ends the process. It is also the time that a rank waits
+            for ranks that do not call ``generate`` (by default 5 minutes).
+        all_reduce: a function that sums a contiguous tensor over the process group of a name, in place of
+            torch's. It must not write to its argument. For a compiled model, Dynamo must be able to trace
+            it. ``"symmetric"`` sums small tensors in symmetric memory.
+        revision: branch, tag or commit on the Hub. Only a commit never changes.
+        cache_dir: directory of the Hub cache.
+        local_files_only: read all files from the Hub cache, as with HF_HUB_OFFLINE.
+        token: Hub token; by default the token of the Hub login.
+        trust_remote_code: allow a model with code in ``path`` to run that code.
+        verify: read this rank's files in full and compare their checksums with the manifest.
+        dequantize: convert packed weights of a quantized model to the model's dtype while loading. By
+            default they stay packed, and the modules of the format compute with them.
+        fuse: combine layers with the same input (query, key and value; gate and up) into one product. It is
+            not for training, nor for formats that pack columns first (GPTQ, AWQ). By default only with
+            ``compile``, since eager steps gain nothing.
+        adapter: directory that ``shardconv adapt`` wrote for ``path``, or a dict from adapter names to
+            directories, of which the first is active. With ``training``, only their parameters require
             gradients.
-        check_inputs: compare the inputs of every call between the ranks; so does the environment variable
-            ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
-        stages_per_process: of a model with stages, how many each process trains, as far apart as possible,
-            for interleaved schedules of ``shardconv_runtime.Pipeline``. Fewer processes load it.
-        other: no others; those of ``from_pretrained`` are refused by name.
+        check_inputs: compare the inputs of every call between the ranks, as with
+            ``SHARDCONV_CHECK_INPUTS=1``. By default the calls 1, 2, 4, 8 ... are compared.
+        stages_per_process: number of stages that each process trains, for interleaved schedules of
+            ``shardconv_runtime.Pipeline``.
+        other: catches options of ``from_pretrained``, which raise an error with their name.
 
     Returns:
-        The transformers model in eval mode, with the class that it had when converted; with ``adapter``, a
-        ``peft.PeftModel`` around it.
+        The transformers model in eval mode, with its original class; with ``adapter``, a ``peft.PeftModel``
+        around it.
 
     Raises:
-        ShardconvError: the message has the problem, the rank and the remedy.
+        ShardconvError: the message names the problem, the rank and the remedy.
 
     Example:
         >>> model = shardconv_runtime.load("out/")

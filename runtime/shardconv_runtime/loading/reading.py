@@ -180,7 +180,7 @@ class FileSpan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them; there are no gaps."""
+        """Return the bytes of all tensors; there are no gaps between them."""
         return self.end - self.begin
 
     def at(self, storage: torch.UntypedStorage, begin: int) -> Iterator[tuple[str, Tensor]]:

@@ -72,7 +72,7 @@ def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
     if plan.stages.own not in (None, first):
         raise PlanError(
             f"the directory holds stage {plan.stages.own}, and this rank is on stage {first}; name "
-            "the directory that holds those of all stages"
+            "the directory that holds all stages"
         )
     return place
 

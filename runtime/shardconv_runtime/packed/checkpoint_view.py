@@ -31,7 +31,7 @@ class Checkpoint(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Of the headers of the files."""
+        """Return the metadata in the headers of the files."""
 
     def read(self, name: str) -> Tensor:
         """A tensor's values; formats read small ones only."""

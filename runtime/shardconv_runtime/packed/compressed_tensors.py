@@ -42,7 +42,7 @@ EXTRAS = (CACHE, "transform_config")
 
 @dataclass(frozen=True, slots=True)
 class WeightSettings:
-    """Of one group of modules."""
+    """The settings of one group of modules."""
 
     kind: str
     """``int`` or ``float``."""
@@ -64,7 +64,7 @@ class WeightSettings:
 
 
 def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSettings, ...]:
-    """Of all groups of modules.
+    """Return the settings of all groups of modules.
 
     Raises:
         SourceError: the checkpoint is quantized in a way that is not covered.

@@ -49,7 +49,7 @@ class Fp8Scheme:
             SourceError: a variant of the format that is not covered.
         """
         if settings.get("expert_dtype", "fp8") != "fp8":
-            raise SourceError(f"{where} has experts in {settings['expert_dtype']} beside fp8{REMEDY}")
+            raise SourceError(f"{where} has experts in {settings['expert_dtype']} in addition to fp8{REMEDY}")
         block = settings.get("weight_block_size", BLOCKS[str(settings["quant_method"])])
         if block is None:
             return cls(None)

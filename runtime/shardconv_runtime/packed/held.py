@@ -28,7 +28,7 @@ class WeightSlice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Return the shape of this rank's part."""
         return tuple(sum(b - a for a, b in spans) for spans in self.ranges)
 
     def positions(self, dim: int) -> Tensor:

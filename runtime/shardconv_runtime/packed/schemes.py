@@ -93,7 +93,7 @@ def _is_dynamic(group: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """Of one format."""
+    """The packages that one format needs."""
 
     packages: tuple[str, ...]
     """That transformers imports, as pip names them."""

@@ -63,11 +63,11 @@ def _read(name: str, text: str) -> Mapping[str, Any]:
     try:
         said = json.loads(text)
     except ValueError as error:
-        raise SourceError(f"{name}: what the header says about it is not JSON: {error}{REMEDY}") from error
+        raise SourceError(f"{name}: its entry in the header is not JSON: {error}{REMEDY}") from error
     kinds = {"_data": dict, "_tensor_data_names": list}
     if isinstance(said, dict) and all(isinstance(said.get(k, kind()), kind) for k, kind in kinds.items()):
         return said
-    raise SourceError(f"{name}: what the header says about it is not as torchao writes it{REMEDY}")
+    raise SourceError(f"{name}: its entry in the header is not in the format of torchao{REMEDY}")
 
 
 def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Found:

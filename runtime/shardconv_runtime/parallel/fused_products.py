@@ -94,7 +94,10 @@ class FusedProduct:
         return parts
 
     def product_of(self, input: Tensor) -> Tensor | None:
-        """Of all members, local ``[..., sum of out_features]``; None: each computes by itself."""
+        """Return the product of all members, local ``[..., sum of out_features]``.
+
+        It is None if each member should compute separately.
+        """
         return None if self.weight is None else F.linear(input, self.weight, self.bias)
 
     def refresh(self) -> None:

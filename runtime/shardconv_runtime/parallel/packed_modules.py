@@ -341,8 +341,8 @@ class PackedModules:
         shape = local_shape(entry, self._comm.mesh, self._comm.rank)
         if 0 in shape:
             raise PlanError(
-                f"{name} is packed, and has too few groups for so many ranks: rank {self._comm.rank} holds "
-                "none of it; convert for fewer ranks, or pass dequantize=True"
+                f"{name} is packed, and has too few groups for this number of ranks: rank {self._comm.rank} "
+                "holds none of it; convert for fewer ranks, or pass dequantize=True"
             )
         if type(module) is nn.Linear:
             module.out_features, module.in_features = shape

@@ -41,7 +41,7 @@ class Part:
     """Of activations."""
 
     def dims(self, name: str) -> tuple[PackedDim, ...]:
-        """Of a stored tensor."""
+        """Return the dims of a stored tensor."""
         return next(stored.dims for stored in self.packing.tensors if stored.name == name)
 
 

@@ -114,10 +114,7 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
         )
     _require_packages(packing.method)
     if packing.method in ON_GPUS and quantized.device.type == "cpu":
-        raise PlanError(
-            f"weights quantized with {method} are computed with on GPUs alone, and this is a cpu device; "
-            f"{_INSTEAD}"
-        )
+        raise PlanError(f"weights quantized with {method} need a GPU, and this is a cpu device; {_INSTEAD}")
 
 
 def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:

@@ -144,7 +144,7 @@ class _Comparison:
         if not are_alike(ranks):
             raise PlanError(
                 f"{ARGUMENT} was given to a model whose plan keeps parts of the hidden states on the ranks, "
-                "which each would return; use the outputs alone, or the unsharded model"
+                "which each would return; use only the outputs, or the unsharded model"
             )
 
 

@@ -42,7 +42,7 @@ def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
             asked = kwargs.get(name)
             if getattr(config, name, None) if asked is None else asked:
                 raise ShardconvError(
-                    f"{name} asks for what every layer computes, which a model with stages does not collect; "
+                    f"{name} asks for results of every layer, which a model with stages does not collect; "
                     "load a directory that was converted without --pp"
                 )
         link.begin_call()
@@ -74,7 +74,9 @@ ArgumentNames = Mapping[str, Sequence[str]]
 
 
 def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
-    """Of the modules that are on some stages only: what replaces a module may call arguments otherwise.
+    """Return the argument names of the modules that run on only some stages.
+
+    A placeholder may name its arguments in another way.
 
     Args:
         model: unsharded, before ``parallelize``.
@@ -289,7 +291,7 @@ class _Sharer:
         """
         if missing := self.link.missing(self._expected[self.link.stage]):
             raise ShardconvError(
-                f"{min(missing)[0]} was not called, whose results another stage needs: this call leaves it "
+                f"{min(missing)[0]} was not called, but another stage needs its results: this call leaves it "
                 "out; convert with other --stages"
             )
         self.link.share_results(returned_tensors(model, output))

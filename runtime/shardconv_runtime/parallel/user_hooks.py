@@ -320,8 +320,8 @@ class _Views:
             raise self._not_seen()
         if not self.is_on_all():
             raise LaunchError(
-                f"a hook on {self._watch.name} is not on all ranks of the model, and each has a part of what "
-                "it would be given; register it on all of them, and use on one what it finds"
+                f"a hook on {self._watch.name} is not on all ranks of the model, and each rank has only a "
+                "part of the tensor; register it on all ranks, and use its result on one"
             )
 
 
@@ -382,23 +382,23 @@ class _Gradient:
         known = self._views.partial_axes
         if self._place not in known and self._views.is_on_all() and bool(gradient.any()):
             raise PlanError(
-                f"a hook on {self._views.name} gives a loss of its own, and no other loss needs what the "
-                "module returns, so that it is not known how its gradients are sharded; use the model's "
-                "outputs, or add the model's own loss in the first step"
+                f"a hook on {self._views.name} gives its own loss, and no other loss needs the results of "
+                "the module, so it is unknown how its gradients are sharded; use the model's outputs, or "
+                "add the model's own loss in the first step"
             )
         is_written_to = self._left is not None and self._left[0]._version > self._left[1]
         if is_written_to and not (
             self._of_the_model is not None and torch.equal(gradient, self._of_the_model)
         ):
             raise PlanError(
-                f"a hook on {self._views.name} made a loss of what it was given, to which the model writes "
-                "later, and the hook has it as it was; put it on a module behind this one"
+                f"a hook on {self._views.name} made a loss of a tensor to which the model writes later, but "
+                "the hook has the earlier value; put it on a module behind this one"
             )
         return gradient / self._comm.num_ranks(known.get(self._place, ()))
 
     def _refuse(self, gradient: Tensor) -> Tensor:
         raise PlanError(
-            f"a forward hook on {self._views.name} made a loss of what the module was given; put a hook on "
+            f"a forward hook on {self._views.name} made a loss of the inputs of the module; put a hook on "
             "the module that returns it, or a forward pre-hook on this one"
         )
 

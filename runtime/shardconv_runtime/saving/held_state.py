@@ -427,8 +427,8 @@ def _refuse_groups(
     if len(saved) != len(groups):
         raise CheckpointError(
             f"{directory} has {len(saved)} parameter groups, and this optimizer has {len(groups)}, whose "
-            "parameters are not those of saved groups that are alike; make the optimizer with the parameters "
-            "and groups that it had"
+            "parameters do not match the saved groups; make the optimizer with the same parameters and "
+            "groups as before"
         )
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         stored, present = set(theirs.names), set(ours.names)

@@ -41,18 +41,18 @@ def save_optimizer(
     overwrite: bool = False,
     replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the state of an optimizer; every process of the model calls it.
+    """Write the state of an optimizer; call it on every process of the model.
 
-    Elements that several ranks hold are written by the lowest of them, those of a Partial parameter (a bias
-    that is nonzero on one rank alone) by the rank that has its values. The directory appears only once it is
-    complete.
+    If several ranks hold an element, the lowest of them writes it. For a Partial parameter, the rank with
+    the values writes. The directory appears only when it is complete.
 
     Args:
-        model: returned by ``load``, or a wrapper of it, see ``save``.
-        optimizer: of some of its parameters. Its state has tensors of the parameter's shape, and numbers.
-        directory: to make, on a file system that all processes share; it must not exist, or be empty,
-            unless ``overwrite``.
-        overwrite: replace the directory if it holds the state of an optimizer and no other files.
+        model: returned by ``load``, or a wrapper of it; see ``save``.
+        optimizer: an optimizer of some of its parameters. Its state may contain tensors of the parameter's
+            shape, and numbers.
+        directory: directory to create, on a file system that all processes share. It must not exist or must
+            be empty, unless ``overwrite`` is set.
+        overwrite: replace the directory if it holds only the state of an optimizer.
         replicas: see ``save``.
 
     Raises:
@@ -81,18 +81,19 @@ def load_optimizer(
     *,
     replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load the state that ``save_optimizer`` wrote into an optimizer; every process of the model calls it.
+    """Load the state that ``save_optimizer`` wrote; call it on every process of the model.
 
-    The model may be loaded for another number of ranks, and sharded over other data-parallel processes, than
-    when the state was saved. The optimizer is of the same class, and has the parameters that it had, in
-    groups that may be in another order: names tell which is which. Hyperparameters become the saved ones.
-    Parameters that it did not have, such as those that were frozen, start anew, and a warning of the first
-    process names them. The optimizer is changed only after all has been read.
+    The number of ranks and of data-parallel processes may differ from the saved job. The optimizer must
+    have the same class and at least the saved parameters. State is matched by parameter name, so the groups
+    may be in another order. Hyperparameters get the saved values. Parameters without saved state, for
+    example parameters that were frozen, start without state, and the first process warns with their names.
+    The optimizer changes only after everything was read.
 
     Args:
-        model: returned by ``load``, or a wrapper of it, see ``save``.
-        optimizer: of its parameters.
-        directory: written by ``save_optimizer``. DCP's own index in it is a pickle: load only trusted files.
+        model: returned by ``load``, or a wrapper of it; see ``save``.
+        optimizer: an optimizer of its parameters.
+        directory: directory that ``save_optimizer`` wrote. It contains an index of DCP, which is a pickle:
+            load only trusted files.
         replicas: see ``save``.
 
     Raises:

@@ -56,30 +56,29 @@ def save(
     max_file_size: int = MAX_FILE_SIZE,
     replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the model as a converted directory for the same number of ranks; every process calls it.
+    """Write the model as a converted directory for the same number of ranks; call it on every process.
 
-    Tensors are written in their present dtypes; those of a model that was loaded dequantized stay so. The
-    rank files of another unchanged model equal, byte for byte, those that it was loaded from. Replicated
-    tensors are written by rank 0. Config, tokenizer and code are copied from the directory that the model was
-    loaded from. ``out`` appears only once it is complete; if any process fails, all raise, and ``out`` is
-    unchanged.
+    Tensors are written in their current dtypes. A model that was loaded with ``dequantize=True`` is written
+    unquantized. If the model has not changed, the rank files equal the loaded ones byte for byte. Rank 0
+    writes replicated tensors. Config, tokenizer and code are copied from the directory that the model was
+    loaded from. ``out`` appears only when it is complete. If one process fails, all raise an error, and
+    ``out`` does not change.
 
     Args:
-        model: returned by ``load``; it may be sharded by ``fully_shard`` over other processes than those that
-            loaded it, wrapped in ``DistributedDataParallel``, or compiled.
-        out: directory to make, on a file system that all processes share; it must not exist, or be empty,
-            unless ``overwrite``. Its parent must be writable.
+        model: returned by ``load``. It may be sharded by ``fully_shard``, wrapped in
+            ``DistributedDataParallel``, or compiled.
+        out: directory to create, on a file system that all processes share. It must not exist or must be
+            empty, unless ``overwrite`` is set. Its parent must be writable.
         overwrite: replace ``out`` if it is a converted directory without other files.
-        max_file_size: bytes of tensors after which a new shard file is begun.
-        replicas: the processes that hold the same shards as this one, if several groups loaded the model and
-            it has neither DTensors nor ``DistributedDataParallel``; the first of them writes.
+        max_file_size: size of the tensors in bytes after which a new shard file begins.
+        replicas: the processes that hold the same shards as this one. Pass it if several groups loaded the
+            model without DTensors and without ``DistributedDataParallel``. The first process writes.
 
     Raises:
         ShardconvError: the message names the problem, the rank, and the remedy.
 
     Example:
         >>> shardconv_runtime.save(model, "trained/")
-        >>> # shardconv merge trained/ plain/
     """
     if loaded(model).attached is not None:
         save_adapters(wrapper_of(model), out, overwrite=overwrite)

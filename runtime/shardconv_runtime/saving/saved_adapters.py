@@ -51,7 +51,7 @@ def save_adapters(
     adapters = loaded(wrapper).building.checked.adapters.adapters
     chosen = list(adapters if names is None else names)
     if unknown := [name for name in chosen if name not in adapters]:
-        raise PlanError(f"{unknown[0]!r} is no adapter of this model; it has {', '.join(adapters)}")
+        raise PlanError(f"{unknown[0]!r} is not an adapter of this model; it has {', '.join(adapters)}")
     holders, source = replicas_of(wrapper), loaded(wrapper)
     # peft saves of the modules that there are: those of a stage are not all.
     whole = wrapper if source.stage is None else source.building.unsharded_wrapper()

@@ -93,7 +93,7 @@ def _check_tied(plan: Plan, tensors: dict[str, Tensor]) -> None:
 def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: int) -> None:
     shape = local_shape(entry, plan.mesh, rank)
     if tuple(tensor.shape) != shape:
-        raise PlanError(f"{name} has shape {tuple(tensor.shape)}, and by the plan rank {rank} holds {shape}")
+        raise PlanError(f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {rank} holds {shape}")
     if tensor.is_meta:
         raise PlanError(f"{name} is on the meta device, so it has no values to save")
     if _name(tensor.dtype) not in STORED_NAME:

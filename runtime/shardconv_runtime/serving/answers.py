@@ -193,7 +193,7 @@ class AnswerOptions:
     shows_special_tokens: bool = False
 
     def of_choice(self, number: int) -> AnswerOptions:
-        """Of one of several answers to a prompt: each draws from a seed of its own."""
+        """Return the options of one of several answers to a prompt; each one draws from its own seed."""
         seed = self.sampling.seed
         if seed is None or number == 0:
             return self

@@ -72,8 +72,8 @@ def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Samplin
     refused = sorted(said - {*HONORED, *ignored})
     if refused:
         raise ShardconvError(
-            f"the model's generation_config.json has {', '.join(refused)}, which the server cannot grant: "
-            "its answers would be others than those of generate; to serve without, say "
+            f"the model's generation_config.json has {', '.join(refused)}, which the server does not "
+            "support: its answers would differ from those of generate; to ignore it, pass "
             f"--ignore {' '.join(refused)}"
         )
     found = {name: getattr(own, name) for name in DEFAULT_FIELDS}

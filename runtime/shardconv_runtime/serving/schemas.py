@@ -211,7 +211,7 @@ class GenerationRequest(_Fields):
 
 
 class CompletionRequest(GenerationRequest):
-    """Of ``/v1/completions``."""
+    """A request to ``/v1/completions``."""
 
     prompt: str | list[Token] | list[str] | list[list[Token]]
     logprobs: LogprobCount | None = None
@@ -222,7 +222,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def token_ids(self, tokenizer: Any) -> list[list[int]]:
-        """Of each prompt: a text, or ids themselves."""
+        """Return the token ids of each prompt, which is a text or ids."""
         prompt = self.prompt
         is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
         prompts: list[Any] = [prompt] if is_one else list(prompt)
@@ -246,7 +246,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    """Of ``/v1/chat/completions``."""
+    """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -263,7 +263,7 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs if self.logprobs else None
 
     def token_ids(self, tokenizer: Any) -> list[list[int]]:
-        """Of the messages, by the tokenizer's chat template: one prompt."""
+        """Return the token ids of the messages as one prompt, by the tokenizer's chat template."""
         if tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template; use completions", "messages", 404)
         messages = [

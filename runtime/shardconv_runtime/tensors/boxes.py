@@ -42,7 +42,7 @@ class Move:
 
     @property
     def num_elements(self) -> int:
-        """Of the box."""
+        """Return the number of elements of the box."""
         return math.prod(dim.size for dim in self.dims)
 
 

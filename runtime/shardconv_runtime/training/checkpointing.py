@@ -70,22 +70,22 @@ _MARK = "_shardconv_checkpointed"
 def checkpoint_activations(
     model: nn.Module, *, save: str | Collection[torch._ops.OpOverload] | None = None
 ) -> nn.Module:
-    """Recompute each layer's activations in the backward pass; gradients keep the same bits.
+    """Recompute the activations of each layer in the backward pass; gradients stay bitwise equal.
 
-    This applies in training mode. Caches of keys and values are disabled then, since recomputing would fill
-    them twice. Recomputed dropout uses the same random numbers.
+    This applies only in training mode. It disables caches of keys and values, because recomputing would
+    fill them twice. Recomputed dropout uses the same random numbers.
 
     Args:
         model: returned by ``load(..., training=True)``, before or after ``data_parallel``.
-        save: operators (``torch.ops.aten.mm.default``) whose results are kept; "matmul" for matrix products;
-            none by default.
+        save: operators whose results are kept (for example ``torch.ops.aten.mm.default``), or "matmul" for
+            matrix products; none by default.
 
     Returns:
-        ``model``. The names of its parameters are unchanged.
+        ``model``. The names of its parameters do not change.
 
     Raises:
-        PlanError: ``load`` did not return the model, it recomputes activations already, it lacks a list of
-            layers, or ``save`` is not as above.
+        PlanError: ``load`` did not return the model, it already recomputes activations, it has no list of
+            layers, or ``save`` is invalid.
 
     Example:
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)

@@ -39,25 +39,26 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their norm, over the full model, is at most ``max_norm``.
+    """Scale the gradients so that their norm over the full model is at most ``max_norm``.
 
-    Every process of the model calls it, after the last backward pass of a step. Like
-    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, it multiplies gradients by
-    ``min(1, max_norm / (norm + 1e-6))``, even if that is nan.
+    Call it on every process of the model, after the last backward pass of a step. Like
+    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, it multiplies gradients by ``min(1, max_norm
+    / (norm + 1e-6))``, even if this is nan.
 
     Args:
         model: see ``grad_norm``.
-        max_norm: upper limit of the norm afterwards.
+        max_norm: maximum of the norm after clipping.
         norm_type: see ``grad_norm``.
-        error_if_nonfinite: raise, on all processes, if the norm is not finite. Waits for the device.
+        error_if_nonfinite: raise an error on all processes if the norm is not finite. This waits for the
+            device.
         foreach: scale many gradients in one operation; the default.
 
     Returns:
-        The norm before clipping, a replicated scalar, see ``grad_norm``.
+        The norm before clipping, a replicated scalar; see ``grad_norm``.
 
     Raises:
         PlanError: see ``grad_norm``.
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
 
     Example:
         >>> loss.backward()
@@ -97,9 +98,10 @@ def _scale(model: nn.Module, factor: Tensor, *, foreach: bool) -> None:
 
 
 def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
-    """The norm of the gradients of the full model; every process of the model calls it.
+    """Return the norm of the gradients of the full model; call it on every process of the model.
 
-    One all_reduce over all processes, or one over each dim of their mesh. Not differentiable.
+    It needs one all_reduce over all processes, or one over each dim of their mesh. It is not
+    differentiable.
 
     Args:
         model: returned by ``load(..., training=True)``, also after ``data_parallel`` or ``fully_shard``, or
@@ -107,12 +109,12 @@ def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
         norm_type: order of the norm, above 0; ``inf`` for the largest absolute value.
 
     Returns:
-        A scalar, replicated over all processes: float64 if a gradient is, else float32. NaN if an element
-        of any process is.
+        A scalar, replicated over all processes: float64 if a gradient is float64, otherwise float32. It is
+        NaN if an element on any process is.
 
     Raises:
-        PlanError: ``load`` did not return the model, the plan lacks one of its parameters, or ``norm_type``
-            is not above 0.
+        PlanError: ``load`` did not return the model, the plan has no entry for one of its parameters, or
+            ``norm_type`` is not above 0.
     """
     return norm_of_gradients(model, [p.grad for p in model.parameters() if p.grad is not None], norm_type)
 

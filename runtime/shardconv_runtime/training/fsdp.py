@@ -49,7 +49,13 @@ _ZEROS = "set_reduce_scatter_unused_params"
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How FSDP2 shards a model over data-parallel processes; see ``data_parallel`` for the attributes."""
+    """Options of FSDP2 for ``load(data_parallel=)``.
+
+    Attributes:
+        param_dtype: dtype in which layers compute; by default the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are averaged.
+        reshard_after_forward: free the gathered parameters of a layer after its forward pass.
+    """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
@@ -64,28 +70,31 @@ def data_parallel(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Shard the parameters of each layer, and the other ones of the model, over data-parallel processes.
+    """Apply FSDP2 to each layer and to the rest of a loaded model.
 
-    ``load(..., data_parallel=)`` does the same before it reads, so that no device holds a rank's whole shard.
-    Every process calls it, before it makes its optimizer; if it raises on one, it raises on all. Parameters
-    become DTensors over the dims of the mesh other than "tp"; gradients are averaged over these.
+    ``load(..., data_parallel=)`` does the same before it reads the weights, so no device holds the full
+    shard of a rank. Call this function on every process, before you create the optimizer. If it raises on
+    one process, it raises on all. Parameters become DTensors over the dims of the mesh other than "tp", and
+    gradients are averaged over these dims.
 
     Args:
         model: returned by ``load(..., mesh=mesh, training=True)``.
-        mesh: with a dim named "tp", over which the model was loaded, and one other dim (FSDP), or two: the
-            first of replicas, the second of shards (HSDP).
-        param_dtype: in which layers compute, e.g. ``torch.bfloat16``; by default that of the parameters.
-        reduce_dtype: in which gradients are averaged; float64 for float64 parameters without ``param_dtype``.
-        reshard_after_forward: free a layer's gathered parameters after its forward pass, and gather them
-            again for the backward pass; False takes more memory and fewer collectives. Without gradients all
-            are freed at the end of the model's forward pass.
+        mesh: the mesh with which the model was loaded. It has a dim named "tp" and one other dim (FSDP), or
+            two: the first for replicas, the second for shards (HSDP).
+        param_dtype: dtype in which layers compute, for example ``torch.bfloat16``; by default the dtype of
+            the parameters.
+        reduce_dtype: dtype in which gradients are averaged; float64 for float64 parameters without
+            ``param_dtype``.
+        reshard_after_forward: free the gathered parameters of a layer after its forward pass and gather
+            them again for the backward pass. False needs more memory and fewer collectives. Without
+            gradients, all are freed at the end of the model's forward pass.
 
     Returns:
         ``model``.
 
     Raises:
-        PlanError: the model was not loaded for training, is already sharded, or has parameters that cannot
-            be: scalars, or several dtypes in one layer.
+        PlanError: the model was not loaded for training, is already sharded, or has parameters that FSDP2
+            cannot shard: scalars, or several dtypes in one layer.
         LaunchError: the mesh does not fit, or another process has an error.
 
     Example:
@@ -127,8 +136,8 @@ def require_data_dims(mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
         others = " and ".join(repr(name) for name in names if name in (PP, TP))
         raise LaunchError(
-            f"the mesh has the dims {names}; beside {others} it should have one for data parallelism, or two "
-            "(replicas, shards)"
+            f"the mesh has the dims {names}; in addition to {others} it should have one for data "
+            "parallelism, or two (replicas, shards)"
         )
 
 
@@ -226,8 +235,8 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     leaving_out = next(filter(_may_leave_out, units.layers), None)
     if leaving_out is not None and not hasattr(FSDPModule, _ZEROS):
         raise PlanError(
-            f"a {type(leaving_out).__name__} has modules of which some may run on one replica alone "
-            "(experts that no token chose), so that replicas would wait for each other's gradients; this "
+            f"a {type(leaving_out).__name__} has modules that may run on only some replicas "
+            "(experts that no token chose), so replicas would wait for each other's gradients; this "
             f"needs a newer version of torch ({_ZEROS} of FSDP2)"
         )
     _check_parameters(model, [*units.layers, *units.others[:-1]])

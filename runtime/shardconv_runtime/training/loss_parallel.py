@@ -236,9 +236,9 @@ class _LossHooks:
         skips_head = self._returned != LOCAL and not self._gather.was_called  # local logits have no such step
         if skips_head or (with_labels and not self._gather.was_used):
             raise PlanError(
-                f"a {type(module).__name__} did not call its head, or with labels its loss_function, so what "
-                "it returns is of a part of the vocabulary: code that replaced its forward method (a fused "
-                "loss, as that of TRL) reads the weights of its head; use the model's own loss, see "
+                f"a {type(module).__name__} did not call its head, or with labels its loss_function, so it "
+                "returns results of a part of the vocabulary: code that replaced its forward method (for "
+                "example, a fused loss of TRL) reads the weights of its head; use the model's own loss, see "
                 "docs/training.md"
             )
         if not with_labels:

@@ -125,8 +125,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _models(optimizer):
         what = f"{type(optimizer).__name__} with {option}" if option else type(optimizer).__name__
         raise PlanError(
-            f"{what} computes its step from whole tensors, and each rank holds parts of them; use an "
-            "optimizer that treats each element alone, such as AdamW, Adam, SGD or Adagrad"
+            f"{what} computes its step from full tensors, and each rank holds parts of them; use an "
+            "optimizer that treats each element separately, such as AdamW, Adam, SGD or Adagrad"
         )
 
 

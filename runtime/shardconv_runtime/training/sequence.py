@@ -188,9 +188,9 @@ class _Padding:
         self._length = length if missing else None
         if missing and not self._may_pad:
             raise PlanError(
-                f"a sequence of {length} tokens cannot be sharded over {self._num_ranks} ranks, and by the "
-                "plan the inputs of this model may not be padded (its results would change, or this was not "
-                f"tried); pass a length that {self._num_ranks} divides"
+                f"a sequence of {length} tokens cannot be sharded over {self._num_ranks} ranks, and the "
+                "plan does not allow padding the inputs of this model (its results would change, or this was "
+                f"not tried); pass a length that {self._num_ranks} divides"
             )
         self._require_second_sequence(given)
         if missing:

@@ -48,20 +48,20 @@ LossOf = Callable[[Any, Batch], Tensor]
 
 
 class Pipeline:
-    """Steps of training of a model with stages.
+    """Train a model with pipeline stages in microbatches.
 
-    Every process of the model makes one, and calls ``step`` with the same batch; processes of other
-    data-parallel replicas do with batches of their own. Gradients add up in the model's parameters, as
-    ``backward`` would add them.
+    Create one on every process of the model, and call ``step`` with the same batch on all of them.
+    Processes of other data-parallel replicas use other batches. Gradients accumulate in the parameters, as
+    with ``backward``.
 
     Args:
-        model: returned by ``load(..., training=True)`` of a directory, or with a plan, that has stages.
-        microbatches: into how many parts ``step`` divides a batch, of which the stages run several at a time.
-        schedule: ``"1f1b"`` runs a backward pass as soon as it can, so that a stage keeps the activations of
-            at most as many microbatches as there are stages, or ``"gpipe"``: all forward passes first. With
-            several stages in each process, ``"interleaved"`` is the former of these, and ``"looped"`` the
-            latter: they wait less, and send more often.
-        loss: of a microbatch, from the model's results and the microbatch; by default the model's own loss.
+        model: returned by ``load(..., training=True)`` for a model with stages.
+        microbatches: number of microbatches into which ``step`` divides a batch.
+        schedule: ``"1f1b"`` runs a backward pass as soon as possible, so a stage keeps the activations of
+            at most as many microbatches as there are stages. ``"gpipe"`` runs all forward passes first.
+            With several stages in each process, ``"interleaved"`` corresponds to ``"1f1b"`` and
+            ``"looped"`` to ``"gpipe"``: they wait less and send more often.
+        loss: function of the model's output and the microbatch; by default the model's own loss.
 
     Raises:
         PlanError: the model has no stages or was loaded for inference, or the schedule does not fit.
@@ -105,21 +105,20 @@ class Pipeline:
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """Run a batch forward and backward on all stages.
 
-        The loss is that of the whole batch: the mean over all tokens that have labels, whatever microbatch
-        they are in; terms that a model adds to it, such as that of balanced experts, are averaged over the
-        microbatches.
+        The loss is the mean over all tokens of the batch that have labels. Auxiliary losses of the model,
+        for example for balanced experts, are averaged over the microbatches.
 
         Args:
-            batch: arguments of the model, with ``labels`` if no other loss was given. Tensors are divided
-                along their first dim, whose size is the batch's; or the microbatches themselves, a list of as
-                many as there should be. All have the same shapes.
+            batch: arguments of the model, with ``labels`` unless ``loss`` was given. Tensors are divided
+                along their first dim, which must be the batch. It can also be a list of microbatches. All
+                must have the same shapes.
 
         Returns:
             The loss, a scalar without gradient, the same on all stages.
 
         Raises:
             PlanError: the batch cannot be divided, or the microbatches differ in their shapes.
-            ShardconvError: the model calls its modules otherwise than it was traced.
+            ShardconvError: the model calls its modules in another way than in the trace.
         """
         parts = divide(batch, self.microbatches) if isinstance(batch, Mapping) else list(batch)
         if len(parts) != self.microbatches:
@@ -351,6 +350,7 @@ def _require_inner_units(model: nn.Module, stage: StageModel) -> None:
         inner = (module for unit in stage.units_of(model, number) for module in unit.modules())
         if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
             raise PlanError(
-                f"all parameters of stage {number} are used by several modules, so that FSDP2 can shard none "
-                "of these by itself; load the model without data_parallel=, or convert it with other --stages"
+                f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
+                "none of these modules separately; load the model without data_parallel=, or convert "
+                "it with other --stages"
             )

@@ -169,7 +169,7 @@ def prepare_stage(model: nn.Module, link: StageLink) -> None:
     def refuse(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not link.is_scheduled() and (torch.is_grad_enabled() or model.training):
             raise ShardconvError(
-                "this stage alone cannot give gradients: train with shardconv_runtime.Pipeline(model, ...)"
+                "a single stage cannot give gradients: train with shardconv_runtime.Pipeline(model, ...)"
                 ".step(batch); to evaluate, call the model after eval(), in torch.no_grad()"
             )
 

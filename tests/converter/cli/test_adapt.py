@@ -48,7 +48,7 @@ def test_a_new_adapter_depends_on_its_seed(root: Path) -> None:
     ("arguments", "message"),
     [
         (["out", "lora"], "give ADAPTER and OUT-ADAPTER"),
-        (["out", "lora", "new", "--seed", "1"], "--seed is of the weights of a new adapter"),
+        (["out", "lora", "new", "--seed", "1"], "--seed is for the weights of a new adapter"),
         (["out", "lora", "new", "--lora", "lora.json"], "give OUT-ADAPTER"),
         (["out", "lora", "base"], "is not empty; name a directory to make"),
         (["base", "lora", "new"], "manifest.json"),

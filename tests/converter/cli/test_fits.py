@@ -51,9 +51,9 @@ def test_what_fits_beside_the_weights() -> None:
     assert needs(plan, MEMORY, 2, 50).total == weights + 2 * 50 * (100 + 300)
     text = report(plan, load=load)
     for expected in (
-        "cache          100 B for each token",
+        "cache          100 B per token",
         "prefill        614.4 kB for a prompt of 2,048 tokens",
-        "cache          900 tokens of a sequence fit beside the weights",
+        "cache          900 tokens of a sequence fit next to the weights",
         "context        2 sequences of 50 tokens fit, and leave 50.0 kB",
         "10.0 kB of cache, 30.0 kB of activations",
         "batch          15 sequences of 50 tokens fit, if prompts are read one after another",
@@ -151,7 +151,7 @@ def test_auto_names_the_smallest(tmp_path: Path) -> None:
 
 
 def test_what_fits_on_stages() -> None:
-    """The stage that has least left is the one that is spoken of; stages that need the same are said once."""
+    """The stage with the least free memory is shown; stages that need the same are shown once."""
     model = ModelSpec(
         "small", small_config(num_hidden_layers=6), transformers.LlamaForCausalLM, dtype="float32"
     )
@@ -167,7 +167,7 @@ def test_what_fits_on_stages() -> None:
     text = report(plan, load=load)
     assert text.count("MEMORY  of each rank of stage") == 3
     worst = parts(plan).index(tightest(plan, load))
-    assert f"stage          {worst} has least left" in text
+    assert f"stage          {worst} has the least free memory" in text
     assert "do not fit" in report(plan, load=Workload(min(sizes), 0))
     choice = smallest_tp(lambda tp: plan, load)
     assert choice.chosen.tp == 1

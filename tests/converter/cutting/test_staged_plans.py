@@ -89,7 +89,7 @@ def test_a_plan_with_stages_is_read_as_it_was_written(plan: Plan) -> None:
 def test_the_report_shows_stages(plan: Plan) -> None:
     text = report(plan)
     assert "STAGES  2, each of 2 ranks" in text
-    assert "stage 0 to stage 1: 128 B for each token" in text
+    assert "stage 0 to stage 1: 128 B per token" in text
     assert "loss           from shards of the logits" in text
 
 

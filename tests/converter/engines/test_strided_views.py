@@ -100,7 +100,7 @@ def test_a_reason_counts_where_it_is_not_hidden() -> None:
 def test_an_uneven_stretch_is_refused() -> None:
     storage = torch.zeros(4, 6)
     writes = written(storage, [storage[:, :2], storage.view(-1)[3:10]])
-    with pytest.raises(UnknownContentError, match="no box"):
+    with pytest.raises(UnknownContentError, match="not boxes"):
         content_of(View.of(storage), "float32", writes)
 
 

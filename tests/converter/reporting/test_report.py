@@ -90,8 +90,8 @@ def test_uneven_and_small_plans_fit_the_width(tp: int) -> None:
 def test_fused_products(large: Plan) -> None:
     members = tuple((f"model.layers.{{0..125}}.self_attn.{name}_proj",) for name in "qkv")
     lines = report(dataclasses.replace(large, fused=(FusedPlan(members),))).splitlines()
-    assert "FUSED       products of one input, for inference" in lines
-    assert "  model.layers.{0..125}.self_attn: q_proj + k_proj + v_proj (378 products are 126)" in lines
+    assert "FUSED       layers with the same input, for inference" in lines
+    assert "  model.layers.{0..125}.self_attn: q_proj + k_proj + v_proj (378 products become 126)" in lines
     assert not any(line.startswith("FUSED") for line in report(large).splitlines())
 
 

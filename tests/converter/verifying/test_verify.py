@@ -372,7 +372,7 @@ class TestAgainst:
     def test_the_command(self, out: Path, llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.run(["verify", str(out), "--against", str(llama_dir)]) == 0
         captured = capsys.readouterr()
-        assert captured.out.splitlines()[1:] == [f"all 21 tensors are those of {llama_dir}, to the byte"]
+        assert captured.out.splitlines()[1:] == [f"all 21 tensors equal those of {llama_dir}, byte for byte"]
         assert captured.err.splitlines() == [f"reading {llama_dir}", "checksums: 0.1 MB", "comparing: 0.1 MB"]
 
     def test_a_fine_tune_is_found(self, out: Path, llama_dir: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_is_written_is_what_peft_writes(tmp_path: Path) -> None:
         (low_rank(["nothing"]), "peft .* refuses it for this model .*nothing"),
         (
             PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
-            "adds tokens instead of parameters",
+            "adds tokens, not parameters",
         ),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_sharded_model_converts_as_its_safetensors(tmp_path: Path, is_zip: boo
 def test_the_same_name_in_two_files_is_refused(tmp_path: Path) -> None:
     files = [save(tmp_path / name, {"x": BASE}) for name in ("a.bin", "b.bin")]
     with pytest.raises(
-        SourceError, match=r"a\.bin holds x, and so does .*b\.bin; say in an index of the files which"
+        SourceError, match=r"both .*a\.bin and .*b\.bin hold x; name one of them in an index of the files"
     ):
         lazy_tensors(files)
 

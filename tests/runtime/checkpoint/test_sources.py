@@ -199,7 +199,7 @@ BAD_WEIGHTS: dict[str, tuple[Change, str]] = {
     ),
     "extra": (
         lambda p: change_tensors(p, model__layers__1__mlp__up_proj__scale=torch.zeros(3)),
-        r"holds 1 tensor that \w+ does not use, beside .*: model\.layers\.1\.mlp\.up_proj\.scale; remove",
+        r"1 tensor that \w+ does not use, although it uses .*: model\.layers\.1\.mlp\.up_proj\.scale; remove",
     ),
     "shape": (
         lambda p: change_tensors(p, model__norm__weight=torch.zeros(33)),

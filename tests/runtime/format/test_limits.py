@@ -71,12 +71,12 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
         (
             module(names=["a.{0..999}"]),
             module(names=["a.{0..524287}", "b"]),
-            "stands for 1 names, more than 0",
+            "expands to 1 names, more than 0",
         ),
         (
             plan(),
             plan(fused=[{"members": [["a.{0..99999}"]] * 6}]),
-            "stands for 100000 names, more than 24288",
+            "expands to 100000 names, more than 24288",
         ),
         (parameter(names=["a" * 256]), parameter(names=["a" * 257]), "more than 256 characters"),
         (

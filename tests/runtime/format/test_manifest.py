@@ -203,7 +203,7 @@ def test_swapped_rank_files_are_refused(converted: Path) -> None:
     second.write_bytes(first_bytes)
     manifest.check_sizes(converted, manifest.read(converted), 0)
     with pytest.raises(
-        CheckpointError, match=r"shardconv\.rank is '1' and should be '0': the file was swapped"
+        CheckpointError, match=r"shardconv\.rank is '1' and should be '0': the file is from another rank"
     ):
         manifest.check_shard(first, 0, TP, LAYOUT_SHA256)
     with pytest.raises(CheckpointError, match=r"shardconv\.tp is '4' and should be '2'"):

@@ -93,7 +93,7 @@ def test_malformed_patterns_are_refused(pattern: str) -> None:
 def test_expansion_is_bounded() -> None:
     with pytest.raises(PlanError, match="more than 524288"):
         expand("{0..999999999}.{0..999999999}")
-    with pytest.raises(PlanError, match="stands for 3 names, more than 1"):
+    with pytest.raises(PlanError, match="expands to 3 names, more than 1"):
         expand_all(["a", "{0..2}"], limit=2)
 
 

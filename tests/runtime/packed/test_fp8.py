@@ -166,7 +166,7 @@ def test_tensors_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor | N
 
 @pytest.mark.parametrize(("said", "message"), [
     ({"weight_block_size": [16]}, r"here is quantized with fp8 in blocks of \[16\]"),
-    ({"expert_dtype": "fp4"}, "here has experts in fp4 beside fp8; convert"),
+    ({"expert_dtype": "fp4"}, "here has experts in fp4 in addition to fp8; convert"),
 ])  # fmt: skip
 def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):

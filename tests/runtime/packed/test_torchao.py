@@ -90,8 +90,8 @@ def test_blocks_that_the_header_leaves_out() -> None:
     (header("Int8Tensor", [2, 6]), r"a._weight_scale is float32 \[4, 1\], and should be .* \[2, 1\]"),
     (header("Int8Tensor", [1, 6], "zero_point"), "a._weight_zero_point is missing from the checkpoint"),
     (header("Float8Tensor", [1, 6]), "a._weight_qdata is int8 .*, and should be float8_e4m3fn"),
-    ({"tensor_names": "[]", "a.weight": "{"}, "a.weight: what the header says about it is not JSON"),
-    ({"tensor_names": "[]", "a.weight": "[]"}, "a.weight: what the header says about it is not as"),
+    ({"tensor_names": "[]", "a.weight": "{"}, "a.weight: its entry in the header is not JSON"),
+    ({"tensor_names": "[]", "a.weight": "[]"}, "a.weight: its entry in the header is not in"),
     ({"tensor_names": "[]"}, "a._weight_qdata belongs to no weight that torchao has packed"),
     ({}, "the files have no tensor_names in their headers"),
 ])  # fmt: skip
