@@ -273,7 +273,7 @@ def reshard_command(
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():
         most = human_bytes(max(summarize(solved).rank_bytes))
-        click.echo(f"{out2}: {most} on each of {tp} ranks; shardconv inspect {out2} shows the plan")
+        click.echo(f"{out2}: at most {most} on each of {tp} ranks; shardconv inspect {out2} shows the plan")
 
 
 COMMANDS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,15 @@ def convert_command(
     elif not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         click.echo(
-            f"{out}: {human_bytes(max(summary.rank_bytes))} on each of {tp} ranks, "
+            f"{out}: {_bytes_of_ranks(summary.rank_bytes)} on each of {tp} ranks, "
             f"of {human_bytes(summary.total_bytes)}{_initialized(options)}; "
             f"shardconv inspect {out} shows the plan"
         )
+
+
+def _bytes_of_ranks(sizes: Sequence[int]) -> str:
+    """How much each rank holds, or the rank that holds most."""
+    return ("at most " if min(sizes) < max(sizes) else "") + human_bytes(max(sizes))
 
 
 def _initialized(options: dict[str, Any]) -> str:
