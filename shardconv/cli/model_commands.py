@@ -95,7 +95,8 @@ def convert_command(
 
 def _bytes_of_ranks(sizes: Sequence[int]) -> str:
     """How much each rank holds, or the rank that holds most."""
-    return ("at most " if min(sizes) < max(sizes) else "") + human_bytes(max(sizes))
+    least, most = human_bytes(min(sizes)), human_bytes(max(sizes))
+    return most if least == most else f"at most {most}"
 
 
 def _initialized(options: dict[str, Any]) -> str:
