@@ -37,6 +37,8 @@ COMPANIONS = (
 )
 ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element of a tensor that may hold codes."""
+MAX_SIZE = 2**31 - 1
+"""Of a dim or a block. Numbers beyond 64 bits are errors of torch, without a name."""
 MAP_SIZE = 16
 NESTED_MAP_SIZE = 256
 
@@ -74,7 +76,8 @@ class Blocks:
         if blocks.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"names the dtype {blocks.dtype}")
         sizes = (*blocks.shape, blocks.size)
-        if len(sizes) != 3 or min(sizes) < 1 or nested < 0 or not math.isfinite(offset):
+        is_valid = len(sizes) == 3 and min(sizes) >= 1 and nested >= 0 and max(*sizes, nested) <= MAX_SIZE
+        if not is_valid or not math.isfinite(offset):
             raise ValueError(f"has the shape {list(blocks.shape)}, blocks of {blocks.size}, offset {offset}")
         return blocks
 

@@ -167,3 +167,12 @@ def test_what_the_files_say_is_changed(data: st.DataObject) -> None:
             del tensors["a.weight.quant_state.bitsandbytes__nf4"]
     with suppress(SourceError, CheckpointError):
         read(method, said, MemoryCheckpoint(clean(tensors), metadata))
+
+
+@pytest.mark.parametrize("size", [2**31, 2**64, 2.0**64])
+@pytest.mark.parametrize("name", ["blocksize", "nested_blocksize"])
+def test_sizes_beyond_the_numbers_of_tensors(name: str, size: float) -> None:
+    said, tensors = cases()["bitsandbytes"]
+    tensors["a.weight.quant_state.bitsandbytes__nf4"] = text(STATE | NESTED | {name: size})
+    with pytest.raises((SourceError, CheckpointError), match=r"a\.weight"):
+        read("bitsandbytes", said, MemoryCheckpoint(clean(tensors), {}))
