@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ IMPORTS = (
 )
 Step = Callable[[], Any]
 
+TIMEOUT = timedelta(minutes=5)
+"""If a compiler fails on one rank, the others wait in a collective; by default gloo waits half an hour."""
+
 
 def world_size() -> int:
     """Of the launch."""
@@ -50,7 +54,7 @@ def world_size() -> int:
 def join() -> None:
     """Meet the other ranks, if there are any."""
     if world_size() > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
 def barrier() -> None:
