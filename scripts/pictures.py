@@ -64,9 +64,9 @@ def note(x: float, y: float, content: str, **attributes: float | str) -> str:
     return text(x, y, content, 11, class_="muted", **attributes)
 
 
-def arrow(path: str, **attributes: float | str) -> str:
+def arrow(path: str) -> str:
     """A line with a tip at its end."""
-    return element("path", d=path, class_="line", stroke_width=1.6, marker_end="url(#tip)", **attributes)
+    return element("path", d=path, class_="line", stroke_width=1.6, marker_end="url(#tip)")
 
 
 def shards(x: float, y: float, width: float, height: float, ranks: tuple[int, ...], *, rows: bool) -> str:
@@ -113,12 +113,8 @@ def overview() -> tuple[list[str], int, int, str]:
         shards(622, 56, 140, 40, (0,), rows=False),
         card(604, 142, 176, 92, "Rank 1"),
         shards(622, 178, 140, 40, (1,), rows=False),
-        element(
-            "path", d="M650 116V138", class_="line", stroke_width=1.6, marker_end="url(#tip)"
-        ),
-        element(
-            "path", d="M734 138V116", class_="line", stroke_width=1.6, marker_end="url(#tip)"
-        ),
+        arrow("M650 116V138"),
+        arrow("M734 138V116"),
         text(692, 131, "collectives", 11, text_anchor="middle", fill=ALL_REDUCE, class_="muted"),
         note(20, 232, "Every rank has the same transformers class; model.generate(...) works as usual."),
     ]  # fmt: skip

@@ -23,10 +23,10 @@ import torch
 import transformers
 from checkpoints import save_causal
 from distributed import run_processes
+from places import ROOT
 
 from shardconv.cli import cli, run
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = (
     "README.md",
     *(f"docs/{name}.md" for name in ("start", "converting", "inference", "training", "serving")),

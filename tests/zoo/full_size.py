@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from shardconv.pipeline import plan_forms
 from shardconv.pipeline.numeric_check import TOO_LARGE
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
+from shardconv.simulation.available_memory import most_bytes
 from shardconv.tracing.tape import starred
 
 from .measure import collectives_in_layers, plan_facts
@@ -155,7 +155,7 @@ def measure_planning(model: Sized, tp: int, *, check: bool) -> Measured:
     config = spec.config.get_text_config()
     about.hidden, about.layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     rounds = _counted_rounds()
-    memory, wall, cpu = _peak_bytes(), time.perf_counter(), time.process_time()
+    memory, wall, cpu = most_bytes(), time.perf_counter(), time.process_time()
     try:
         plan = solve_plan(spec, SolveOptions(tp, check=check), progress=about.stages.append)
     except SourceError as error:
@@ -165,7 +165,7 @@ def measure_planning(model: Sized, tp: int, *, check: bool) -> Measured:
     else:
         about.status = "planned"
     about.wall_s, about.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    about.peak_bytes, about.rounds = _peak_bytes() - memory, len(rounds)
+    about.peak_bytes, about.rounds = most_bytes() - memory, len(rounds)
     if about.status == "planned":
         _describe(plan, about)
     return about
@@ -255,10 +255,6 @@ def _product(numbers: Any) -> int:
     for number in numbers:
         product *= number
     return product
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _line(error: BaseException) -> str:

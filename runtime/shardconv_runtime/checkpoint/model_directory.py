@@ -65,7 +65,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     Raises:
         SourceError: it is missing or malformed, or would have transformers read or import something else.
     """
-    path = directory / "config.json"
+    path = directory / CONFIG
     if not path.is_file():
         raise SourceError(f"no config.json in {directory}; name the directory of a transformers model")
     try:

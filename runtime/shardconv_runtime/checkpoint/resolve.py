@@ -310,7 +310,8 @@ def resolve(
     hub = hub or Hub()
     located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
     directory = located.directory
-    refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
+    if located.commit is not None:  # ``locate`` has looked at what a local directory is
+        refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     quantization = quantization_of(config)
     if quantization is not None:

@@ -263,6 +263,11 @@ def require_alike(what: str, calls: Sequence[Mapping[str, str]], remedy: str) ->
                 )
 
 
+def brief_digest(values: Sequence[Any], name: str) -> str:
+    """The number of values and a hash of them, for lists that are too long for a message."""
+    return f"{len(values)} {name}, sha256 {hashlib.sha256(repr(values).encode()).hexdigest()[:12]}"
+
+
 def digest(value: Any) -> str:
     """A short text that is equal for equal values; for objects of unknown classes, the class."""
     if isinstance(value, Tensor):

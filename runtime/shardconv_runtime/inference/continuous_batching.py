@@ -7,7 +7,6 @@ rank 0 alone adds requests, and the others take the steps that these need until 
 from __future__ import annotations
 
 import copy
-import hashlib
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.agreement import agree, exchange, require_same_call
+from ..comm.agreement import agree, brief_digest, exchange, require_same_call
 from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
@@ -143,7 +142,7 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
                 remedy = "use generate (for grammars, or response_format of the server, docs/serving.md)"
             raise PlanError(f"generate_batch takes no {name}; {remedy}")
         prompts = [[int(token) for token in prompt] for prompt in inputs]
-        given = {"inputs": _brief(prompts), "max_new_tokens": max_new_tokens}
+        given = {"inputs": brief_digest(prompts, "prompts"), "max_new_tokens": max_new_tokens}
         require_same_call(start, "generate_batch", given)
         if not prompts:
             return {}
@@ -203,10 +202,6 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
                 found[answer.request_id] = answer
                 progress.update(1)
     return {name: found[name] for name in names}
-
-
-def _brief(prompts: list[list[int]]) -> str:
-    return f"{len(prompts)} prompts, sha256 {hashlib.sha256(repr(prompts).encode()).hexdigest()[:12]}"
 
 
 def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:

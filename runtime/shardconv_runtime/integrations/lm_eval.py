@@ -9,7 +9,6 @@ rank 0 alone has results, prints them and writes files. Needs ``pip install 'sha
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from ..comm.agreement import require_same_call
+from ..comm.agreement import brief_digest, require_same_call
 from ..errors import PlanError
 from ..loaded import loaded
 from ..loading.load import load
@@ -86,8 +85,7 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
 
     def _run(self, method: Any, requests: Any, disable_tqdm: bool) -> Any:
         # They could differ after an interrupted run with use_cache, whose file each rank has for itself.
-        texts = repr([request.args for request in requests]).encode()
-        given = f"{len(requests)} requests, sha256 {hashlib.sha256(texts).hexdigest()[:12]}"
+        given = brief_digest([request.args for request in requests], "requests")
         require_same_call(loaded(self.model).launch, method.__name__, {"requests": given})
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         found = method(requests, disable_tqdm=disable_tqdm or not is_first)
