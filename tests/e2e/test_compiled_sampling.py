@@ -67,7 +67,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Drawn, list[Drawn]]
     """Of the unsharded model, and of each rank."""
     warm_up()
     root = tmp_path_factory.mktemp("drawn")
-    source = save_causal("llama", root / "llama")
+    source = save_causal("llama", root / "llama", num_hidden_layers=1)
     shardconv.convert(source, root / "out", tp=2, check=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
     free = draw(model, SEED, []).free[:, 7:]

@@ -24,7 +24,8 @@ from warm_compiler import warm_up
 import shardconv
 
 PP = 2
-LENGTHS = (7, 7, 9, 9)
+LENGTHS = (7, 7)
+"""A second length has a graph for all: ``tests/e2e/test_compile.py``."""
 NEW: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 
@@ -40,7 +41,7 @@ def results(model: Any) -> dict[str, list[Tensor]]:
     with torch.inference_mode():
         return {
             "logits": [model(**text(length)).logits for length in LENGTHS],
-            "tokens": [model.generate(**text(length), **NEW) for length in LENGTHS[1:3]],
+            "tokens": [model.generate(**text(length), **NEW) for length in LENGTHS[1:]],
         }
 
 
@@ -96,8 +97,8 @@ def test_compiled_stages(llama: tuple[Path, Path]) -> None:
     for found in run_processes(PP, compiled, source, plan):
         require_same(found, want)
         assert found["batch"] == answers
-        # A first call of each length is uncompiled; a second length has a graph for all; and one decodes.
-        assert found["graphs"] in (3, 4)
+        # The first call of a length is uncompiled; a graph is for the second, and one decodes.
+        assert found["graphs"] == 2
 
 
 def breaking(source: Path, plan: Path) -> None:
