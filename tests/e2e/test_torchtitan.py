@@ -1,7 +1,6 @@
 """torchtitan reads what ``shardconv export --format dcp`` writes, and its checkpoints can be converted.
 
-Its own checkpointer does both, with its own adapter of names. torchtitan 0.3 needs older datasets than TRL:
-install it into an environment of its own, with triton, fastapi, prometheus_client, pytest and hypothesis.
+Its own checkpointer does both, with its own adapter of names. ``scripts/test_integrations`` installs it.
 """
 
 from __future__ import annotations
