@@ -13,7 +13,7 @@ from torch import nn
 @cache
 def warm_up() -> None:
     """Capture a graph and differentiate it, which takes each process that does it first some seconds."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+    if not (2, 12) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
         return  # it would start threads of autograd, after which no forked process could differentiate
     layer = nn.Linear(2, 2)
     torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.ones(1, 2)).sum().backward()
