@@ -52,7 +52,7 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> Outs:
         if model_type == "gpt2":
             config.summary_first_dropout = 0.0  # of a head that it does not have
         save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64), path / "model")
-        # In a process of its own: since torch 2.15 no backward pass can be captured in a fork of one that ran one.
+        # In another process: from torch 2.15 on, no fork of one that ran a backward pass can capture one.
         run_processes(1, convert, path)
         return path / "out"
 

@@ -143,7 +143,7 @@ RIGHT = (
 
 
 OF_EACH_KIND = (neftune, loss_of_the_norm, halved_before_the_head, recomputed, ids_of_the_embedding)
-"""What is added, kept, changed, done again and looked at. Llama, whose tests are slow, is used in every way."""
+"""What is added, kept, changed, done again and looked at. The slow tests, of Llama, use all of them."""
 
 
 def loss_of_a_layer(model: Any) -> Tensor:
