@@ -39,7 +39,7 @@ class SolveOptions:
     """What a model is solved for.
 
     Raises:
-        ShardconvError: ``tp`` or ``experts`` cannot be.
+        ShardconvError: if ``tp`` or ``experts`` has an invalid value.
     """
 
     tp: int
@@ -103,7 +103,7 @@ def parse_size(size: int | str) -> int:
     """Bytes from a number or from text as ``5GB``, ``500 MB``, ``2GiB``.
 
     Raises:
-        ShardconvError: it is not a size of 1 byte or more.
+        ShardconvError: if it is not a size of 1 byte or more.
     """
     num_bytes = size if isinstance(size, int) else _parse_size_text(size)
     if num_bytes < 1:
@@ -115,7 +115,7 @@ def parse_memory(memory: int | str) -> int:
     """Bytes from a number or from text as ``512MiB``.
 
     Raises:
-        ShardconvError: it is not a size, or too small to work with.
+        ShardconvError: if it is not a size, or too small to work with.
     """
     num_bytes = parse_size(memory)
     if num_bytes < MIN_MEMORY:
@@ -127,7 +127,7 @@ def parse_ranks(ranks: Collection[int] | str | None, tp: int) -> tuple[int, ...]
     """Ranks, ascending, from numbers or from text as ``0-3,6``; None stands for all.
 
     Raises:
-        ShardconvError: they are not ranks below ``tp``.
+        ShardconvError: if they are not ranks below ``tp``.
     """
     if ranks is None:
         return None

@@ -49,7 +49,7 @@ def smallest_tp(solve: Solve, load: Workload) -> FewestRanks:
         load: the device of each rank, and what the model is to do.
 
     Raises:
-        ShardconvError: none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
+        ShardconvError: if none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
     """
     found = [_tried(solve, 1, load)]
     tp = max(2, _fewest(found[0], load))

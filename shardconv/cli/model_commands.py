@@ -194,7 +194,7 @@ def _load(
     """What the model is to do on which device; None if no device was named.
 
     Raises:
-        UsageError: an option was given that needs a device.
+        UsageError: if an option was given that needs a device.
     """
     if device_memory is None:
         given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}

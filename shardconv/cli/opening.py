@@ -39,8 +39,8 @@ class Opened:
         """Check that every file exists and has its size.
 
         Raises:
-            CheckpointError: a file is missing or has another size.
-            SourceError: the Hub cannot be reached.
+            CheckpointError: if a file is missing or has another size.
+            SourceError: if the Hub cannot be reached.
         """
         from shardconv_runtime.format import manifest
 
@@ -61,10 +61,10 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
         hub: the fields of ``Hub``.
 
     Raises:
-        SourceError: the repository cannot be read, or has no directory for ``tp`` ranks, or several.
-        CheckpointError: there is no converted directory, or it is malformed, or has stages of several
+        SourceError: if the repository cannot be read, or has no directory for ``tp`` ranks, or several.
+        CheckpointError: if there is no converted directory, or it is malformed, or has stages of several
             conversions.
-        PlanError: the plan is malformed or of another version.
+        PlanError: if the plan is malformed or of another version.
     """
     parts = _on_hub(out, tp, hub) if is_on_hub(out) else _local(Path(out), tp)
     if (number := parts[0].manifest.tp) != tp and tp is not None:
@@ -82,7 +82,7 @@ def adapter_plan(out: str) -> Plan | None:
     """The plan of a model with the adapter in a directory that ``adapt`` wrote; None of others.
 
     Raises:
-        PlanError: the plan is malformed or of another version.
+        PlanError: if the plan is malformed or of another version.
     """
     path = Path(out) / PLAN_NAME
     if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
@@ -102,7 +102,7 @@ def require_local(out: str) -> None:
     """Refuse the id of a repository, for a command that reads every byte.
 
     Raises:
-        SourceError: ``out`` is one; says how to download it.
+        SourceError: if ``out`` is one; the message says how to download it.
     """
     if is_on_hub(out):
         raise SourceError(

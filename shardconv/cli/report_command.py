@@ -87,7 +87,7 @@ def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
     """Refuse to write into OUT, or to replace a file that is not a report.
 
     Raises:
-        CheckpointError: ``target`` may not be written.
+        CheckpointError: if ``target`` may not be written.
     """
     from ..reporting.html_report import MARK
 

@@ -52,9 +52,9 @@ def adapt(
         The plan of the model with the adapter.
 
     Raises:
-        SourceError: the adapter is not for this model, or cannot be sharded with it.
-        SolveError: the model with the adapter cannot be planned with these shards.
-        ShardconvError: ``out`` is not a converted directory, or ``out_adapter`` is in use.
+        SourceError: if the adapter is not for this model, or cannot be sharded with it.
+        SolveError: if the model with the adapter cannot be planned with these shards.
+        ShardconvError: if ``out`` is not a converted directory, or ``out_adapter`` is in use.
     """
     root, target = Path(out), Path(out_adapter)
     directory = next(iter(stage_directories(root)), root)

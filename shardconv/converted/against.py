@@ -72,7 +72,7 @@ def read_reference(
         trust_remote_code: import the repository's own Python code.
 
     Raises:
-        SourceError: the model cannot be had, or its weights do not fit its config.
+        SourceError: if the model cannot be found, or its weights do not fit its config.
     """
     is_packed = any(entry.packing for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
@@ -118,8 +118,8 @@ def compare(converted: Converted, reference: Reference, progress: Progress) -> C
     """Compare every byte of every rank's shard of every tensor.
 
     Raises:
-        SourceError: a file of the source cannot be read.
-        CheckpointError: a file of the directory cannot be read.
+        SourceError: if a file of the source cannot be read.
+        CheckpointError: if a file of the directory cannot be read.
     """
     spans = list(_spans(converted, reference.weights))
     with _Comparer(spans) as comparer:

@@ -39,7 +39,7 @@ def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike
         out: the converted directory that is read.
 
     Raises:
-        ShardconvError: it may not.
+        ShardconvError: if it may not.
     """
     require_apart(out, directory)
     path = Path(directory).expanduser()
@@ -64,8 +64,8 @@ def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
     """Open a converted directory.
 
     Raises:
-        CheckpointError: it is not complete, or a file is not the manifest's.
-        SourceError: it has code of its own, which is not trusted.
+        CheckpointError: if it is not complete, or a file is not the manifest's.
+        SourceError: if it has code of its own, which is not trusted.
     """
     found = shards.read(Path(out).expanduser())
     require_trusted(out, found.plan, trust_remote_code=trust_remote_code)
@@ -76,7 +76,7 @@ def spec_of(found: Converted) -> ModelSpec:
     """The model of a converted directory, without weights.
 
     Raises:
-        ShardconvError: it cannot be built here, or is of another class than was planned.
+        ShardconvError: if it cannot be built here, or is of another class than was planned.
     """
     model = found.plan.model
     spec = planned_spec(found.directory, found.plan)
@@ -119,7 +119,7 @@ def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
     """Copy the files that are not weights to ``directory``.
 
     Raises:
-        CheckpointError: a file is not the one that was written.
+        CheckpointError: if a file is not the one that was written.
     """
     return small_files.copy_small_files(found.directory, found.manifest, directory)
 
@@ -133,7 +133,7 @@ def unused(found: Converted) -> dict[str, LazyTensor]:
     """The tensors that the model does not use and that were carried along.
 
     Raises:
-        CheckpointError: their file is missing, or is not the one that was written.
+        CheckpointError: if their file is missing, or is not the one that was written.
     """
     if not any(entry.path == UNUSED_NAME for entry in found.manifest.files):
         return {}

@@ -154,7 +154,7 @@ def open_contents(directory: Path) -> Contents:
     """Read the manifest and the plan.
 
     Raises:
-        CheckpointError: there is no manifest, or it cannot be read, so that nothing else can be checked.
+        CheckpointError: if there is no manifest, or it cannot be read, so that nothing else can be checked.
     """
     if (directory / PARTIAL).is_dir() and not (directory / MANIFEST_NAME).is_file():
         raise CheckpointError(

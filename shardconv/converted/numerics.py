@@ -94,9 +94,9 @@ def run_numerics(
         progress: told the stages.
 
     Raises:
-        CheckpointError: the outputs differ, or the ranks fail; the first module that differs is named.
-        SolveError: the unsharded model cannot be traced or run.
-        ShardconvError: there is not enough memory, or weights cannot be read.
+        CheckpointError: if the outputs differ, or the ranks fail; the first module that differs is named.
+        SolveError: if the unsharded model cannot be traced or run.
+        ShardconvError: if there is not enough memory, or weights cannot be read.
     """
     progress.stage("tracing")
     plan = converted.plan
@@ -181,7 +181,7 @@ def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
     """How weights are read within the free memory.
 
     Raises:
-        TooLargeToRead: the largest weight, or the activations, do not fit.
+        TooLargeToRead: if the largest weight, or the activations, do not fit.
     """
     activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
     free = int(available_bytes() * MEMORY_SHARE)

@@ -36,7 +36,7 @@ def read_any_version(path: str | os.PathLike[str]) -> Plan:
     """Read a plan of this version of the format or of an earlier one.
 
     Raises:
-        PlanError: it is malformed, or of a later version.
+        PlanError: if it is malformed, or of a later version.
     """
     try:
         text = read_text(Path(path), plan_json.MAX_BYTES)
@@ -132,9 +132,9 @@ def replan(
         The new plan; with stages, the plan of all of them.
 
     Raises:
-        PlanError: the new plan has another layout for some tensor, so the model must be converted again;
+        PlanError: if the new plan has another layout for some tensor, so the model must be converted again;
             nothing was changed.
-        ShardconvError: ``out`` is not a converted directory, or its model cannot be planned.
+        ShardconvError: if ``out`` is not a converted directory, or its model cannot be planned.
     """
     parts = [_read(part) for part in stage_directories(Path(out)) or [Path(out)]]
     first = parts[0]

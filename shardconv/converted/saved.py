@@ -67,7 +67,7 @@ def with_packed(
         weights: the packed weights, by the names of their stand-ins.
 
     Raises:
-        SourceError: a step is divided.
+        SourceError: if a step is divided.
     """
     found: dict[str, LazyTensor] = {}
     for name, tensor in saved.items():
@@ -223,7 +223,7 @@ def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:
         weights: of the model.
 
     Raises:
-        SourceError: ``weights`` lack a parameter of the model, or transformers cannot save it.
+        SourceError: if ``weights`` lack a parameter of the model, or transformers cannot save it.
     """
     try:
         names = _names_to_save(model)
@@ -256,7 +256,7 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
         tied: other names of parameters -> their first names.
 
     Raises:
-        SourceError: a parameter would become another one, or a name would be missing or unexpected.
+        SourceError: if a parameter would become another one, or a name would be missing or unexpected.
     """
     made = {name: _probe(name, lazy) for name, lazy in weights.items() if name not in tied}
     probes = {name: made[tied.get(name, name)] for name in weights}
@@ -391,7 +391,7 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
         spec: of its model.
 
     Raises:
-        SourceError: a stored tensor would not be saved, or would be loaded as another one.
+        SourceError: if a stored tensor would not be saved, or would be loaded as another one.
     """
     model = model_of(spec)
     state = model.state_dict()

@@ -95,8 +95,8 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
         may_be_damaged: open files of right headers and sizes whatever bytes they have.
 
     Raises:
-        CheckpointError: it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: the plan is malformed, or the directory is that of one stage.
+        CheckpointError: if it is not complete, or a file is missing, truncated or another conversion's.
+        PlanError: if the plan is malformed, or the directory is that of one stage.
     """
     path = Path(directory)
     if stage_directories(path):

@@ -71,7 +71,7 @@ def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
         The style of each name, ``*`` standing for any layer number; empty for one rank.
 
     Raises:
-        PlanError: something in the plan has no counterpart; the message names the first such modules.
+        PlanError: if something in the plan has no counterpart; the message names the first such modules.
     """
     if plan.experts == "ep":
         raise PlanError(
@@ -109,7 +109,7 @@ def skeleton(
         tied: of a plan; None: as the class and the config say.
 
     Raises:
-        ShardconvError: the model cannot be found or built, or its weights are quantized.
+        ShardconvError: if the model cannot be found or built, or its weights are quantized.
     """
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.quantization is not None:
@@ -217,7 +217,7 @@ class _Translation:
         """Whether each rank holds an equal block of each half of the dim; else one of the dim.
 
         Raises:
-            Inexpressible: it holds something else.
+            Inexpressible: if it holds something else.
         """
         held = self._held(dim)
         for parts in (1, 2):

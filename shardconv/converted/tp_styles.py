@@ -113,7 +113,7 @@ class PlannedModule:
         """The rule of the module, and the rules of its own parameters; None where it needs none.
 
         Raises:
-            Inexpressible: no style does the same as the plan.
+            Inexpressible: if no style does the same as the plan.
         """
         if not any(self.shardings.values()):
             return self._replicated(), {}

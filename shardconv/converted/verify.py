@@ -96,9 +96,9 @@ def verify(
         progress: where to report progress.
 
     Raises:
-        DamagedError: lists all problems.
-        CheckpointError: ``out`` is not a converted directory, or its ranks compute different results.
-        ShardconvError: ``against`` cannot be read, or the model cannot run here.
+        DamagedError: if the directory is damaged; the message lists all problems.
+        CheckpointError: if ``out`` is not a converted directory, or its ranks compute different results.
+        ShardconvError: if ``against`` cannot be read, or the model cannot run here.
 
     Example:
         >>> shardconv.verify("out/", against="my-model/").num_tensors

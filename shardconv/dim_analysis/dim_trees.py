@@ -139,7 +139,7 @@ def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
     """A leaf turns out to be a product or a sum; those linked to it follow.
 
     Raises:
-        Conflict: it is atomic.
+        Conflict: if it is atomic.
     """
     assert node.kind == LEAF
     assert node.parent is None
@@ -157,7 +157,7 @@ def split(node: Node, inner: int) -> tuple[Node, Node]:
     """The dim as (outer, inner) factors, the inner one of this size.
 
     Raises:
-        Conflict: its structure does not allow that.
+        Conflict: if its structure does not allow that.
     """
     if node.size == 0 or node.size % inner:
         raise Conflict
@@ -228,7 +228,7 @@ def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
     """The dim as consecutive segments of these sizes.
 
     Raises:
-        Conflict: a boundary falls inside of a factor that cannot be cut.
+        Conflict: if a boundary falls inside of a factor that cannot be cut.
     """
     node = find(node)
     assert sum(sizes) == node.size

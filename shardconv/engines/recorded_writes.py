@@ -52,7 +52,7 @@ class StorageRecord:
         """What a view of the storage holds.
 
         Raises:
-            UnknownContentError: it cannot be known.
+            UnknownContentError: if it cannot be known.
         """
         if tensor.dtype != self.tensor.dtype:
             raise UnknownContentError(_taken_for(tensor.dtype))
@@ -122,7 +122,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What a tensor holds.
 
         Raises:
-            UnknownContentError: it cannot be known.
+            UnknownContentError: if it cannot be known.
         """
         if isinstance(tensor, RecordedTensor):
             if any(piece.leaf in self._changed for piece in tensor.lazy.pieces):
@@ -386,7 +386,7 @@ class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
         """Refuse what hands out the memory.
 
         Raises:
-            UnknownContentError: the tensor's memory does not have its values.
+            UnknownContentError: if the tensor's memory does not have its values.
         """
         if func in _RAW and not self._writes.has_values(args[0]):
             raise UnknownContentError(f"the memory of a parameter is read by {func.__name__}")

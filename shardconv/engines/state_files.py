@@ -91,7 +91,7 @@ def read(directory: str | os.PathLike[str]) -> StateManifest:
     """Read the manifest.
 
     Raises:
-        CheckpointError: it is missing, malformed, or was changed.
+        CheckpointError: if it is missing, malformed, or was changed.
     """
     try:
         text = read_text(Path(directory) / MANIFEST_NAME)
@@ -126,7 +126,7 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
 
     Raises:
         DamagedError: with all problems; the installed engine is of another version than recorded, too.
-        CheckpointError: ``out`` has no manifest that can be read.
+        CheckpointError: if ``out`` has no manifest that can be read.
     """
     directory = Path(out)
     found = read(directory)

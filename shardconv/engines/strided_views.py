@@ -57,7 +57,7 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
         writes: to views of the same storage, in their order; a later one hides an earlier one.
 
     Raises:
-        UnknownContentError: an element was never written, or to something that is not known.
+        UnknownContentError: if an element was never written, or to something that is not known.
     """
     if math.prod(view.shape) == 0:
         return LazyTensor(dtype, view.shape, ())
@@ -106,7 +106,7 @@ def _radices(views: Sequence[View]) -> list[int]:
     """All strides of the views, descending, down to 1.
 
     Raises:
-        UnknownContentError: one does not divide the next larger one.
+        UnknownContentError: if one does not divide the next larger one.
     """
     found = sorted({1, *(stride for view in views for _, stride in _merged(view))}, reverse=True)
     if 0 in found or any(larger % smaller for larger, smaller in pairwise(found)):
@@ -135,7 +135,7 @@ def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[
     begins in the middle of a row, from the start of the view.
 
     Raises:
-        UnknownContentError: one is no box.
+        UnknownContentError: if one is no box.
     """
     radices = _radices([view, *others])
     for origin in (0, view.offset):

@@ -115,7 +115,7 @@ def require_known(uses: Sequence[EngineValue] = USES) -> None:
     """Import what is used of vLLM.
 
     Raises:
-        ShardconvError: something is not there, or is called in another way; it is named.
+        ShardconvError: if a name is missing or has another signature; the message names it.
     """
     problems = [problem for use in uses if (problem := use.problem()) is not None]
     if len(problems) > SHOWN:

@@ -28,7 +28,7 @@ def require_vllm() -> str:
     """The version of vLLM.
 
     Raises:
-        ShardconvError: it is not installed, or its package cannot be found.
+        ShardconvError: if it is not installed, or its package cannot be found.
     """
     found = installed_version()
     if found is None or find_spec("vllm") is None:

@@ -73,8 +73,8 @@ def imported() -> None:
     """Import what all ranks need of vLLM.
 
     Raises:
-        ShardconvError: vLLM does not have it, or not as it is used here.
-        ImportError: vLLM cannot be imported.
+        ShardconvError: if vLLM does not have it, or not as it is used here.
+        ImportError: if vLLM cannot be imported.
     """
     import_module("vllm")
     require_known()

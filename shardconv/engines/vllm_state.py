@@ -70,7 +70,7 @@ class StateRecorder:
             trust_remote_code: let vLLM import the Python code in ``directory``.
 
         Raises:
-            SourceError: vLLM cannot load the model, or writes something that cannot be recorded.
+            SourceError: if vLLM cannot load the model, or writes something that cannot be recorded.
         """
         from .vllm_rank import Request  # imports torch, while the process imports vLLM
 

@@ -234,7 +234,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         """The steps that a meta tensor depends on.
 
         Raises:
-            ValueError: something that it depends on was made outside of the block.
+            ValueError: if something that it depends on was made outside of the block.
         """
         own = memory_key(tensor)
         todo: list[int] = []

@@ -48,7 +48,7 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
         seed: same seed, same weights.
 
     Raises:
-        SourceError: the model cannot be built, or its code leaves a parameter without a value.
+        SourceError: if the model cannot be built, or its code leaves a parameter without a value.
     """
     seeds = _Seeds(seed)
     construction = Construction(seeds.of_step)

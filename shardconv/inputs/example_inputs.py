@@ -46,7 +46,7 @@ def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor]
     """The tensors and the other arguments of the call for a config; the same ones each time.
 
     Raises:
-        SourceError: there are none, or their values cannot be passed on.
+        SourceError: if there are none, or their values cannot be passed on.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a function may draw its values
@@ -78,7 +78,7 @@ def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str,
     """The same for a model that is to be called with them; floating point tensors get its dtype.
 
     Raises:
-        SourceError: its forward method does not take these arguments, or needs others.
+        SourceError: if its forward method does not take these arguments, or needs others.
     """
     tensors, others = example_call(example, getattr(model, "config", None))
     parameters = inspect.signature(model.forward).parameters
@@ -125,7 +125,7 @@ def read_example(example: Example) -> ExampleInputs:
             object.
 
     Raises:
-        SourceError: the file cannot be read, or is of another kind.
+        SourceError: if the file cannot be read, or is of another kind.
     """
     if isinstance(example, Mapping):
         found = dict(example)

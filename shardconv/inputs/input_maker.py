@@ -244,7 +244,7 @@ class InputMaker:
         """Tokens, the chosen forms, whose placeholders are among the tokens, and what else is required.
 
         Raises:
-            SolveError: nothing is known of a required parameter.
+            SolveError: if nothing is known of a required parameter.
         """
         tensors = self._known(choice)
         tensors |= {n: self._unknown(n) for n in self._required(tensors)}
@@ -346,8 +346,8 @@ class InputMaker:
         """Trace the forward pass.
 
         Raises:
-            SolveError: it fails.
-            NotReadError: it does not read a form's tensor.
+            SolveError: if it fails.
+            NotReadError: if it does not read a form's tensor.
         """
         tape = trace(self.model, tensors, self.keep, self.options(), None, on_numbers, self.few_chosen)
         for form in forms:

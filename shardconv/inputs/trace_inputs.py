@@ -109,8 +109,8 @@ def trace_inputs(
         The first inputs with which the forward pass can be traced, and the tape.
 
     Raises:
-        SolveError: it cannot be traced with any inputs that can be made up, or with the example.
-        SourceError: the example does not fit the model.
+        SolveError: if it cannot be traced with any inputs that can be made up, or with the example.
+        SourceError: if the example does not fit the model.
     """
     if example is not None:
         return _traced_example(model, keep, example)
@@ -174,8 +174,8 @@ def _traced_example(
     """The example, and the tape of a call with it.
 
     Raises:
-        SolveError: the model cannot be traced with it, or it leaves out experts.
-        SourceError: it does not fit the model.
+        SolveError: if the model cannot be traced with it, or it leaves out experts.
+        SourceError: if it does not fit the model.
     """
     call = example_call_of(example, model)
     missing = 0

@@ -56,7 +56,7 @@ def prove_experts(module: nn.Module, where: ExpertCall, tape: Tape) -> ExpertSha
         tape: the traced forward pass.
 
     Raises:
-        NotProven: no candidate is the sum over shards of its leading dims.
+        NotProven: if no candidate is the sum over shards of its leading dims.
     """
     if any(b.device.type == "meta" for b in module.buffers()):
         raise NotProven("it has buffers that the checkpoint holds")

@@ -122,7 +122,7 @@ class KnownValues:
         """The value, on the CPU and of the tensor's shape.
 
         Raises:
-            AsksForValues: it is not known.
+            AsksForValues: if it is not known.
         """
         operand = self._operand(tensor)
         if operand is None:

@@ -203,7 +203,7 @@ def measure_memory(
         stage: whose rank is measured; None: of a plan without stages.
 
     Raises:
-        NotMeasured: the model cannot be run on meta tensors.
+        NotMeasured: if the model cannot be run on meta tensors.
     """
     bypassed = planned_alike(plan, bypassed)
     names = argument_names(model, plan)

@@ -153,7 +153,7 @@ class Runner:
         """Read a prompt for the logits of its last token; an error is that of the model's code.
 
         Raises:
-            TooLong: there are more operators.
+            TooLong: if there are more operators.
         """
         if size not in self._known:
             mode = self._mode(max_operators)

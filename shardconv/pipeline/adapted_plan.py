@@ -69,7 +69,7 @@ class AdaptedModel:
         """The plan, if it keeps the shards of the model.
 
         Raises:
-            SolveError: a parameter of the model would have to be laid out in another way.
+            SolveError: if a parameter of the model would have to be laid out in another way.
         """
         if plan.mesh != self.base.mesh:
             raise SolveError(
@@ -118,7 +118,7 @@ class AdaptedModel:
         """The plan, whose parameters of the model are stored as they were: laid out, packed, and cast so.
 
         Raises:
-            SolveError: a module that the adapter copies would have to be laid out in another way.
+            SolveError: if a module that the adapter copies would have to be laid out in another way.
         """
         given = self.given.parameters
 

@@ -59,7 +59,7 @@ class _Shrunk:
         """What the plan says of it.
 
         Raises:
-            PlanError: the plan cannot be said of it.
+            PlanError: if the plan cannot be said of it.
         """
         plan = self.complete(small_plan(plan, self.small, self.skipped))
         return Case(plan, self.small.model, self.small.inputs)
@@ -69,7 +69,7 @@ def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) 
     """The smaller model for a plan.
 
     Raises:
-        PlanError: the plan does not fit.
+        PlanError: if the plan does not fit.
     """
 
     def case(small: SmallModel) -> Case:
@@ -111,7 +111,7 @@ class NumericCheck:
         """The plan, proven on numbers; for inference only if a gradient is not that of the unsharded model.
 
         Raises:
-            SolveError: the ranks compute something else.
+            SolveError: if the ranks compute something else.
         """
         case = self._case_that_fits(plan)
         if case is None:
@@ -137,9 +137,9 @@ class NumericCheck:
         """The proof on the first numbers on which the unsharded model runs, and a note on those before.
 
         Raises:
-            Unprovable: there are none.
-            SourceError: ids of the config lie beyond the vocabulary.
-            SolveError: the ranks compute something else.
+            Unprovable: if there are none.
+            SourceError: if ids of the config lie beyond the vocabulary.
+            SolveError: if the ranks compute something else.
         """
         failed: list[str] = []
         without_gradients: tuple[int, str, Proof] | None = None
@@ -181,7 +181,7 @@ class NumericCheck:
         """Compare calls in which the adapters of the model are disabled.
 
         Raises:
-            SolveError: the ranks compute something else.
+            SolveError: if the ranks compute something else.
         """
         case = self._case_that_fits(plan)
         if case is not None:
@@ -193,7 +193,7 @@ class NumericCheck:
         """What is wrong with the sequence-parallel form, such as a gradient; nothing if it was not compared.
 
         Raises:
-            SolveError: the ranks compute something else in that form.
+            SolveError: if the ranks compute something else in that form.
         """
         case = self._case_that_fits(of_sequence(plan))
         if case is None:
@@ -207,7 +207,7 @@ class NumericCheck:
         for inference only if a gradient is not that of the unsharded model.
 
         Raises:
-            SolveError: the last stage returned something else.
+            SolveError: if the last stage returned something else.
         """
         problem = self._wrong_stages(plan, calls=2)
         return inference_only(plan, f"with stages, {problem}") if problem else plan
@@ -216,7 +216,7 @@ class NumericCheck:
         """What is wrong with the gradients of stages in the sequence-parallel form; empty without stages.
 
         Raises:
-            SolveError: the last stage returned something else.
+            SolveError: if the last stage returned something else.
         """
         return "" if plan.stages is None else self._wrong_stages(of_sequence(plan), calls=1)
 
@@ -228,7 +228,7 @@ class NumericCheck:
             calls: 2: with a step of decoding behind a prefill.
 
         Raises:
-            SolveError: the last stage returned something else.
+            SolveError: if the last stage returned something else.
         """
         case = self._case_that_fits(plan)
         if case is None:

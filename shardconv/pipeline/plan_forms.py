@@ -75,8 +75,8 @@ class StagedForm:
             solution: that it was made of.
 
         Raises:
-            SolveError: the model cannot be cut into stages.
-            ShardconvError: it cannot be cut into so many, or not at the given layers.
+            SolveError: if the model cannot be cut into stages.
+            ShardconvError: if it cannot be cut into so many, or not at the given layers.
         """
         return replace(plan, stages=self._stages(plan, solution))
 
@@ -88,7 +88,7 @@ class StagedForm:
             solution: that the form was made of.
 
         Raises:
-            SolveError: a placeholder cannot make what the ranks have parts of.
+            SolveError: if a placeholder cannot make what the ranks have parts of.
         """
         assert plan.training is not None
         assert plan.training.sequence is not None
@@ -182,7 +182,7 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
     """The plan without sequence parallelism, and the solution that it was made of.
 
     Raises:
-        SolveError: obstacles are met in every round.
+        SolveError: if obstacles are met in every round.
     """
     forbidden = problem.forbidden()
     forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
@@ -297,7 +297,7 @@ def with_sequence_form(
         staged: of a plan with stages.
 
     Raises:
-        SolveError: there is no such form.
+        SolveError: if there is no such form.
     """
     if plan.training is None:
         raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
@@ -375,7 +375,7 @@ def _stored_alike(
     A bias that is added before a reduction there may be added behind it here; then it is not partial.
 
     Raises:
-        SolveError: one would have to be stored in another way.
+        SolveError: if one would have to be stored in another way.
     """
     stored = entries_of(plan)
     unread = frozenset[str]() if problem.given is None else problem.given.unread

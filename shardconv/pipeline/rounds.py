@@ -97,7 +97,7 @@ class RuledOut:
         """This, and the dims that an obstacle, and those that were met with it, are blamed on.
 
         Raises:
-            SolveError: the obstacle is blamed on nothing that was sharded.
+            SolveError: if the obstacle is blamed on nothing that was sharded.
         """
         out = self._with(obstacle)
         for other in obstacle.others:

@@ -60,7 +60,7 @@ def solve_plan(
         adaptation: an adapter of the model; the plan is that of both; the adapter's name is ``ANY_NAME``.
 
     Raises:
-        SolveError: the model cannot be traced, its plan failed the check, or memory ran out.
+        SolveError: if the model cannot be traced, its plan failed the check, or memory ran out.
     """
     try:
         with _no_collection(), _without_validation(), _one_thread():
@@ -302,7 +302,7 @@ def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck
     """The plan, whose sequence-parallel form was proven on numbers.
 
     Raises:
-        SolveError: a gradient is not that of the unsharded model.
+        SolveError: if a gradient is not that of the unsharded model.
     """
     problem_found = check.wrong_sequence_form(plan) or check.wrong_sequence_stages(plan)
     if problem_found:

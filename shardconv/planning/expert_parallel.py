@@ -32,7 +32,7 @@ def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
     """The folded tape on which each module of experts is one operator.
 
     Raises:
-        SolveError: a module that is called like experts was not proven to be a sum over them.
+        SolveError: if a module that is called like experts was not proven to be a sum over them.
     """
     sites = []
     for candidate in find_experts(folded.tape):
@@ -57,7 +57,7 @@ class ExpertParallel:
         analysis: of the tape that ``isolate_experts`` returned.
 
     Raises:
-        SolveError: the model has no experts, or some that cannot be distributed.
+        SolveError: if the model has no experts, or some that cannot be distributed.
     """
 
     def __init__(self, analysis: Analysis) -> None:
@@ -94,7 +94,7 @@ class ExpertParallel:
         """Experts that more than one rank holds.
 
         Raises:
-            SolveError: experts that every rank would hold.
+            SolveError: if experts that every rank would hold.
         """
         found: dict[str, None] = {}
         num_ranks = math.prod(layouts.mesh)
@@ -149,7 +149,7 @@ def _join(analysis: Analysis, tid: int) -> None:
     Tensors that are multiplied by it, or read its size, then have the local one from the first mark on.
 
     Raises:
-        SolveError: it may not be sharded all the way to where it is summed over.
+        SolveError: if it may not be sharded all the way to where it is summed over.
     """
     counts = leaves(analysis.dims[tid][0])
     neighbors: dict[Node, list[Node]] = {}

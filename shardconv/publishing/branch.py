@@ -251,7 +251,7 @@ class Remote:
         A server that accepts a request and never answers is not asked again.
 
         Raises:
-            SourceError: the call failed; says why.
+            SourceError: if the call failed.
         """
         wait = FIRST_WAIT_S
         for tries_left in reversed(range(TRIES)):

@@ -226,7 +226,7 @@ def merged(existing: str | None, card: str) -> str:
         card: a model card with metadata.
 
     Raises:
-        SourceError: the metadata of ``existing`` cannot be read.
+        SourceError: if the metadata of ``existing`` cannot be read.
     """
     made = ModelCard(card)
     metadata: dict[str, Any] = made.data.to_dict()  # type: ignore[no-untyped-call]

@@ -40,8 +40,8 @@ def published(directories: Sequence[Path]) -> Published:
     """Read what was converted for one number of ranks, from its directories, one for each stage.
 
     Raises:
-        CheckpointError: a manifest is malformed, or the stages are not those of one conversion.
-        PlanError: a plan is malformed.
+        CheckpointError: if a manifest is malformed, or the stages are not those of one conversion.
+        PlanError: if a plan is malformed.
     """
     manifests = tuple(manifest.read(directory) for directory in directories)
     plans = [manifest.read_plan(d, m) for d, m in zip(directories, manifests, strict=True)]

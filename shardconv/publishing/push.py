@@ -69,9 +69,9 @@ def push(
         progress: where to report progress.
 
     Raises:
-        DamagedError: the directory is damaged; nothing was sent.
-        CheckpointError: ``out`` is not a converted directory.
-        SourceError: the Hub rejects the request or cannot be reached.
+        DamagedError: if the directory is damaged; nothing was sent.
+        CheckpointError: if ``out`` is not a converted directory.
+        SourceError: if the Hub rejects the request or cannot be reached.
 
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)

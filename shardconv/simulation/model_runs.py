@@ -195,7 +195,7 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
         result: of the first call.
 
     Raises:
-        ValueError: it handed nothing back, or takes no tokens.
+        ValueError: if it handed nothing back, or takes no tokens.
     """
     known = inspect.signature(model.forward).parameters
     back = (

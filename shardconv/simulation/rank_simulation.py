@@ -123,9 +123,9 @@ class Simulation:
             logits: which of them are compared; if both, a rank's own ones in one call.
 
         Raises:
-            Unprovable: the unsharded model fails.
-            SolveError: the ranks fail.
-            ShardconvError: the plan does not fit the model.
+            Unprovable: if the unsharded model fails.
+            SolveError: if the ranks fail.
+            ShardconvError: if the plan does not fit the model.
         """
         want = self._reference(inputs, calls)
         collect_garbage()
@@ -148,8 +148,8 @@ class Simulation:
             calls: see ``evaluate``.
 
         Raises:
-            Unprovable: the unsharded model fails.
-            SolveError: a stage fails.
+            Unprovable: if the unsharded model fails.
+            SolveError: if a stage fails.
         """
         want = self._reference(inputs, calls)
         precision, mail = self._precision, Mail()
@@ -225,7 +225,7 @@ class Simulation:
         """The outputs of the unsharded model.
 
         Raises:
-            Unprovable: it fails.
+            Unprovable: if it fails.
         """
         return self._reference(inputs)[0]
 
@@ -233,7 +233,7 @@ class Simulation:
         """Whether the unsharded model computes the same for each token with padding at the end as without it.
 
         Raises:
-            Unprovable: the unsharded model fails.
+            Unprovable: if the unsharded model fails.
         """
         (want,) = self._reference(inputs)
         padded = self._new_unsharded(self._precision)
@@ -249,7 +249,7 @@ class Simulation:
         """Whether the unsharded model returns something else first where no cache is filled.
 
         Raises:
-            Unprovable: the unsharded model fails.
+            Unprovable: if the unsharded model fails.
         """
         if not inputs.options.get("use_cache"):
             return False
@@ -269,7 +269,7 @@ class Simulation:
             gradients: of those; else of the outputs.
 
         Raises:
-            Unprovable: the unsharded model fails.
+            Unprovable: if the unsharded model fails.
         """
         want = self._reference(inputs)[0]
         precision = self._precision

@@ -219,7 +219,7 @@ def run_ranks(
         ranks: those of an earlier run, or none.
 
     Raises:
-        RanksDisagree: ranks ran different collectives, or some ran fewer.
+        RanksDisagree: if ranks ran different collectives, or some ran fewer.
         Exception: that of the lowest failing thread, ``beside`` first; the others are stopped.
     """
     num_ranks = torch.Size(mesh).numel()

@@ -60,8 +60,8 @@ class RecentReads:
         """The numbers of a tensor, in its shape and dtype; they must not be written to.
 
         Raises:
-            TooLargeToRead: it has more than ``max_bytes``.
-            SourceError: a file cannot be read.
+            TooLargeToRead: if it has more than ``max_bytes``.
+            SourceError: if a file cannot be read.
         """
         found = self._kept.pop(lazy, None)
         if found is None:
@@ -144,7 +144,7 @@ class StreamedTensor(Tensor):
         """The elements.
 
         Raises:
-            ShardconvError: the parameter was written to since this view of it was taken.
+            ShardconvError: if the parameter was written to since this view of it was taken.
         """
         if self._view is None:
             return self._parameter.lazy

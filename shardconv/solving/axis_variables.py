@@ -210,7 +210,7 @@ class AxisVariables:
         """The leaves that are sharded and the states that are partial.
 
         Raises:
-            Infeasible: every choice breaks a constraint.
+            Infeasible: if every choice breaks a constraint.
         """
         problem = Problem(len(self.keys))
         roots = [self._root(v) for v in range(len(self.keys))]

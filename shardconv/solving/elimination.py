@@ -51,7 +51,7 @@ class Problem:
         """The assignment of least cost; 0 where nothing decides.
 
         Raises:
-            Infeasible: every assignment costs infinitely much.
+            Infeasible: if every assignment costs infinitely much.
         """
         solution = [0] * self.num_variables
         if _eliminate(dict(self._tables), solution) == np.inf:

@@ -127,7 +127,7 @@ class _AxisGradients:
         """The tensors whose gradients are partial.
 
         Raises:
-            Infeasible: the constraints contradict each other.
+            Infeasible: if the constraints contradict each other.
         """
         roots = sorted({self._root(t) for t in self.kinds if self._is_variable(t)})
         number = {root: i for i, root in enumerate(roots)}

@@ -51,7 +51,7 @@ def solve_axis(
         pinned: leaves and states of parameters whose choice is made.
 
     Raises:
-        Infeasible: the pinned choices contradict the constraints.
+        Infeasible: if the pinned choices contradict the constraints.
     """
     return AxisProblem(given, extent, taken, saving_weight, pinned).solve()
 

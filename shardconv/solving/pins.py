@@ -41,7 +41,8 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
     Dims are refined to what the other plan says of them.
 
     Raises:
-        SolveError: the code of the model with adapters does not allow a dim of a parameter to be laid out so.
+        SolveError: if the code of the model with adapters does not allow a dim of a parameter to be laid out
+            so.
     """
     # For each axis of a mesh, the indices of its prime factors among those of tp.
     counts = [len(prime_factors(extent)) for extent in given.mesh]
@@ -90,7 +91,7 @@ def _chosen(node: Node, dim: Dim) -> Iterator[tuple[Node, tuple[int, ...]]]:
     """The leaves of a dim with the axes that a layout gives them.
 
     Raises:
-        Conflict: the dim cannot be refined to the layout.
+        Conflict: if the dim cannot be refined to the layout.
     """
     node = find(node)
     if not axes_of(dim):
@@ -115,7 +116,7 @@ def _outer_to_inner(node: Node) -> Sequence[Node]:
     """The factors of a dim; the first one is a leaf.
 
     Raises:
-        Conflict: it is not.
+        Conflict: if it is not.
     """
     found = factors(node)
     if not found or find(found[0]).kind != LEAF:

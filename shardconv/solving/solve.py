@@ -97,7 +97,7 @@ def solve(
         pins: leaves whose choice is made: those of all parameters, or none.
 
     Raises:
-        Infeasible: the pinned choices contradict the constraints.
+        Infeasible: if the pinned choices contradict the constraints.
     """
     given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
     first = best = _solve(given, tp, SAVING_WEIGHTS[0], pins or {})

@@ -123,7 +123,7 @@ def _check_rows(into: torch.Tensor, indices: Any, values: torch.Tensor, accumula
     """What torch checks on numbers alone: that there are as many rows as places for them.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: if there are more or fewer.
     """
     places: tuple[int, ...] = indices[0].shape if indices and indices[0] is not None else ()
     if len(places) != 1 or values.dim() != into.dim() - len(indices) + 1 or indices[0].dtype == torch.bool:

@@ -54,8 +54,8 @@ class Opaque:
         """Run the module on numbers, put it on the tape, and return its results, on meta.
 
         Raises:
-            TooLarge: it has too many parameters to be run.
-            Exception: whatever its code raises.
+            TooLarge: if it has too many parameters to be run.
+            Exception: if whatever its code raises.
         """
         own = [*module.parameters(), *module.buffers()]
         if sum(t.numel() for t in own) > MAX_ELEMENTS:

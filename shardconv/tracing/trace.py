@@ -126,7 +126,7 @@ def trace(
             where all of them run the same code with the same parameters.
 
     Raises:
-        SolveError: the forward pass failed on the meta device.
+        SolveError: if the forward pass failed on the meta device.
     """
     recorder = Recorder(keep, like.answers if like else None, few_chosen)
     recorder.register_model(model)

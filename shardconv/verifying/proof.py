@@ -84,9 +84,9 @@ def simulate(
         How they compare. Gradients that differ are no error: the outcome says which.
 
     Raises:
-        Unprovable: the unsharded model fails.
-        OutputsDiffer: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
-        SolveError: the ranks fail.
+        Unprovable: if the unsharded model fails.
+        OutputsDiffer: if the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
+        SolveError: if the ranks fail.
     """
     inputs = inputs or case.inputs
     outcome = case.simulation.evaluate(inputs, calls=calls, logits=logits)
@@ -383,8 +383,8 @@ def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
         tell: is called with what is run next.
 
     Raises:
-        Unprovable: the unsharded model fails.
-        SolveError: the ranks compute something else.
+        Unprovable: if the unsharded model fails.
+        SolveError: if the ranks compute something else.
     """
     arguments = embedding_arguments(case.model, case.inputs) if case.plan.tp > 1 else ()
     plan = replace(case.plan, proven_arguments=arguments)

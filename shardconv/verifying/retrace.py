@@ -322,7 +322,7 @@ def retrace(
         the tapes of all ranks agree.
 
     Raises:
-        PlanError: a parameter has another dtype in the plan than in the model.
+        PlanError: if a parameter has another dtype in the plan than in the model.
     """
     alike = planned_alike(plan, bypassed or {})
     left_out = {fqn: how for fqn, how in alike.items() if not how.is_read_elsewhere}

@@ -138,7 +138,7 @@ class Shrinking:
                 hashes, whose ids are not known before. If it does not, these keep their size.
 
         Raises:
-            PlanError: the plan does not fit the full model either.
+            PlanError: if the plan does not fit the full model either.
         """
         analysis, copies = self.full.analysis, self.copies
         left = stored_elements(analysis, self._first_sizes, copies)

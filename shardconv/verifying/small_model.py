@@ -236,7 +236,7 @@ class Attempt:
         """Give attributes and parameters their smaller values and shapes, in place.
 
         Raises:
-            ShardconvError: an attribute cannot be set.
+            ShardconvError: if an attribute cannot be set.
         """
         by_module: dict[str, list[Edit]] = {}
         for (fqn, attribute), change in changes.items():

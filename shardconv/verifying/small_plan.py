@@ -52,7 +52,7 @@ def resized(dim: Dim, node: Node, shapes: SmallShapes) -> Dim:
         shapes: of the smaller model.
 
     Raises:
-        Misfit: it has another size, or a part that shrinks does not correspond to parts of it.
+        Misfit: if it has another size, or a part that shrinks does not correspond to parts of it.
     """
     return _along(dim, _part(node, shapes))
 
@@ -93,7 +93,7 @@ def _taken(parts: list[_Part], sizes: Sequence[int], kind: int) -> list[_Part]:
     """Neighboring parts joined, so that they have these sizes.
 
     Raises:
-        Misfit: a part that shrinks would have to be divided.
+        Misfit: if a part that shrinks would have to be divided.
     """
     pending, out = list(parts), []
     for wanted in sizes:
@@ -195,7 +195,7 @@ def small_plan(plan: Plan, small: SmallModel, skipped: Mapping[str, object]) -> 
         skipped: layers that it lacks.
 
     Raises:
-        PlanError: the plan does not fit the traced model.
+        PlanError: if the plan does not fit the traced model.
     """
     return _Translation(plan, small, skipped).plan()
 
@@ -368,7 +368,7 @@ def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, 
     """Dims of a parameter of which some have other sizes in the model that is proven.
 
     Raises:
-        PlanError: one that is sharded in parts has, or the plan is for another shape.
+        PlanError: if one that is sharded in parts has, or the plan is for another shape.
     """
     if tuple(map(size, dims)) != resized.before:
         raise PlanError(f"{name}: the plan is for {tuple(map(size, dims))}, the model has {resized.before}")

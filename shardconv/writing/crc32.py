@@ -42,7 +42,7 @@ def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
     """The same ranges in order, with adjacent ones merged.
 
     Raises:
-        ValueError: two overlap.
+        ValueError: if two overlap.
     """
     joined: list[Extent] = []
     for extent in sorted(extents):

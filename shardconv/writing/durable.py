@@ -25,7 +25,7 @@ def locked_journal(journal: Path, out: Path) -> Iterator[int]:
     """Open or create a journal that no other process has open.
 
     Raises:
-        BusyError: another process has locked it.
+        BusyError: if another process has locked it.
     """
     handle = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -58,7 +58,7 @@ def setup_lock(path: Path, out: Path) -> Iterator[None]:
     """Wait until no other process begins or finishes.
 
     Raises:
-        ShardconvError: another process completed ``out`` meanwhile, and removed the directory.
+        ShardconvError: if another process completed ``out`` meanwhile, and removed the directory.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -33,8 +33,8 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
         progress: where to report to.
 
     Raises:
-        SourceError: a source file cannot be read.
-        ShardconvError: a file cannot be written, for example because the disk is full. Finished work is
+        SourceError: if a source file cannot be read.
+        ShardconvError: if a file cannot be written, for example because the disk is full. Finished work is
             kept.
     """
     written = workspace.written()

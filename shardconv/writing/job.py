@@ -109,7 +109,7 @@ def read_state(partial: Path) -> State | None:
     """Read the state of a ``.partial``; None if nothing was begun.
 
     Raises:
-        ShardconvError: the file is malformed.
+        ShardconvError: if the file is malformed.
     """
     path = partial / JOB_NAME
     try:
@@ -161,7 +161,7 @@ def place(out: Path) -> None:
     Old files are removed, durably, before the first new one is moved: from then on any file in OUT is new.
 
     Raises:
-        ShardconvError: a file was lost meanwhile.
+        ShardconvError: if a file was lost meanwhile.
     """
     partial = out / PARTIAL
     state = read_state(partial)

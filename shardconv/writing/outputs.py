@@ -71,7 +71,8 @@ class Output:
             owners: the owners to write, see ``workspace``; None: all.
 
         Raises:
-            ShardconvError: ``out`` is not empty, cannot be written, or is being written by another process.
+            ShardconvError: if ``out`` is not empty, cannot be written, or is being written by another
+                process.
         """
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
@@ -93,7 +94,8 @@ class Output:
         """Check again, after the plan was made.
 
         Raises:
-            ShardconvError: another process wrote a converted directory meanwhile, which may not be replaced.
+            ShardconvError: if another process wrote a converted directory meanwhile, which may not be
+                replaced.
         """
         is_complete = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
         if is_complete and not self.overwrite:
@@ -169,7 +171,7 @@ def prepared(
         tp: number of ranks of a stage.
 
     Raises:
-        ShardconvError: it may not.
+        ShardconvError: if it may not.
     """
     if pp == 1:
         return Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
@@ -205,7 +207,7 @@ class StageOutputs:
         tp: number of ranks of a stage.
 
     Raises:
-        ShardconvError: ``out`` holds something else, or all stages already.
+        ShardconvError: if ``out`` holds something else, or all stages already.
     """
 
     def __init__(
@@ -251,7 +253,7 @@ class StageOutputs:
             write: writes a directory.
 
         Raises:
-            ShardconvError: a complete stage is that of another conversion.
+            ShardconvError: if a complete stage is that of another conversion.
         """
         assert plan.stages is not None
         plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]

@@ -262,7 +262,7 @@ def opened(
         check: called while no other process begins or finishes; raises an error if this one may not begin.
 
     Raises:
-        ShardconvError: another process writes the same owners, or this part does not fit the others.
+        ShardconvError: if another process writes the same owners, or this part does not fit the others.
     """
     is_part = {file.owner for file in files} != {*claim.required, *claim.optional}
     partial = out / PARTIAL
@@ -298,7 +298,7 @@ def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
         owners: the owners to check; None: all.
 
     Raises:
-        BusyError: another process writes one of them.
+        BusyError: if another process writes one of them.
     """
     for journal in (out / PARTIAL).glob("*.journal"):
         if (owners is None or journal.stem in owners) and is_locked(journal, out):

@@ -108,8 +108,8 @@ def write(
         Whether all ranks are written and the directory is complete.
 
     Raises:
-        SourceError: a weight has another shape than in the plan, cannot be read, or changed.
-        ShardconvError: the output cannot be written, or is being written by another process.
+        SourceError: if a weight has another shape than in the plan, cannot be read, or changed.
+        ShardconvError: if the output cannot be written, or is being written by another process.
     """
     parameters = stored_plans(plan)
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
@@ -145,7 +145,7 @@ def require_unchanged(origin: Origin) -> None:
     """Require that the source did not change while it was read.
 
     Raises:
-        SourceError: it did.
+        SourceError: if it did.
     """
     found = origin.identity if origin.identify is None else origin.identify()
     if found != origin.identity:
