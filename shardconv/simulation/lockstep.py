@@ -43,7 +43,7 @@ from .streamed_weights import RecentReads, fill_streamed
 # shows where to look if the model's outputs differ; by itself it is not an error.
 
 
-UNSHARDED = -1
+UNSHARDED = BESIDE
 """Number of the unsharded run; the ranks have the numbers from 0."""
 
 Call = tuple[str, int]
@@ -100,7 +100,7 @@ class ModuleOutputs:
         return {(call.fqn, call.index): i for i, call in enumerate(self.tape.calls) if call.fqn}
 
     def enter(self, run: int, position: int) -> None:
-        """A run has come as far as this call."""
+        """Note that a run has reached this call, and drop the outputs of calls that all runs have passed."""
         self._entered[run] = position
         if len(self._entered) > self.plan.tp:
             passed = min(self._entered.values())
@@ -108,7 +108,7 @@ class ModuleOutputs:
                 del self._held[call]
 
     def leave(self, run: int, call: Call, outputs: Sequence[Tensor]) -> None:
-        """A run has left a call with these outputs, local ones of a rank."""
+        """Note that a run has left a call with these outputs, which are local on a rank."""
         if call not in self.positions:
             return
         if run == UNSHARDED:
@@ -202,9 +202,6 @@ def _fits(shape: Sequence[int], local: Sequence[int], dim: int, held: int) -> bo
     return len(local) == len(shape) and all(
         extent == (held if index == dim else shape[index]) for index, extent in enumerate(local)
     )
-
-
-assert BESIDE == UNSHARDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +311,7 @@ class _ModuleSteps:
         self._open: list[int] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: wait for those that have not come as far."""
+        """Forward pre-hook: wait for the runs that have not reached this call."""
         self._open.append(self._num_calls)
         self._num_calls += 1
         position = self._modules.positions.get((self._fqn, self._open[-1]))
