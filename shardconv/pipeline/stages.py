@@ -64,15 +64,7 @@ def solve_plan(
     """
     try:
         with _no_collection(), _without_validation(), _one_thread():
-            tell = progress or (lambda _: None)
-            run = _traced(spec, options, adaptation, tell)
-
-            def with_fewer_positions() -> Source | None:
-                tell("building the model for smaller images or sounds")
-                return _with_fewer_positions(run, spec, options, adaptation)
-
-            used = run if options.check else run.as_in_training()
-            return _solved_run(spec, options, steps or {}, used, tell, with_fewer_positions)
+            return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
     except MemoryError as error:
@@ -130,6 +122,19 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _solved(
+    spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell, adaptation: Adaptation | None
+) -> Plan:
+    run = _traced(spec, options, adaptation, tell)
+
+    def with_fewer_positions() -> Source | None:
+        tell("building the model for smaller images or sounds")
+        return _with_fewer_positions(run, spec, options, adaptation)
+
+    used = run if options.check else run.as_in_training()
+    return _solved_run(spec, options, steps, used, tell, with_fewer_positions)
 
 
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
