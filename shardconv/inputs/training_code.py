@@ -1,4 +1,4 @@
-"""What only code for training does: the loss that a model returns, and modules that it bypasses."""
+"""Find code that only runs in training: the loss that a model returns, and modules that it bypasses."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ..tracing.tape import Tape
 from ..tracing.trace import trace
 from .trace_inputs import TraceInputs
 
-# Modules that code calls in evaluation, and in training bypasses: it reads their parameters itself.
-
 
 def not_in_training(
     tape: Tape, model: nn.Module, inputs: TraceInputs, shown_by: Callable[[str], str] = str
 ) -> frozenset[str]:
-    """FQNs of the modules that are called in evaluation alone: no step at their boundaries runs in training.
+    """Return the FQNs of modules that are only called in evaluation, so that steps at their boundaries miss
+    in training.
 
-    Nothing is known of a model whose forward pass cannot be traced in training mode.
+    Code that bypasses a module in training reads its parameters itself. The result is empty if the forward
+    pass cannot be traced in training mode.
 
     Args:
         tape: of the forward pass in evaluation.
-        model: on meta; left as it was.
+        model: on meta; it does not change.
         inputs: of the trace.
-        shown_by: a module's FQN -> that of one that does the same: the model may run these alone.
+        shown_by: maps a module's FQN to the FQN of a module that does the same. The model may only run the
+            latter.
     """
     was_training = model.training
     model.train()
@@ -42,13 +43,13 @@ def not_in_training(
 
 
 def returns_its_loss_function(model: nn.Module, inputs: TraceInputs) -> bool:
-    """Whether the model returns what its ``loss_function`` does, and calls it once.
+    """Whether the model returns the result of its ``loss_function``, and calls it once.
 
-    Some models have the function and compute a loss of their own. Nothing is known of a model that cannot be
-    traced with labels.
+    Some models have the function and compute another loss. The result is False if the model cannot be traced
+    with labels.
 
     Args:
-        model: on meta; to be thrown away afterwards.
+        model: on meta; it cannot be used afterwards.
         inputs: of a trace, without labels.
     """
     made: list[Tensor] = []
