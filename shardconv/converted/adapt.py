@@ -1,4 +1,4 @@
-"""An adapter of the peft library for a converted directory: planned with the model, which stays as it is."""
+"""Plan an adapter of the peft library together with a converted model, which does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A converted directory for another number of ranks, file to file."""
+"""Reshard a converted directory for another number of ranks, file to file."""
 
 from __future__ import annotations
 
