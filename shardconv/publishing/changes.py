@@ -22,13 +22,13 @@ class Item:
     """Of the content, in hex."""
 
     def blob_id(self) -> str:
-        """The Hub's id of a small file with this content, which is read."""
+        """Return the Hub's id of a small file with this content, which is read."""
         content = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def text_item(path: str, text: str) -> Item:
-    """A text file."""
+    """Return a text file."""
     content = text.encode()
     return Item(path, content, len(content), hashlib.sha256(content).hexdigest())
 
@@ -71,7 +71,7 @@ class Changes:
 
 
 def is_there(item: Item, tree: Tree) -> bool:
-    """Whether the repository has a file at its path, with its content."""
+    """Return whether the repository has a file at its path, with its content."""
     found = tree.files.get(item.path)
     if found is None or found.num_bytes != item.num_bytes:
         return False
@@ -79,7 +79,7 @@ def is_there(item: Item, tree: Tree) -> bool:
 
 
 def compare(items: Sequence[Item], folder: str, tree: Tree) -> Changes:
-    """The changes after which the repository has ``items``, and nothing else in ``folder``."""
+    """Return the changes after which the repository has ``items``, and nothing else in ``folder``."""
     there = {item.path for item in items if is_there(item, tree)}
     wanted = {item.path for item in items}
     return Changes(
@@ -90,13 +90,14 @@ def compare(items: Sequence[Item], folder: str, tree: Tree) -> Changes:
 
 
 def new_bytes(items: Iterable[Item], tree: Tree) -> int:
-    """Bytes of the contents that the repository does not have under any path, each counted once."""
+    """Return the bytes of the contents that the repository does not have under any path, each counted
+    once."""
     known = {file.sha256 for file in tree.files.values() if file.sha256}
     return sum({i.sha256: i.num_bytes for i in items if i.sha256 not in known}.values())
 
 
 def breaks_manifest(changes: Changes, folder: str, tree: Tree) -> bool:
-    """Whether the changes of other files would make the manifest in ``folder`` wrong."""
+    """Return whether the changes of other files would make the manifest in ``folder`` wrong."""
     own = f"{folder}/{MANIFEST_NAME}"
     inside = [i.path for i in changes.send if i.path.startswith(f"{folder}/") and i.path != own]
     return own in tree.files and bool(inside)

@@ -1,4 +1,4 @@
-"""What was converted for one number of ranks, in a repository of the Hub."""
+"""Reads what was converted for one number of ranks, as a folder in a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Published:
 
     @property
     def path(self) -> str:
-        """Return the path of the folder in the repository, for example ``tp-8``."""
+        """The path of the folder in the repository, for example ``tp-8``."""
         return self.folder.name
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest of the first stage."""
+        """The manifest of the first stage."""
         return self.manifests[0]
 
 

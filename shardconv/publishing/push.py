@@ -81,6 +81,7 @@ def push(
     for part in parts:
         manifest.read(part)
 
+    # The Hub client is imported once the directory is known to be a converted one.
     from .branch import Remote
     from .pushing import Pushing
 
@@ -110,7 +111,7 @@ def push(
 
 
 def describe(pushed: Pushed, dry_run: bool) -> list[str]:
-    """The result of ``push``, as lines to print."""
+    """Return the result of ``push`` as lines to print."""
     if not pushed.sent and not pushed.deleted:
         return [f"{pushed.url}: {pushed.path} is up to date, nothing was sent"]
     amount = f"{human_bytes(pushed.sent_bytes)} to send, {len(pushed.there)} files are in place"

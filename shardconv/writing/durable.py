@@ -11,8 +11,6 @@ from typing import NoReturn
 
 from shardconv_runtime.errors import ShardconvError
 
-# Locks of files, which the system releases when a process dies.
-
 LOCK_NAME = "setup.lock"
 
 
@@ -42,7 +40,7 @@ def unlock(handle: int) -> None:
 
 
 def is_locked(journal: Path, out: Path) -> bool:
-    """Whether another process has locked a journal at this moment."""
+    """Return whether another process has locked a journal at this moment."""
     try:
         handle = os.open(journal, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -79,7 +77,7 @@ def refuse(out: Path) -> NoReturn:
 
 
 def _lock(handle: int, out: Path, how: int) -> bool:
-    """Whether the lock was acquired."""
+    """Acquire a lock of an open file, and return whether it was free."""
     try:
         fcntl.flock(handle, how)
     except BlockingIOError:
