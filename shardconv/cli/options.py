@@ -18,12 +18,10 @@ from ..arguments import parse_memory, parse_size, require_tp
 from ..reporting.progress import for_terminal
 from ..reporting.report import report
 
-# Shared by commands: progress, quiet libraries, printed plans.
-
 
 @contextmanager
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
-    """Progress on standard error, and silence from the libraries unless ``verbose``."""
+    """Show progress on standard error, and silence the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries create many objects that stay: a quarter of the start
     progress = for_terminal(quiet=quiet)
     if verbose:
@@ -54,7 +52,7 @@ def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
 
 
 def printable(text: str) -> str:
-    """Text with control characters escaped, since it may quote the content of files."""
+    """Return text with control characters escaped, since it may quote the content of files."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -64,7 +62,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order of the help."""
+    """Return several options as one decorator, in the order of the help."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -75,7 +73,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 
 def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that checks a value before the libraries are imported, and passes it on unchanged."""
+    """Return a callback that checks a value before the libraries are imported, and passes it on unchanged."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         check(value)
@@ -85,7 +83,7 @@ def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.P
 
 
 def _optional(check: Callable[[Any], object]) -> Callable[[Any], object]:
-    """The check of a value that may be left out."""
+    """Return the check of a value that may be left out."""
     return lambda value: None if value is None else check(value)
 
 
@@ -95,7 +93,7 @@ class TpOrAuto(click.ParamType[Any]):
     name = "tp"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """An int, or ``auto``."""
+        """Return an int, or ``auto``."""
         if value == "auto":
             return value
         tp = click.INT.convert(value, param, ctx)

@@ -68,7 +68,7 @@ def report_command(
 
 
 def _beside(out: Path) -> Path:
-    """The default target."""
+    """Return the default target."""
     about = _directory(out) or out
     resolved = about.resolve()
     target = resolved.parent / f"{resolved.name if about.is_dir() else resolved.stem}-report.html"
@@ -77,7 +77,7 @@ def _beside(out: Path) -> Path:
 
 
 def _directory(out: Path) -> Path | None:
-    """The converted directory that OUT is, or whose plan it is."""
+    """Return the converted directory that OUT is, or whose plan it is."""
     if out.is_dir():
         return out
     return out.parent if (out.parent / MANIFEST_NAME).exists() else None
@@ -103,13 +103,11 @@ def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
         raise CheckpointError(
             f"there is no directory {target.parent} to write {target.name} to; create it first"
         )
-    if target.exists() and not overwrite and MARK.encode() not in _beginning(target):
-        raise CheckpointError(f"{target} exists and is not a report; give another FILE, or --overwrite")
-
-
-def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096)
+    if target.exists() and not overwrite:
+        with target.open("rb") as file:
+            beginning = file.read(4096)
+        if MARK.encode() not in beginning:
+            raise CheckpointError(f"{target} exists and is not a report; give another FILE, or --overwrite")
 
 
 COMMANDS = (report_command,)
