@@ -15,6 +15,7 @@ from shardconv_runtime.hub_options import Hub
 
 from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
+from ..fitting import smallest_tp, table
 from ..reporting.human_numbers import human_bytes
 from ..reporting.plan_lines import RESERVE, Workload, aligned
 from ..reporting.report import report
@@ -171,15 +172,15 @@ def plan_command(
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:
         if isinstance(tp, str):
-            solved, table = _smallest(model, load, check, progress, options)
+            solved, choice = _smallest(model, load, check, progress, options)
         else:
-            solved, table = plan(model, tp, check=check, progress=progress, **options), ""
+            solved, choice = plan(model, tp, check=check, progress=progress, **options), ""
         shown = _plan_text(solved, chosen or "report", tokens, load, model, options)
         if output is not None:
             text = shown if chosen else _plan_text(solved, "json", tokens, load, model, options)
             write_text(Path(output), text)
     if not quiet or chosen not in (None, "report"):
-        click.echo((table if chosen in (None, "report") else "") + shown, nl=False)
+        click.echo((choice if chosen in (None, "report") else "") + shown, nl=False)
 
 
 def _load(
@@ -208,8 +209,6 @@ def _smallest(
     model: str, load: Workload | None, check: bool, progress: Any, options: dict[str, Any]
 ) -> tuple[Plan, str]:
     """Return the plan for the fewest ranks that fit, and a table of their neighbors as text."""
-    from ..fitting import smallest_tp, table
-
     assert load is not None
 
     def solve(tp: int) -> Plan:
@@ -230,6 +229,7 @@ def _plan_text(
 ) -> str:
     """Return the plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen in ("tp_plan", "shards"):
+        # It imports torch and transformers, which the help and wrong arguments do not need.
         from ..converted.tp_plan import dumps, skeleton, to_json, tp_plan
 
         if chosen == "shards":

@@ -27,7 +27,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     if verbose:
         yield progress
     elif "transformers" in sys.modules:
-        from shardconv_runtime.hub.hub_errors import without_library_logging
+        from shardconv_runtime.hub.hub_errors import without_library_logging  # it imports the Hub client
 
         with without_library_logging():
             yield progress
@@ -232,7 +232,7 @@ initial_options = together(
 
 
 def hub_options(argument: str) -> Callable[[Command], Command]:
-    """How the Hub is reached for ``argument``, by its name in the help."""
+    """Return the options for reaching the Hub for ``argument``, by its name in the help."""
     return together(
         click.option("--revision", help=f"Branch, tag or commit of {argument} on the Hub.  [default: main]"),
         click.option("--cache-dir", type=click.Path(file_okay=False), help="Directory of the Hub cache."),
@@ -278,12 +278,12 @@ model_options = together(
 
 
 def trust_option(where: str) -> Callable[[Command], Command]:
-    """``--trust-remote-code`` of a command on a converted directory."""
+    """Return ``--trust-remote-code`` of a command on a converted directory."""
     return click.option("--trust-remote-code", is_flag=True, help=f"Allow the Python code in {where} to run.")
 
 
 def part_options(out: str) -> Callable[[Command], Command]:
-    """Which ranks of the argument ``out`` are written, and whether it may be replaced."""
+    """Return options for which ranks of the argument ``out`` are written, and whether it may be replaced."""
     return together(
         click.option(
             "--ranks",

@@ -43,7 +43,7 @@ def report_command(
       shardconv report user/model-tp --tp 8      # writes model-tp-8-report.html
       shardconv report plan.json -o page.html
     """
-    from ..reporting.html_report import html_report
+    from ..reporting.html_report import html_report  # the other commands need no Jinja
 
     path = Path(out)
     parts = opened(out, tp, hub) if path.is_dir() or is_on_hub(out) else []

@@ -68,6 +68,7 @@ def adapt(
     fingerprint.check_code(base)
     _require_free(target, overwrite=overwrite)
 
+    # torch and transformers are imported once the arguments are known to be right.
     from .adaptation import adapted
 
     tell = (progress or Silent()).stage
@@ -75,7 +76,7 @@ def adapt(
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:
-    """Raises ``CheckpointError`` if a directory has something that is not to be replaced."""
+    """Raise ``CheckpointError`` if a directory has something that is not to be replaced."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -142,7 +142,7 @@ def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
     Returns:
         Remarks for the user.
     """
-    from peft.utils import load_peft_weights
+    from peft.utils import load_peft_weights  # peft is optional
 
     for name in COPIED:
         if (source / name).is_file():
@@ -165,7 +165,7 @@ def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
     Trainers that save a state dict themselves leave them in, and peft then initializes a new adapter, with a
     warning.
     """
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING  # peft is optional
 
     found: Mapping[str, str] = {name: name for name in names}
     if wrapped_name(names) is not None or any(f".{_OUTERMOST}" in name for name in names):

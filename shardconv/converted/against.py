@@ -106,7 +106,7 @@ def read_reference(
 
 
 def _tied(plan: Plan) -> set[str]:
-    """The names of tied tensors under their aliases."""
+    """Return the names of tied tensors under their aliases."""
     entries = parameter_plans(plan)
     tied = set()
     for alias, name in plan.tied:

@@ -90,7 +90,7 @@ def spec_of(found: Converted) -> ModelSpec:
 
 def planned_spec(directory: Path, plan: Plan) -> ModelSpec:
     """Return a model without weights, in the dtype and with the ties of its plan. Its code is trusted."""
-    from shardconv_runtime.checkpoint.resolve import resolve
+    from shardconv_runtime.checkpoint.resolve import resolve  # it imports transformers
 
     trusted, dtype = plan.model.trust_remote_code, plan.model.dtype
     spec = resolve(directory, trust_remote_code=trusted, dtype=dtype, need_weights=False)
@@ -98,7 +98,7 @@ def planned_spec(directory: Path, plan: Plan) -> ModelSpec:
 
 
 def has_sequence_form(plan: Plan) -> bool:
-    """Whether a plan has a sequence-parallel form, which a new plan of the model should have, too."""
+    """Return whether a plan has a sequence-parallel form, which a new plan of the model should have, too."""
     return plan.training is not None and plan.training.sequence is not None
 
 

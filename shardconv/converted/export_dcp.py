@@ -233,7 +233,7 @@ def _write(
     memory: int,
     progress: Progress,
 ) -> None:
-    from ..writing.fill import fill
+    from ..writing.fill import fill  # it imports torch, which most errors do not need
 
     source = {"name": found.manifest.source.name, **derived.identity(found)}
     job = {"source": source, **options, "versions": tool_versions()}

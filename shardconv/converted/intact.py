@@ -198,7 +198,7 @@ def one_line(text: str) -> str:
 
 
 def is_shard(entry: FileEntry) -> bool:
-    """Whether a file holds tensors."""
+    """Return whether a file holds tensors."""
     return entry.path.endswith(SHARD)
 
 
@@ -268,7 +268,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
-    """Say where a shard belongs by its own header, if that is elsewhere."""
+    """Return where a shard belongs by its own header, if that is elsewhere."""
     try:
         metadata, _ = read_header(path)
     except CheckpointError:

@@ -89,6 +89,7 @@ def merge(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
+    # torch and transformers are imported once the arguments are known to be right.
     from .saved import checkpoint_tensors
 
     tensors, num_parameters = checkpoint_tensors(found, derived.spec_of(found))
@@ -120,7 +121,7 @@ def _divide(tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int) 
 def _write(
     found: Converted, layout: _Layout, output: Output, limit: int, memory: int, progress: Progress
 ) -> None:
-    from ..writing.fill import fill
+    from ..writing.fill import fill  # it imports torch, too
 
     job = {
         "merge": {"name": found.manifest.source.name, **derived.identity(found)},

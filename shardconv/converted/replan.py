@@ -142,6 +142,7 @@ def replan(
     old = first.plan
     require_trusted(out, old, trust_remote_code=trust_remote_code)
 
+    # torch and transformers are imported once the directory is known to be readable.
     from .solved_again import solved_again
 
     spec = planned_spec(first.directory, old)

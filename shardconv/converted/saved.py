@@ -335,7 +335,7 @@ class _Comparison:
         self._computed: dict[tuple[object, ...], bool] = {}
 
     def __call__(self, name: str, probe: LazyTensor, loaded: torch.Tensor | None) -> bool:
-        """Whether ``loaded`` has the same bytes as the parameter ``probe``."""
+        """Return whether ``loaded`` has the same bytes as the parameter ``probe``."""
         if not isinstance(loaded, RecordedTensor) or loaded.absent:
             return False
         found = loaded.lazy

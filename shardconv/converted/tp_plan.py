@@ -212,7 +212,8 @@ class _Translation:
         return EvenShards(len(found.dims) - sharded[0], self._is_of_halves(name, found.dims[sharded[0]]))
 
     def _is_of_halves(self, name: str, dim: Dim) -> bool:
-        """Whether each rank holds an equal block of each half of the dim (True), or of the dim (False).
+        """Return whether each rank holds an equal block of each half of the dim (True), or of the dim
+        (False).
 
         Raises:
             Inexpressible: if it holds something else.
@@ -263,7 +264,7 @@ class _Translation:
 
 
 def _keeps_shards(converter: Any, sharding: EvenShards, num_dims: int) -> bool:
-    """Whether converting the shards of the stored tensors gives the shard of the parameter.
+    """Return whether converting the shards of the stored tensors gives the shard of the parameter.
 
     It does if tensors are concatenated in a dim that is not sharded, and if they are stacked: each rank gets
         one block

@@ -142,12 +142,12 @@ class PlannedModule:
         raise self._unmatched()
 
     def _matches(self, style: Style) -> bool:
-        """Whether a style is for the module's class and has its steps."""
+        """Return whether a style is for the module's class and has its steps."""
         steps = tuple(tuple(step.op for step in side) for side in (self.entry.inputs, self.entry.outputs))
         return isinstance(self.module, style.owner) and steps == (style.inputs, style.outputs)
 
     def _is_sharded_by(self, sharding: Sharding, name: str) -> bool:
-        """Whether a style shards a parameter in the same way."""
+        """Return whether a style shards a parameter in the same way."""
         return sharding(name, self.module.get_parameter(name).dim()) == self.shardings[name]
 
     def _parameter_style(self, name: str) -> str | None:

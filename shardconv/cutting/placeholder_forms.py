@@ -91,15 +91,16 @@ class UnitForms:
         return form.kind, tuple(items)
 
     def is_called_again(self, fqn: str) -> bool:
-        """Whether a module is called in the second call too. Models without one count as called again."""
+        """Return whether a module is called in the second call too. Models without one count as called
+        again."""
         return self._second.called(fqn) or not self._second.returned
 
     def has_own_inputs(self, unit: Unit) -> bool:
-        """Whether no input of a unit depends on parameters, so that every stage can run it."""
+        """Return whether no input of a unit depends on parameters, so that every stage can run it."""
         return not any(given.is_weighted for call in unit.calls for given in self._inputs.get(call, ()))
 
     def has_placeholder(self, unit: Unit) -> bool:
-        """Whether a placeholder can return the results of a unit."""
+        """Return whether a placeholder can return the results of a unit."""
         try:
             self.returned(unit)
         except SolveError:
@@ -248,7 +249,7 @@ class UnitForms:
         return [self._layouts.dim(node) for node in nodes] if nodes else ()
 
     def _is_open(self, unit: Unit, slot: str, index: int) -> bool:
-        """Whether the inputs of the model determine the size of a dim."""
+        """Return whether the inputs of the model determine the size of a dim."""
         mark = self._marks.get((self._shown(unit.fqn), slot))
         nodes = self._layouts.analysis.dims.get(mark.target) if mark is not None else None
         return nodes is not None and any(
@@ -320,7 +321,7 @@ def _pairs(first: Shape, second: Shape | None) -> list[_Sizes]:
 
 
 def _agree(found: _Sizes, wanted: _Sizes) -> bool:
-    """Whether a size equals another in both calls. A size that is missing in the second call does not
+    """Return whether a size equals another in both calls. A size that is missing in the second call does not
     count."""
     return found.first == wanted.first and (wanted.second is None or found.second == wanted.second)
 

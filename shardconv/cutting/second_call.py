@@ -30,7 +30,7 @@ class SecondCall:
     """FQN -> updates of the caches that the module was given, and the shapes of the tensors in each."""
 
     def called(self, fqn: str) -> bool:
-        """Whether the module was called."""
+        """Return whether the module was called."""
         return fqn in self.returned
 
 
@@ -69,7 +69,7 @@ class _Twice(nn.Module):
         self._keeps_encoded = keeps_encoded
 
     def forward(self, **tensors: Tensor) -> Any:
-        """The results of the second call."""
+        """Return the results of the second call."""
         first = self.model(**tensors, **self._inputs.options)
         given = continuation(self.model, replace(self._inputs, tensors=tensors), first)
         encoded = getattr(first, "encoder_last_hidden_state", None)
@@ -103,5 +103,5 @@ def _read(tape: Tape) -> SecondCall:
 
 
 def tensors_of_update(update: CacheUpdate) -> Sequence[int]:
-    """The tensors that an update of a cache is given, in order."""
+    """Return the tensors that an update of a cache is given, in order."""
     return [v.tid for v in (*update.args, *update.kwargs.values()) if isinstance(v, Ref)]

@@ -156,7 +156,7 @@ def _link_repeats(result: Analysis, fqns: Collection[str]) -> None:
 
 
 def _is_same_memory(event: Mark | Op) -> bool:
-    """Whether an event makes a new value of its first operand: a mark, a write to it, an alias."""
+    """Return whether an event makes a new value of its first operand: a mark, a write to it, an alias."""
     if isinstance(event, Mark):
         return True
     base = event.name.rpartition(".")[0]

@@ -68,11 +68,11 @@ class Builder:
         return find_partial(self.result.partial[tid])
 
     def shape(self, tid: int) -> tuple[int, ...]:
-        """The global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return self.tape.tensors[tid].shape
 
     def is_parameter(self, tid: int) -> bool:
-        """Whether the tensor is a parameter itself."""
+        """Return whether the tensor is a parameter itself."""
         return self.tape.tensors[tid].kind == "parameter"
 
     # Said by rules ---------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def passive_calls(tape: Tape) -> frozenset[int]:
 
 
 def is_returned_input(entered: Mark | None, mark: Mark) -> bool:
-    """Whether a module returns, at a mark, the tensor that entered it at another mark."""
+    """Return whether a module returns, at a mark, the tensor that entered it at another mark."""
     return entered is not None and mark.is_output and not entered.is_output and entered.call == mark.call
 
 

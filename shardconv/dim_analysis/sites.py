@@ -258,7 +258,7 @@ def _inside(tape: Tape, call: int) -> set[int]:
 
 
 def _leaks(tape: Tape, call: int, output: int) -> bool:
-    """Whether anything that is computed inside of the call, except its output, is read outside."""
+    """Return whether anything that is computed inside of the call, except its output, is read outside."""
     inside = _inside(tape, call)
     made: set[int] = set()
     read: set[int] = set(tape.outputs)

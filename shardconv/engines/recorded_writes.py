@@ -95,7 +95,7 @@ class Filled:
     num_elements: int
 
     def __call__(self) -> torch.Tensor:
-        """The tensor: ``[num_elements]``."""
+        """Return the tensor: ``[num_elements]``."""
         return torch.full((self.num_elements,), self.value, dtype=getattr(torch, self.dtype))
 
 

@@ -301,7 +301,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         return memory(Window.of(tensor))
 
     def _record(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Called by ``LazyInit`` for each operator."""
+        """Record an operator; called by ``LazyInit`` for each."""
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
             return
         args, kwargs, outputs = tree_map_only(Tensor, Window.of, (args, kwargs, outputs))
@@ -321,12 +321,12 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         self.steps.append(Step(func, args, kwargs, outputs, torch.get_default_dtype(), *sets))
 
     def _replay(self, tensor: Tensor) -> Any:
-        """Called by ``LazyInit`` if a value is needed immediately."""
+        """Return what computes the value; called by ``LazyInit`` if one is needed immediately."""
         chain = self.chain(tensor)
         return lambda meta: self.value(meta, chain)
 
     def _truncated(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Called instead of ``TRUNCATED``."""
+        """Record a truncated draw; called instead of ``TRUNCATED``."""
         if not tensor.is_meta:
             made: Tensor = TRUNCATED(tensor, *args, **kwargs)
             return made
@@ -395,7 +395,7 @@ _OWN = ("torch", "shardconv_runtime", "shardconv")
 
 
 def _is_misled(module: str) -> bool:
-    """Whether this is an initializer of torch's, or the code of a model."""
+    """Return whether this is an initializer of torch's, or the code of a model."""
     return module == nn.init.__name__ or module.partition(".")[0] not in _OWN
 
 

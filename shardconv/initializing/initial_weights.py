@@ -70,7 +70,7 @@ def initialized_source(source: Source, seed: int) -> Source:
 
 
 def is_initialized(source: Source) -> bool:
-    """Whether a manifest says that the weights were initialized at random."""
+    """Return whether a manifest says that the weights were initialized at random."""
     return not source.files and _SOURCE_PATTERN.fullmatch(source.name) is not None
 
 
@@ -80,7 +80,7 @@ def drawn_dtype(spec: ModelSpec) -> str:
 
 
 def has_weights(spec: ModelSpec) -> bool:
-    """Whether there are weight files beside the config."""
+    """Return whether there are weight files beside the config."""
     directory = spec.directory
     return directory is not None and any((directory / name).exists() for pair in LAYOUTS for name in pair)
 
@@ -104,7 +104,7 @@ class _Seeds:
         return self._steps[index]
 
     def has_step(self, index: int) -> bool:
-        """Whether a step has its seed."""
+        """Return whether a step has its seed."""
         return index in self._steps
 
     def name_step(self, index: int, name: str, number: int) -> None:

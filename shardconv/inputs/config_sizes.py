@@ -32,7 +32,7 @@ def all_ints(config: Any, names: Collection[str]) -> list[int]:
 
 
 def has(node: Any, name: str) -> bool:
-    """Whether a config has a value under a name."""
+    """Return whether a config has a value under a name."""
     return getattr(node, name, None) is not None
 
 
@@ -182,7 +182,7 @@ def _changed(config: Any, changes: list[Change]) -> Any:
 
 
 def _does(change: Change, config: Any) -> bool:
-    """Whether a change of a config has any effect."""
+    """Return whether a change of a config has any effect."""
     return bool(_changed(config, [change]).to_dict() != config.to_dict())
 
 

@@ -33,7 +33,7 @@ def numbers(error: Exception) -> list[int]:
 
 
 def is_about_tokens(error: Exception) -> bool:
-    """Whether an error is about the number of tokens."""
+    """Return whether an error is about the number of tokens."""
     said = _WHERE.sub("", str(error))
     return "token" in said and "has no attribute" not in said
 

@@ -43,7 +43,7 @@ Example = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | str | os.Path
 
 
 def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the other arguments of the call for a config; the same ones each time.
+    """Return the tensors and the other arguments of the call for a config; the same ones each time.
 
     Raises:
         SourceError: if there are none, or their values cannot be passed on.

@@ -409,7 +409,7 @@ class _Features(nn.Module):
 
 
 def _is_read(tape: Tape, tid: int) -> bool:
-    """Whether any operator reads a tensor."""
+    """Return whether any operator reads a tensor."""
     names = {tid}
     for event in tape.events:
         if isinstance(event, Mark):

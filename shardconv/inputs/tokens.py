@@ -154,7 +154,7 @@ class TokenMaker:
         return next((i for i in found if isinstance(i, int)), None)
 
     def has_placeholders(self, kind: str) -> bool:
-        """Whether tokens are placeholders of a kind."""
+        """Return whether tokens are placeholders of a kind."""
         return self.placeholder_id(kind) is not None or _POSITION_MASKS.get(kind) in self.parameters
 
     def _smallest_vocabulary(self) -> int:

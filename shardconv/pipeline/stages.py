@@ -23,8 +23,7 @@ from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
 from ..inputs.config_sizes import smaller_configs
 from ..inputs.example_inputs import stored_example
-from ..inputs.trace_inputs import TraceInputs, trace_inputs
-from ..inputs.training_code import not_in_training, returns_its_loss_function
+from ..inputs.trace_inputs import TraceInputs, not_in_training, returns_its_loss_function, trace_inputs
 from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.parameter_plans import Steps

@@ -124,7 +124,7 @@ def _note(
 
 
 def _is_dropout(solution: Solution, model: nn.Module, mark: Mark) -> bool:
-    """Whether a tensor leaves a dropout (for example of channels) that has no operator on the tape."""
+    """Return whether a tensor leaves a dropout (for example of channels) that has no operator on the tape."""
     fqn = solution.analysis.tape.calls[mark.call].fqn
     return mark.is_output and isinstance(model.get_submodule(fqn), nn.modules.dropout._DropoutNd)
 

@@ -171,7 +171,7 @@ class _Layers:
     tied: set[str]
 
     def may_be_fused(self, fqn: str) -> bool:
-        """Whether a layer is not tied, and its only step is a gather of its output."""
+        """Return whether a layer is not tied, and its only step is a gather of its output."""
         names = [f"{fqn}.{attribute}" for attribute in FUSED_PARAMETERS]
         entries = [self.parameters[name] for name in names if name in self.parameters]
         return (

@@ -38,10 +38,10 @@ class Shapes(Protocol):
         """Yield the local sizes of multiples of changed leaves of a tensor that have this global size."""
 
     def is_changed(self, tid: int) -> bool:
-        """Whether a tensor gets another shape."""
+        """Return whether a tensor gets another shape."""
 
     def changed(self, leaf: Node) -> bool:
-        """Whether a leaf gets another size."""
+        """Return whether a leaf gets another size."""
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int | None:
         """Return the local position for a position along a dim of a tensor; None if there is none."""
@@ -101,7 +101,7 @@ class Layouts:
         return known
 
     def is_sharded(self, tid: int) -> bool:
-        """Whether ranks hold different shards of a tensor."""
+        """Return whether ranks hold different shards of a tensor."""
         return any(axes_of(d) for d in self.dims(tid))
 
     # Shapes -------------------------------------------------------------------------------------
@@ -135,11 +135,11 @@ class Layouts:
                     yield value // size(part) * slices.local_size(part, self.mesh, rank)
 
     def is_changed(self, tid: int) -> bool:
-        """Whether a tensor is sharded."""
+        """Return whether a tensor is sharded."""
         return self.is_sharded(tid)
 
     def changed(self, leaf: Node) -> bool:
-        """Whether a leaf is sharded."""
+        """Return whether a leaf is sharded."""
         return bool(self.assignment.axes(leaf))
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int:
@@ -148,7 +148,7 @@ class Layouts:
         return sum(max(0, min(stop, position) - start) for start, stop in held)
 
     def ranks_differ(self) -> bool:
-        """Whether some size is uneven, so that local shapes depend on the rank."""
+        """Return whether some size is uneven, so that local shapes depend on the rank."""
         for dims in self.analysis.dims.values():
             for node in dims:
                 for leaf in dim_leaves(self.dim(node)):

@@ -185,7 +185,7 @@ class _Localizer:
         return [v for v in found if v > 0]
 
     def _holds(self, call: _Call, edits: Mapping[Attribute, int]) -> bool:
-        """Whether the call returns the local shapes with these edits."""
+        """Return whether the call returns the local shapes with these edits."""
         key = (call, tuple((a, edits[a]) for a in call.attributes if a in edits))
         known = self.memo.get(key)
         if known is None:
@@ -224,7 +224,7 @@ class _Localizer:
 
 
 def _layer_of(where: str) -> str:
-    """The innermost numbered module around a call."""
+    """Return the innermost numbered module around a call."""
     return next((fqn for fqn in prefixes(where.partition(":")[0]) if NUMBERED.fullmatch(fqn)), "")
 
 

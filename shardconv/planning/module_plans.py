@@ -129,7 +129,7 @@ def logits_info(solution: Solution) -> LogitsInfo | None:
 
 
 def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: int) -> bool:
-    """Whether a dim that stays sharded after this mark reaches only outputs of the model."""
+    """Return whether a dim that stays sharded after this mark reaches only outputs of the model."""
     tape = analysis.tape
     if dim != len(tape.tensors[mark.target].shape) - 1:
         return False
@@ -144,7 +144,7 @@ def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: in
 
 
 def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[set[Node], set[int]]:
-    """The leaves that these become behind marks, and all tensors that have one of them."""
+    """Return the leaves that these become behind marks, and all tensors that have one of them."""
     region = set().union(*(holders[leaf] for leaf in reached))
     for event in analysis.tape.events:
         if isinstance(event, Mark) and event.source in region and event.target not in region:

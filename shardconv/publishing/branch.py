@@ -27,7 +27,7 @@ from shardconv_runtime.hub.time_limits import bounded
 from shardconv_runtime.wording import option
 
 from ..reporting.progress import Advance
-from .changes import HubFile, Item, Tree
+from .published import HubFile, Item, Tree
 
 Value = TypeVar("Value")
 

@@ -20,8 +20,7 @@ from shardconv_runtime.parallel.default_modes import in_default_modes
 from ..converted.verify import verify
 from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent
-from .changes import new_bytes
-from .published import published
+from .published import new_bytes, published
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,18 @@ from shardconv_runtime.hub.tp_folders import Folder, folders
 from ..reporting.progress import Progress
 from .branch import Meter, Remote
 from .card import merged, model_card
-from .changes import Changes, Item, Tree, breaks_manifest, compare, is_there, text_item
 from .picture import picture
-from .published import Published, published
+from .published import (
+    Changes,
+    Item,
+    Published,
+    Tree,
+    breaks_manifest,
+    compare,
+    is_there,
+    published,
+    text_item,
+)
 
 THREADS = 4
 

@@ -133,7 +133,7 @@ class _RecordedResult:
         self._result: Any = None
 
     def note(self, module: nn.Module, args: Any, result: Any) -> None:
-        """A forward hook of the module."""
+        """Record the result, as a forward hook of the module."""
         self._result = pytree.tree_map_only(Tensor, _Geometry, result)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
 
 
 def _is_plain(slot: str) -> bool:
-    """Whether an output slot is the result of a module, or an item of its tuple."""
+    """Return whether an output slot is the result of a module, or an item of its tuple."""
     name, _, index = slot.partition(".")
     return name == "output" and (not index or index.isdigit())
 

@@ -311,7 +311,7 @@ class _ModuleSteps:
         self._open: list[int] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: wait for the runs that have not reached this call."""
+        """Wait for the runs that have not reached this call, as a forward pre-hook."""
         self._open.append(self._num_calls)
         self._num_calls += 1
         position = self._modules.positions.get((self._fqn, self._open[-1]))
@@ -321,6 +321,6 @@ class _ModuleSteps:
                 self._turn.wait_for_others(position)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: compare the output."""
+        """Compare the output, as a forward hook."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._modules.leave(self._turn.number, (self._fqn, self._open.pop()), tensors)

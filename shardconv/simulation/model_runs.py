@@ -38,7 +38,7 @@ class Float64(TorchFunctionMode):
 
 
 def _is_smaller(value: Any) -> bool:
-    """Whether an argument is a floating point dtype of models that is smaller than float64."""
+    """Return whether an argument is a floating point dtype of models that is smaller than float64."""
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -238,7 +238,8 @@ class Simulation:
         return self._reference(inputs)[0]
 
     def agrees_when_padded(self, inputs: TraceInputs) -> bool:
-        """Whether the unsharded model computes the same for each token with and without padding at the end.
+        """Return whether the unsharded model computes the same for each token with and without padding at the
+        end.
 
         Raises:
             Unprovable: if the unsharded model fails.
@@ -254,7 +255,7 @@ class Simulation:
         return largest_difference(found, want) <= self._precision.tolerance
 
     def changes_without_cache(self, inputs: TraceInputs) -> bool:
-        """Whether the first output of the unsharded model changes if no cache is filled.
+        """Return whether the first output of the unsharded model changes if no cache is filled.
 
         Raises:
             Unprovable: if the unsharded model fails.
@@ -267,7 +268,8 @@ class Simulation:
         return largest_difference(found[:1], want[:1]) > self._precision.tolerance
 
     def amplifies_rounding(self, inputs: TraceInputs, *, gradients: bool = False) -> bool:
-        """Whether changes in the last digits of the weights visibly change results of the unsharded model.
+        """Return whether changes in the last digits of the weights visibly change results of the unsharded
+        model.
 
         Ranks that sum in another order may then differ from it by as much, and a comparison shows nothing. It
         happens where random weights drive activations apart: softmax saturates, layers repeat.

@@ -47,7 +47,7 @@ class RandomWeights:
         self._versions: dict[torch.dtype, list[int]] = {}
 
     def were_written_to(self) -> bool:
-        """Whether a model's code changed its weights. If it did, they are drawn again, and models get
+        """Return whether a model's code changed its weights. If it did, they are drawn again, and models get
         copies."""
         if self.own_copies or all(_versions(made) == self._versions[d] for d, made in self._made.items()):
             return False

@@ -68,7 +68,8 @@ class SolverInput:
         self._corresponding: dict[tuple[Node, Node], tuple[tuple[Node, Node], ...] | None] = {}
 
     def may_be_sharded(self, leaf: Node) -> bool:
-        """Whether no constraint except its size keeps a leaf (a representative of ``find``) replicated.
+        """Return whether no constraint except its size keeps a leaf (a representative of ``find``)
+        replicated.
 
         Positions that no parameter has stay replicated. Sharding them is not worth a collective, and models
         of windows and patches have so many of them that the cheapest choice would be hard to find.

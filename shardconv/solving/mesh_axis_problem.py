@@ -119,7 +119,8 @@ class AxisProblem(AxisVariables):
     # Constraints and costs -------------------------------------------------------------------
 
     def _exclusions(self, of: Signature) -> None:
-        """s(a) + s(b) <= 1 for leaves that multiply, s(l) + p <= 1; and a tiny cost for each that is 1."""
+        """Require s(a) + s(b) <= 1 for leaves that multiply, and s(l) + p <= 1; each that is 1 has a tiny
+        cost."""
         for x in of.multiplying:
             self.leaf(x)
         for x, y in of.pairs:
@@ -136,7 +137,7 @@ class AxisProblem(AxisVariables):
             self._charge(partial, 10 * EPSILON * of.count * self.latency)
 
     def _contraction(self, contraction: Contraction) -> None:
-        """p(output) = sum of p(inputs) + sum of s(contracted dims) <= 1."""
+        """Require p(output) = sum of p(inputs) + sum of s(contracted dims) <= 1."""
         output = self.state(contraction.output)
         terms: list[int] = []
         for dim in contraction.dims:
@@ -183,7 +184,7 @@ class AxisProblem(AxisVariables):
         return known
 
     def _mark(self, mark: Mark) -> None:
-        """p(after) <= p(before), except where a module returns its input.
+        """Require p(after) <= p(before), except where a module returns its input.
 
         Each change costs an all_reduce, or an all_gather or a slice of each dim.
         """
@@ -235,7 +236,7 @@ class AxisProblem(AxisVariables):
                 self._charge(b, slice_)
 
     def _savings(self, tid: int) -> None:
-        """-w N (1 - 1/n - UNEVEN (largest share - 1/n)) s(l) for a parameter of N elements."""
+        """Reward a sharded parameter of N elements by w N (1 - 1/n - UNEVEN (largest share - 1/n)) s(l)."""
         dims = self.given.analysis.dims[tid]
         name = self.given.analysis.tape.tensors[tid].name
         calls = max(1, self.given.calls[name.rpartition(".")[0]])
@@ -290,7 +291,7 @@ class AxisProblem(AxisVariables):
             self.zero.update(v for v in (p, q) if v is not None)
 
     def _must_be_replicated(self, tid: int) -> None:
-        """s = p = 0."""
+        """Require s = p = 0."""
         analysis = self.given.analysis
         self.zero.update(v for dim in analysis.dims[tid] for v in self.leaves(dim))
         partial = self.state(analysis.partial[tid])

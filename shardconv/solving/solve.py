@@ -126,7 +126,7 @@ def solve(
 
 
 def _is_gain(before: Assignment, after: Assignment) -> bool:
-    """Whether enough more is sharded for the collectives that it costs."""
+    """Return whether enough more is sharded for the collectives that it costs."""
     (was, _), (now, _) = before.replicated, after.replicated
     return now < was - MIN_GAIN or now <= MAX_REPLICATED < was
 

@@ -167,7 +167,7 @@ class Identities:
         self._tids[tensor_key(tensor)] = tid
 
     def is_stale(self, tensor: Tensor) -> bool:
-        """Whether its memory was written through another tensor since it was last read."""
+        """Return whether its memory was written through another tensor since it was last read."""
         return tensor_key(tensor) in self._stale
 
     def rewrite(self, tensor: Tensor) -> int:

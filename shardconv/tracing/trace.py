@@ -315,7 +315,7 @@ class _ModuleHook:
         self.is_entered = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: record the call, and mark its inputs."""
+        """Record the call and mark its inputs, as a forward pre-hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():  # sizes that the tracer reads are not the model's
                 self._enter(module, args, kwargs)
@@ -336,7 +336,7 @@ class _ModuleHook:
         self.is_entered = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook: mark the outputs, and restore the identities of the caller's tensors."""
+        """Mark the outputs and restore the identities of the caller's tensors, as a forward hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():
                 self.recorder.tape.returned[self.recorder.stack[-1]] = self._form(output, args, kwargs)

@@ -91,7 +91,7 @@ class Values:
     # Told by the recorder -------------------------------------------------------------------
 
     def is_unknown(self, tid: int) -> bool:
-        """Whether the value depends on parameters."""
+        """Return whether the value depends on parameters."""
         return tid in self._unknown
 
     def add_unknown(self, tid: int, is_weight: bool = False) -> None:
@@ -126,7 +126,7 @@ class Values:
 
     @staticmethod
     def _is_empty_of_runtime(op: Op) -> bool:
-        """Whether this is the result of a collective in a retrace, which has no values."""
+        """Return whether this is the result of a collective in a retrace, which has no values."""
         return op.origin.startswith("shardconv") and "empty" in op.name
 
     # Questions -------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Values:
         return sorted(found, key=lambda op: op.outputs[0])
 
     def _ends_at(self, op: Op) -> bool:
-        """Whether a guess starts at this operator, since it multiplies with weights."""
+        """Return whether a guess starts at this operator, since it multiplies with weights."""
         if op.overload is None and op.name != "alias_write":
             return True
         weights = self._weights.intersection(op.inputs)

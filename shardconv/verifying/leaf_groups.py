@@ -117,7 +117,7 @@ class LeafGroup:
     """FQNs of the parameters that have such a leaf, with ``*`` for numbers."""
 
     def is_alike(self, other: LeafGroup) -> bool:
-        """Whether these are the same leaves, or the same ones of another layer."""
+        """Return whether these are the same leaves, or the same ones of another layer."""
         return self is other or (
             self.size == other.size and bool(self.parameters) and self.parameters == other.parameters
         )

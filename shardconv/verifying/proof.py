@@ -99,7 +99,7 @@ def simulate(
 
 
 def runs(case: Case) -> bool:
-    """Whether the unsharded model runs on random weights."""
+    """Return whether the unsharded model runs on random weights."""
     try:
         case.simulation.run_unsharded(case.inputs)
     except Unprovable:
@@ -108,7 +108,8 @@ def runs(case: Case) -> bool:
 
 
 def may_be_padded(case: Case) -> bool:
-    """Whether the runtime's padding at the end of sequences leaves the results of all tokens unchanged.
+    """Return whether the runtime's padding at the end of sequences leaves the results of all tokens
+    unchanged.
 
     The runtime pads one sequence, so models with an encoder and a decoder are not padded.
     """
@@ -414,7 +415,7 @@ class _Proof:
         return Proof(problem, loss, self.arguments, self._wrong_others(), wrong_labels)
 
     def _holds_with_labels(self) -> bool:
-        """Whether outputs, the loss of sharded logits, and the gradients of both are right."""
+        """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
         training = self.case.plan.training
         if training is None or not training.parallel_loss:
             return False

@@ -162,7 +162,8 @@ class _Comparison:
         return event.name == other.name and len(event.outputs) == len(other.outputs)
 
     def _is_skipped(self, event: Op | Mark, other: Op | Mark) -> bool:
-        """Whether a view here belongs to a later one on the rank, since the shape is not the expected one."""
+        """Return whether a view here belongs to a later one on the rank, since the shape is not the expected
+        one."""
         if not isinstance(event, Op) or not isinstance(other, Op) or not self._moves_only(event):
             return False
         want = [self.shapes.local_shape(t, self.rank) for t in event.outputs]

@@ -50,7 +50,7 @@ def resized_tensors(full: nn.Module, fewer: nn.Module) -> Mapping[str, Resized] 
 
 
 def is_same_code(full: Tape, fewer: Tape) -> bool:
-    """Whether two tapes have the same operators on the same tensors, apart from numbers and sizes."""
+    """Return whether two tapes have the same operators on the same tensors, apart from numbers and sizes."""
     if len(full.events) != len(fewer.events) or len(full.tensors) != len(fewer.tensors):
         return False
     if full.opaque.keys() != fewer.opaque.keys() or full.outputs != fewer.outputs:
@@ -125,7 +125,7 @@ class Shrinking:
         return self.is_much(SmallShapes.of(self.full.analysis, self._first_sizes))
 
     def is_much(self, shapes: SmallShapes) -> bool:
-        """Whether one row has many activations with these shapes."""
+        """Return whether one row has many activations with these shapes."""
         return activation_elements(shapes) // num_rows(self.full.inputs.tensors) > _MANY_ACTIVATIONS
 
     def run(self, fits: Callable[[SmallModel], object], runs: Callable[[SmallModel], bool]) -> SmallModel:

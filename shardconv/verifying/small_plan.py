@@ -211,7 +211,7 @@ class _Translation:
                     self.marks.setdefault((calls[event.call].fqn, slot), event.source)
 
     def plan(self) -> Plan:
-        """The translated plan."""
+        """Return the translated plan."""
         training = self.full.training
         if training is not None:
             sequence = training.sequence

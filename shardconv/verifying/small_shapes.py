@@ -100,11 +100,11 @@ class SmallShapes:
                 yield value // leaf.size * self.size(leaf)
 
     def is_changed(self, tid: int) -> bool:
-        """Whether a tensor has another shape in the smaller model."""
+        """Return whether a tensor has another shape in the smaller model."""
         return any(self.changed(x) for dim in self.analysis.dims.get(tid, ()) for x in leaves(dim))
 
     def changed(self, leaf: Node) -> bool:
-        """Whether a leaf shrinks."""
+        """Return whether a leaf shrinks."""
         return find(leaf) in self.sizes
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int | None:

@@ -142,7 +142,7 @@ def token_use(tape: Tape) -> TokenUse:
 
 
 def _looks_up(tape: Tape, op: Op) -> bool:
-    """Whether an operator looks up rows of a table by its last input."""
+    """Return whether an operator looks up rows of a table by its last input."""
     if op.name.startswith("aten.embedding."):
         return True
     stored = tape.tensors[op.inputs[0]].kind in ("parameter", "buffer") if op.inputs else False
