@@ -1,4 +1,4 @@
-"""Arguments of users: checked, and turned from text to numbers.
+"""Checks the arguments of users, and turns them from text to numbers.
 
 Nothing here imports torch or transformers, so that a wrong argument is refused at once.
 """
@@ -39,7 +39,7 @@ class SolveOptions:
     """What a model is solved for.
 
     Raises:
-        ShardconvError: ``tp`` or ``experts`` cannot be.
+        ShardconvError: if ``tp`` or ``experts`` has an invalid value.
     """
 
     tp: int
@@ -66,13 +66,13 @@ class SolveOptions:
 
 
 def require_tp(tp: int) -> None:
-    """Raises ``ShardconvError`` unless ``tp`` is an int from 1 to the format's limit."""
+    """Raise ``ShardconvError`` unless ``tp`` is an int from 1 to the format's limit."""
     if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_TP:
         raise ShardconvError(f"tp must be a whole number from 1 to {MAX_TP:,}, got {tp!r}")
 
 
 def require_pp(options: SolveOptions) -> None:
-    """Raises ``ShardconvError`` unless this is a number of stages, and the other options know stages."""
+    """Raise ``ShardconvError`` unless this is a number of stages, and the other options know stages."""
     pp = options.pp
     if not isinstance(pp, int) or isinstance(pp, bool) or not 1 <= pp * options.tp <= MAX_TP:
         raise ShardconvError(f"pp must be a whole number from 1 to {MAX_TP // options.tp:,}, got {pp!r}")
@@ -81,13 +81,13 @@ def require_pp(options: SolveOptions) -> None:
 
 
 def require_experts(experts: str) -> None:
-    """Raises ``ShardconvError`` unless this is a way to shard experts."""
+    """Raise ``ShardconvError`` unless this is a way to shard experts."""
     if experts not in EXPERT_MODES:
         raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
 
 
 def require_seed(seed: int | None, *, random_init: bool) -> None:
-    """Raises ``ShardconvError`` unless this is a seed, and one is of use."""
+    """Raise ``ShardconvError`` unless this is a seed, and one is of use."""
     if seed is None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
@@ -100,22 +100,29 @@ def require_seed(seed: int | None, *, random_init: bool) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number or from text as ``5GB``, ``500 MB``, ``2GiB``.
+    """Return bytes from a number or from text such as ``5GB``, ``500 MB``, ``2GiB``.
 
     Raises:
-        ShardconvError: it is not a size of 1 byte or more.
+        ShardconvError: if it is not a size of 1 byte or more.
     """
-    num_bytes = size if isinstance(size, int) else _parse_size_text(size)
+    if isinstance(size, int):
+        num_bytes = size
+    else:
+        match = _SIZE.fullmatch(size.strip())
+        if match is None:
+            raise ShardconvError(f"{size!r} is not a size; write it as 5GB or 500MB")
+        power = " kMGT".lower().index(match[2].lower() or " ")
+        num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if num_bytes < 1:
         raise ShardconvError(f"the size {size!r} must be 1 byte or more, as 5GB or 500MB")
     return num_bytes
 
 
 def parse_memory(memory: int | str) -> int:
-    """Bytes from a number or from text as ``512MiB``.
+    """Return bytes from a number or from text such as ``512MiB``.
 
     Raises:
-        ShardconvError: it is not a size, or too small to work with.
+        ShardconvError: if it is not a size, or too small to work with.
     """
     num_bytes = parse_size(memory)
     if num_bytes < MIN_MEMORY:
@@ -124,10 +131,10 @@ def parse_memory(memory: int | str) -> int:
 
 
 def parse_ranks(ranks: Collection[int] | str | None, tp: int) -> tuple[int, ...] | None:
-    """Ranks, ascending, from numbers or from text as ``0-3,6``; None stands for all.
+    """Return ranks, ascending, from numbers or from text such as ``0-3,6``; None stands for all.
 
     Raises:
-        ShardconvError: they are not ranks below ``tp``.
+        ShardconvError: if they are not ranks below ``tp``.
     """
     if ranks is None:
         return None
@@ -147,11 +154,3 @@ def _parse_range(item: str, text: str, tp: int) -> range:
     if first > last or last >= tp:
         raise ShardconvError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
     return range(first, last + 1)
-
-
-def _parse_size_text(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ShardconvError(f"{text!r} is not a size; write it as 5GB or 500MB")
-    power = " kMGT".lower().index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

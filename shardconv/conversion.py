@@ -1,14 +1,14 @@
-"""The stages, called one after another: resolve, solve, read, write."""
+"""Runs the stages of a conversion one after another: resolve, solve, read, write."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights, lazy_weights, select
+from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
 from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
@@ -77,7 +77,11 @@ def converted(
     if weights.random_init:
         origin, found = _initialized(spec, weights.seed, progress)
     else:
-        origin, checkpoint = _read(spec, progress, notes.append, weights.keep_unused)
+        origin = origin_of(spec)
+        progress.stage("finding the weights in the checkpoint")
+        notes += remarks(spec.directory) if spec.directory is not None else ()
+        checkpoint = lazy_weights(spec, notes.append, with_unused=weights.keep_unused)
+        origin = replace(origin, unused=checkpoint.unused)
         spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
     if options.example is not None:
         origin = with_example(origin, options.example, spec.config)
@@ -96,26 +100,14 @@ def converted(
 
 
 def _with_example(options: SolveOptions, example: Example | None) -> SolveOptions:
-    """The options with the example inputs that were given."""
+    """Return the options with the example inputs that were given."""
     return options if example is None else replace(options, example=read_example(example))
-
-
-def _read(
-    spec: ModelSpec, progress: Progress, tell: Callable[[str], object], keep_unused: bool
-) -> tuple[Origin, CheckpointWeights]:
-    """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
-    origin = origin_of(spec)
-    progress.stage("finding the weights in the checkpoint")
-    for remark in remarks(spec.directory) if spec.directory is not None else ():
-        tell(remark)
-    found = lazy_weights(spec, tell, with_unused=keep_unused)
-    return replace(origin, unused=found.unused), found
 
 
 def _initialized(
     spec: ModelSpec, seed: int, progress: Progress
 ) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
-    """The weights of a new model, and where they come from."""
+    """Return the weights of a new model, and where they come from."""
     if has_weights(spec):
         progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
     origin = origin_of(replace(spec, dequantize=spec.quantization is not None))
@@ -144,7 +136,7 @@ def planned(
 
 
 def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
-    """What weight files beside the config say of parameters that the class ties; None where there are none.
+    """Return what weight files beside the config say of parameters that the class ties; None without files.
 
     A plan needs no weights. But where they are, a head of its own is seen now, and not when they are loaded.
     """

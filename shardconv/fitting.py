@@ -1,4 +1,4 @@
-"""The smallest number of ranks that a model fits on."""
+"""Finds the smallest number of ranks that a model fits on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardconv_runtime.format.plan import Plan
 
 from .reporting.human_numbers import human_bytes, percent
 from .reporting.plan_lines import Needs, Workload, fits, needs, tightest
-from .reporting.summary import Summary, summarize
+from .reporting.summary import summarize
 
 MAX_TP = 64
 """More ranks are not tried."""
@@ -42,17 +42,20 @@ class FewestRanks:
 
 
 def smallest_tp(solve: Solve, load: Workload) -> FewestRanks:
-    """The smallest power of two of ranks on which the model does what it is to do.
+    """Return the smallest power of two of ranks on which the model does what it is to do.
 
     Args:
         solve: the plan for a number of ranks.
         load: the device of each rank, and what the model is to do.
 
     Raises:
-        ShardconvError: none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
+        ShardconvError: if none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
     """
     found = [_tried(solve, 1, load)]
-    tp = max(2, _fewest(found[0], load))
+    # Begin where weights that are sharded evenly fit.
+    tp, free = 2, load.device_bytes - load.reserve_bytes
+    while found[0].needs is not None and tp < MAX_TP and found[0].needs.weights > tp * free:
+        tp *= 2
     while not found[-1].is_enough and tp <= MAX_TP:
         found.append(_tried(solve, tp, load))
         tp *= 2
@@ -77,16 +80,6 @@ def _tried(solve: Solve, tp: int, load: Workload) -> TriedRanks:
     return TriedRanks(tp, plan, needs=needed, is_enough=fits(part, part.memory, load))
 
 
-def _fewest(first: TriedRanks, load: Workload) -> int:
-    """The least power of two on which weights that are sharded evenly fit."""
-    if first.needs is None:
-        return 1
-    tp, free = 1, load.device_bytes - load.reserve_bytes
-    while tp < MAX_TP and first.needs.weights > tp * free:
-        tp *= 2
-    return tp
-
-
 def _nothing_fits(found: list[TriedRanks], load: Workload) -> str:
     last = found[-1]
     free = human_bytes(load.device_bytes - load.reserve_bytes)
@@ -104,23 +97,17 @@ HEAD = ("tp", "weights", "cache", "activations", "together", "collectives", "per
 
 
 def table(choice: FewestRanks) -> list[tuple[str, ...]]:
-    """A row for each candidate, under ``HEAD``; the chosen one has a star."""
+    """Return a row for each candidate, under ``HEAD``; the chosen one has a star."""
     rows: list[tuple[str, ...]] = [HEAD]
     for candidate in choice.candidates:
         star = "*" if candidate is choice.chosen else ""
         if candidate.plan is None or candidate.needs is None:
             rows.append((f"{star}{candidate.tp}", "no plan", *[""] * 6))
             continue
-        rows.append((f"{star}{candidate.tp}", *_cells(candidate.needs, summarize(candidate.plan))))
+        needed, summary = candidate.needs, summarize(candidate.plan)
+        sizes = map(human_bytes, (needed.weights, needed.cache, needed.activations, needed.total))
+        count = sum(c.count for c in summary.collectives)
+        moved = human_bytes(sum(c.token_bytes for c in summary.collectives))
+        replicated = percent(sum(group.num_bytes for group in summary.replicated), summary.total_bytes)
+        rows.append((f"{star}{candidate.tp}", *sizes, str(count), moved, replicated))
     return rows
-
-
-def _cells(needed: Needs, summary: Summary) -> tuple[str, ...]:
-    moved = summary.collectives
-    replicated = sum(group.num_bytes for group in summary.replicated)
-    return (
-        *map(human_bytes, (needed.weights, needed.cache, needed.activations, needed.total)),
-        str(sum(c.count for c in moved)),
-        human_bytes(sum(c.token_bytes for c in moved)),
-        percent(replicated, summary.total_bytes),
-    )

@@ -52,7 +52,9 @@ def run(argv: Sequence[str] | None = None) -> int:
             result = cli.main(args=argv, prog_name="shardconv", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        return _fail(_usage_message(error))
+        context = getattr(error, "ctx", None)
+        hint = f"; see {context.command_path} --help" if context else ""
+        return _fail(error.format_message().rstrip(".") + hint)
     except ShardconvError as error:
         return _fail(str(error))
     except (click.Abort, KeyboardInterrupt):
@@ -79,12 +81,6 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int = 2) -> int:
     print("error: " + printable(" ".join(message.split())), file=sys.stderr)
     return code
-
-
-def _usage_message(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    hint = f"; see {context.command_path} --help" if context else ""
-    return error.format_message().rstrip(".") + hint
 
 
 @click.group(

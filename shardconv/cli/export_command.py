@@ -11,8 +11,8 @@ from ..arguments import parse_ranks, require_tp
 from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
 from ..converted.export_dcp import export
 from ..converted.verify import DamagedError
-from ..engines.export_vllm import StateExport, export_vllm
-from ..engines.vllm_package import TESTED, is_tested
+from ..engines.export_vllm import export_vllm
+from ..engines.vllm_calls import TESTED, is_tested
 from ..publishing.push import describe, push
 from ..reporting.human_numbers import human_bytes
 from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
@@ -91,22 +91,21 @@ def _export_vllm(model: str, directory: str, quiet: bool, verbose: bool, options
     with working(quiet, verbose) as progress:
         found = export_vllm(model, directory, tp, progress=progress, **options)
     if not quiet and found.is_complete:
-        for line in _described(directory, tp, found):
-            click.echo(line)
-
-
-def _described(directory: str, tp: int, found: StateExport) -> list[str]:
-    lines = [
-        f"{directory}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
-        f"{human_bytes(found.rank_bytes)} a rank",
-        f"vllm serve {Path(directory)} --load-format sharded_state --tensor-parallel-size {tp} "
-        f"--dtype {found.dtype}",
-        f"note: these are the parameters that vLLM {found.version} has for the platform {found.platform!r}; "
-        "on another one it may choose others, which was not seen here, and then refuses to start",
-    ]
-    if not is_tested(found.version):
-        lines.append(f"note: tested with vLLM {', '.join(TESTED)}; {found.version} was not")
-    return lines
+        click.echo(
+            f"{directory}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
+            f"{human_bytes(found.rank_bytes)} a rank"
+        )
+        click.echo(
+            f"vllm serve {Path(directory)} --load-format sharded_state --tensor-parallel-size {tp} "
+            f"--dtype {found.dtype}"
+        )
+        click.echo(
+            f"note: these are the parameters that vLLM {found.version} has for the platform "
+            f"{found.platform!r}; on another one it may choose others, which was not seen here, and then "
+            "refuses to start"
+        )
+        if not is_tested(found.version):
+            click.echo(f"note: tested with vLLM {', '.join(TESTED)}; {found.version} was not")
 
 
 def _files(count: int) -> str:
@@ -114,9 +113,6 @@ def _files(count: int) -> str:
 
 
 COMMANDS = (export_command,)
-
-
-# The command that publishes a converted directory.
 
 
 @click.command("push")

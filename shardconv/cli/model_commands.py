@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shardconv_runtime.hub_options import Hub
 
 from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
+from ..fitting import smallest_tp, table
 from ..reporting.human_numbers import human_bytes
 from ..reporting.plan_lines import RESERVE, Workload, aligned
 from ..reporting.report import report
@@ -86,21 +86,16 @@ def convert_command(
         )
     elif not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
+        held = human_bytes(max(summary.rank_bytes))
+        if held != human_bytes(min(summary.rank_bytes)):
+            held = f"at most {held}"
+        drawn = ""
+        if options["random_init"]:
+            drawn = f", initialized at random with seed {options['seed'] or 0}"
         click.echo(
-            f"{out}: {_bytes_of_ranks(summary.rank_bytes)} on each of {tp} ranks, "
-            f"of {human_bytes(summary.total_bytes)}{_initialized(options)}; "
+            f"{out}: {held} on each of {tp} ranks, of {human_bytes(summary.total_bytes)}{drawn}; "
             f"shardconv inspect {out} shows the plan"
         )
-
-
-def _bytes_of_ranks(sizes: Sequence[int]) -> str:
-    """How much each rank holds, or the rank that holds most."""
-    least, most = human_bytes(min(sizes)), human_bytes(max(sizes))
-    return most if least == most else f"at most {most}"
-
-
-def _initialized(options: dict[str, Any]) -> str:
-    return f", initialized at random with seed {options['seed'] or 0}" if options["random_init"] else ""
 
 
 @click.command("plan")
@@ -177,24 +172,24 @@ def plan_command(
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:
         if isinstance(tp, str):
-            solved, table = _smallest(model, load, check, progress, options)
+            solved, choice = _smallest(model, load, check, progress, options)
         else:
-            solved, table = plan(model, tp, check=check, progress=progress, **options), ""
+            solved, choice = plan(model, tp, check=check, progress=progress, **options), ""
         shown = _plan_text(solved, chosen or "report", tokens, load, model, options)
         if output is not None:
             text = shown if chosen else _plan_text(solved, "json", tokens, load, model, options)
             write_text(Path(output), text)
     if not quiet or chosen not in (None, "report"):
-        click.echo((table if chosen in (None, "report") else "") + shown, nl=False)
+        click.echo((choice if chosen in (None, "report") else "") + shown, nl=False)
 
 
 def _load(
     tp: int | str, device_memory: str | None, reserve: str | None, context: int | None, batch: int | None
 ) -> Workload | None:
-    """What the model is to do on which device; None if no device was named.
+    """Return what the model is to do on which device; None if no device was named.
 
     Raises:
-        UsageError: an option was given that needs a device.
+        UsageError: if an option was given that needs a device.
     """
     if device_memory is None:
         given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
@@ -213,9 +208,7 @@ def _load(
 def _smallest(
     model: str, load: Workload | None, check: bool, progress: Any, options: dict[str, Any]
 ) -> tuple[Plan, str]:
-    """The plan for the fewest ranks that fit, and a table of their neighbors as text."""
-    from ..fitting import smallest_tp, table
-
+    """Return the plan for the fewest ranks that fit, and a table of their neighbors as text."""
     assert load is not None
 
     def solve(tp: int) -> Plan:
@@ -234,8 +227,9 @@ def _smallest(
 def _plan_text(
     solved: Plan, chosen: str, tokens: int, load: Workload | None, model: str, options: dict[str, Any]
 ) -> str:
-    """The plan in one of the formats; ``options`` are those of ``plan``."""
+    """Return the plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen in ("tp_plan", "shards"):
+        # It imports torch and transformers, which the help and wrong arguments do not need.
         from ..converted.tp_plan import dumps, skeleton, to_json, tp_plan
 
         if chosen == "shards":

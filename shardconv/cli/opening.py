@@ -1,4 +1,4 @@
-"""The converted directory that OUT is or contains, on this machine or on the Hub."""
+"""Opens the converted directory that OUT is or contains, on this machine or on the Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME, read_plan
+from shardconv_runtime.format.manifest import MANIFEST_NAME, check_size, read_plan
+from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.small_files import stage_directories, variant
 from shardconv_runtime.hub.tp_folders import folder_in, folders, only
 from shardconv_runtime.hub_options import Hub, looks_like_path
@@ -39,21 +40,20 @@ class Opened:
         """Check that every file exists and has its size.
 
         Raises:
-            CheckpointError: a file is missing or has another size.
-            SourceError: the Hub cannot be reached.
+            CheckpointError: if a file is missing or has another size.
+            SourceError: if the Hub cannot be reached.
         """
-        from shardconv_runtime.format import manifest
-
         if self.repository is None:
             for entry in self.manifest.files:
                 reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
-                manifest.check_size(self.directory, entry, reader)
+                check_size(self.directory, entry, reader)
         else:
             self.repository.check_sizes(self.manifest.files)
 
 
 def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
-    """The converted directory that OUT is or contains, or those of all its stages, each with the plan of all.
+    """Open the converted directory that OUT is or contains, or those of all its stages, each with the plan of
+    all.
 
     Args:
         out: a directory, or the id of a repository.
@@ -61,12 +61,23 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
         hub: the fields of ``Hub``.
 
     Raises:
-        SourceError: the repository cannot be read, or has no directory for ``tp`` ranks, or several.
-        CheckpointError: there is no converted directory, or it is malformed, or has stages of several
+        SourceError: if the repository cannot be read, or has no directory for ``tp`` ranks, or several.
+        CheckpointError: if there is no converted directory, or it is malformed, or has stages of several
             conversions.
-        PlanError: the plan is malformed or of another version.
+        PlanError: if the plan is malformed or of another version.
     """
-    parts = _on_hub(out, tp, hub) if is_on_hub(out) else _local(Path(out), tp)
+    if is_on_hub(out):
+        # The Hub client is slow to import, and a local directory does not need it.
+        from shardconv_runtime.hub.fetch import find_all
+        from shardconv_runtime.hub.hub_errors import without_hub_logging
+
+        with without_hub_logging():
+            found = find_all(out, Hub(**hub), tp)
+        parts = [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in found]
+    else:
+        directories = _directories(Path(out), tp)
+        manifests = [read_manifest(directory) for directory in directories]
+        parts = [Opened(d, m, read_plan(d, m)) for d, m in zip(directories, manifests, strict=True)]
     if (number := parts[0].manifest.tp) != tp and tp is not None:
         raise CheckpointError(
             f"{out} is converted for {number} ranks, not for {tp}; leave out --tp, or convert it again"
@@ -79,10 +90,10 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
 
 
 def adapter_plan(out: str) -> Plan | None:
-    """The plan of a model with the adapter in a directory that ``adapt`` wrote; None of others.
+    """Read the plan of a model with the adapter in a directory that ``adapt`` wrote; None for others.
 
     Raises:
-        PlanError: the plan is malformed or of another version.
+        PlanError: if the plan is malformed or of another version.
     """
     path = Path(out) / PLAN_NAME
     if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
@@ -92,7 +103,7 @@ def adapter_plan(out: str) -> Plan | None:
 
 
 def is_on_hub(out: str) -> bool:
-    """Whether OUT is the id of a repository, ``user/name``, and not a path."""
+    """Return whether OUT is the id of a repository, ``user/name``, and not a path."""
     if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
     return not looks_like_path(folder_in(out)[0])
@@ -102,7 +113,7 @@ def require_local(out: str) -> None:
     """Refuse the id of a repository, for a command that reads every byte.
 
     Raises:
-        SourceError: ``out`` is one; says how to download it.
+        SourceError: if ``out`` is one; the message says how to download it.
     """
     if is_on_hub(out):
         raise SourceError(
@@ -111,26 +122,8 @@ def require_local(out: str) -> None:
         )
 
 
-def _on_hub(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
-    from shardconv_runtime.hub.fetch import find_all
-    from shardconv_runtime.hub.hub_errors import without_hub_logging
-
-    with without_hub_logging():
-        found = find_all(out, Hub(**hub), tp)
-    return [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in found]
-
-
-def _local(path: Path, tp: int | None) -> list[Opened]:
-    """The converted directories at or in ``path``."""
-    from shardconv_runtime.format import manifest
-
-    directories = _directories(path, tp)
-    manifests = [manifest.read(directory) for directory in directories]
-    return [Opened(d, m, manifest.read_plan(d, m)) for d, m in zip(directories, manifests, strict=True)]
-
-
 def _directories(path: Path, tp: int | None) -> list[Path]:
-    """The converted directories in ``path``, or itself."""
+    """Return the converted directories in ``path``, or itself."""
     if tp is not None:
         path = variant(path, tp)
     elif not (path / MANIFEST_NAME).is_file():

@@ -18,18 +18,16 @@ from ..arguments import parse_memory, parse_size, require_tp
 from ..reporting.progress import for_terminal
 from ..reporting.report import report
 
-# Shared by commands: progress, quiet libraries, printed plans.
-
 
 @contextmanager
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
-    """Progress on standard error, and silence from the libraries unless ``verbose``."""
+    """Show progress on standard error, and silence the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries create many objects that stay: a quarter of the start
     progress = for_terminal(quiet=quiet)
     if verbose:
         yield progress
     elif "transformers" in sys.modules:
-        from shardconv_runtime.hub.hub_errors import without_library_logging
+        from shardconv_runtime.hub.hub_errors import without_library_logging  # it imports the Hub client
 
         with without_library_logging():
             yield progress
@@ -54,7 +52,7 @@ def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
 
 
 def printable(text: str) -> str:
-    """Text with control characters escaped, since it may quote the content of files."""
+    """Return text with control characters escaped, since it may quote the content of files."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -64,7 +62,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order of the help."""
+    """Return several options as one decorator, in the order of the help."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -75,7 +73,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 
 def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that checks a value before the libraries are imported, and passes it on unchanged."""
+    """Return a callback that checks a value before the libraries are imported, and passes it on unchanged."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         check(value)
@@ -85,7 +83,7 @@ def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.P
 
 
 def _optional(check: Callable[[Any], object]) -> Callable[[Any], object]:
-    """The check of a value that may be left out."""
+    """Return the check of a value that may be left out."""
     return lambda value: None if value is None else check(value)
 
 
@@ -95,7 +93,7 @@ class TpOrAuto(click.ParamType[Any]):
     name = "tp"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """An int, or ``auto``."""
+        """Return an int, or ``auto``."""
         if value == "auto":
             return value
         tp = click.INT.convert(value, param, ctx)
@@ -234,7 +232,7 @@ initial_options = together(
 
 
 def hub_options(argument: str) -> Callable[[Command], Command]:
-    """How the Hub is reached for ``argument``, by its name in the help."""
+    """Return the options for reaching the Hub for ``argument``, by its name in the help."""
     return together(
         click.option("--revision", help=f"Branch, tag or commit of {argument} on the Hub.  [default: main]"),
         click.option("--cache-dir", type=click.Path(file_okay=False), help="Directory of the Hub cache."),
@@ -280,12 +278,12 @@ model_options = together(
 
 
 def trust_option(where: str) -> Callable[[Command], Command]:
-    """``--trust-remote-code`` of a command on a converted directory."""
+    """Return ``--trust-remote-code`` of a command on a converted directory."""
     return click.option("--trust-remote-code", is_flag=True, help=f"Allow the Python code in {where} to run.")
 
 
 def part_options(out: str) -> Callable[[Command], Command]:
-    """Which ranks of the argument ``out`` are written, and whether it may be replaced."""
+    """Return options for which ranks of the argument ``out`` are written, and whether it may be replaced."""
     return together(
         click.option(
             "--ranks",

@@ -43,7 +43,7 @@ def report_command(
       shardconv report user/model-tp --tp 8      # writes model-tp-8-report.html
       shardconv report plan.json -o page.html
     """
-    from ..reporting.html_report import html_report
+    from ..reporting.html_report import html_report  # the other commands need no Jinja
 
     path = Path(out)
     parts = opened(out, tp, hub) if path.is_dir() or is_on_hub(out) else []
@@ -68,7 +68,7 @@ def report_command(
 
 
 def _beside(out: Path) -> Path:
-    """The default target."""
+    """Return the default target."""
     about = _directory(out) or out
     resolved = about.resolve()
     target = resolved.parent / f"{resolved.name if about.is_dir() else resolved.stem}-report.html"
@@ -77,7 +77,7 @@ def _beside(out: Path) -> Path:
 
 
 def _directory(out: Path) -> Path | None:
-    """The converted directory that OUT is, or whose plan it is."""
+    """Return the converted directory that OUT is, or whose plan it is."""
     if out.is_dir():
         return out
     return out.parent if (out.parent / MANIFEST_NAME).exists() else None
@@ -87,7 +87,7 @@ def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
     """Refuse to write into OUT, or to replace a file that is not a report.
 
     Raises:
-        CheckpointError: ``target`` may not be written.
+        CheckpointError: if ``target`` may not be written.
     """
     from ..reporting.html_report import MARK
 
@@ -103,13 +103,11 @@ def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
         raise CheckpointError(
             f"there is no directory {target.parent} to write {target.name} to; create it first"
         )
-    if target.exists() and not overwrite and MARK.encode() not in _beginning(target):
-        raise CheckpointError(f"{target} exists and is not a report; give another FILE, or --overwrite")
-
-
-def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096)
+    if target.exists() and not overwrite:
+        with target.open("rb") as file:
+            beginning = file.read(4096)
+        if MARK.encode() not in beginning:
+            raise CheckpointError(f"{target} exists and is not a report; give another FILE, or --overwrite")
 
 
 COMMANDS = (report_command,)

@@ -1,4 +1,4 @@
-"""An adapter of the peft library for a converted directory: planned with the model, which stays as it is."""
+"""Plan an adapter of the peft library together with a converted model, which does not change."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def adapt(
         The plan of the model with the adapter.
 
     Raises:
-        SourceError: the adapter is not for this model, or cannot be sharded with it.
-        SolveError: the model with the adapter cannot be planned with these shards.
-        ShardconvError: ``out`` is not a converted directory, or ``out_adapter`` is in use.
+        SourceError: if the adapter is not for this model, or cannot be sharded with it.
+        SolveError: if the model with the adapter cannot be planned with these shards.
+        ShardconvError: if ``out`` is not a converted directory, or ``out_adapter`` is in use.
     """
     root, target = Path(out), Path(out_adapter)
     directory = next(iter(stage_directories(root)), root)
@@ -68,6 +68,7 @@ def adapt(
     fingerprint.check_code(base)
     _require_free(target, overwrite=overwrite)
 
+    # torch and transformers are imported once the arguments are known to be right.
     from .adaptation import adapted
 
     tell = (progress or Silent()).stage
@@ -75,7 +76,7 @@ def adapt(
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:
-    """Raises ``CheckpointError`` if a directory has something that is not to be replaced."""
+    """Raise ``CheckpointError`` if a directory has something that is not to be replaced."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -1,4 +1,4 @@
-"""What ``adapt`` does once its arguments are checked: an adapter is planned with its model, and written."""
+"""Plan and write an adapter with its model, after ``adapt`` has checked the arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_into
-from torch import Tensor
 
 from ..arguments import SolveOptions
 from ..pipeline.adapted_plan import Adaptation
@@ -37,7 +36,7 @@ from .derived import has_sequence_form, planned_spec
 from .shards import read
 
 _OUTERMOST = "base_model."
-"""What the names of tensors begin with in an adapter that peft saved."""
+"""Prefix of tensor names in an adapter that peft saved."""
 
 COPIED = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
 
@@ -54,13 +53,14 @@ def adapted(
     check: bool,
     tell: Callable[[str], None],
 ) -> Plan:
-    """Plan a model with an adapter and write both to ``target``, which is free; see ``adapt.adapt``.
+    """Plan a model with an adapter and write both to ``target``. See ``adapt.adapt``.
 
     Args:
-        root: the converted directory, or that of all stages.
-        directory: with the config of the model.
+        root: the converted directory, or the directory of all stages.
+        directory: directory with the config of the model.
         base: its plan, of all stages.
-        base_name: of the model that was converted.
+        base_name: name of the model that was converted.
+        target: directory that may be created or replaced.
     """
     is_path = isinstance(adapter, str | os.PathLike)
     is_saved = is_path and Path(adapter).is_dir()
@@ -78,7 +78,18 @@ def adapted(
         plan = replace(plan, notes=(*plan.notes, *remarks))
         if not is_saved:
             tell("initializing the adapter")
-            _initialize(root, directory, base, given, scratch, base_name)
+            spec = planned_spec(directory, base)
+            model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+            attached = attach(model, {DEFAULT: given}, trainable=True)
+            tensors = dict(attached.tensors)
+            if attached.copies:  # copies of modules begin with the weights of the model
+                converted = read(root)
+                entries = parameter_plans(converted.plan)
+                for name, old in attached.copies.items():
+                    lazy = converted.weight(old, entries[old])
+                    tensors[name] = torch.empty(lazy.shape, dtype=getattr(torch, lazy.dtype))
+                    read_into([lazy], [tensors[name]])
+            write_adapter(attached.wrapper, DEFAULT, tensors, scratch, base_name)
         codec.write(plan, scratch / PLAN_NAME)
         if target.exists():
             target.rename(Path(made) / "replaced")
@@ -94,12 +105,12 @@ def planned(
     check: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The plan of a converted model with an adapter; errors are those of ``adapt``.
+    """Plan a converted model with an adapter. Errors are those of ``adapt``.
 
     Args:
-        directory: with the config of the model.
+        directory: directory with the config of the model.
         base: its plan.
-        adapter: saved, or new.
+        adapter: a saved or a new adapter.
         check: compare simulated ranks with the unsharded model.
         tell: is called with the name of each stage.
     """
@@ -126,12 +137,12 @@ def planned(
 
 
 def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
-    """The files of a saved adapter, in the form that peft saves: safetensors, with the names that peft gives.
+    """Copy the files of a saved adapter in the form in which peft saves them: safetensors, with peft's names.
 
     Returns:
         Remarks for the user.
     """
-    from peft.utils import load_peft_weights
+    from peft.utils import load_peft_weights  # peft is optional
 
     for name in COPIED:
         if (source / name).is_file():
@@ -149,12 +160,12 @@ def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
 
 
 def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
-    """Names of an adapter's tensors, without the parts of wrappers and without the adapter's own name.
+    """Map names of an adapter's tensors to names without the parts of wrappers and the adapter's own name.
 
-    Trainers that save a state dict of their own leave them in, and peft then takes the adapter for one
-    that is new, with a warning.
+    Trainers that save a state dict themselves leave them in, and peft then initializes a new adapter, with a
+    warning.
     """
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING  # peft is optional
 
     found: Mapping[str, str] = {name: name for name in names}
     if wrapped_name(names) is not None or any(f".{_OUTERMOST}" in name for name in names):
@@ -165,28 +176,3 @@ def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
         return found
     own_name = re.compile(rf"(\.{re.escape(prefix)}[^.]*)\.{DEFAULT}(?=\.|$)")
     return {old: own_name.sub(r"\1", new) for old, new in found.items()}
-
-
-def _initialize(
-    root: Path, directory: Path, base: Plan, adapter: Adapter, target: Path, base_name: str
-) -> None:
-    """Write the files of a new adapter of a converted model, whose config is in a directory of its root."""
-    spec = planned_spec(directory, base)
-    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
-    attached = attach(model, {DEFAULT: adapter}, trainable=True)
-    tensors = {**_copies(root, attached.copies), **attached.tensors}
-    write_adapter(attached.wrapper, DEFAULT, tensors, target, base_name)
-
-
-def _copies(directory: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Global tensors of the converted directory under the names that copies of them have."""
-    if not names:
-        return {}
-    converted = read(directory)
-    entries = parameter_plans(converted.plan)
-    out = {}
-    for name, old in names.items():
-        lazy = converted.weight(old, entries[old])
-        out[name] = torch.empty(lazy.shape, dtype=getattr(torch, lazy.dtype))
-        read_into([lazy], [out[name]])
-    return out

@@ -1,7 +1,7 @@
-"""Compares a converted directory with the model that it was made from, byte for byte.
+"""Compare a converted directory with its source model, byte for byte.
 
-What each rank should hold is worked out again from the source, as the writer does, and carried out by the
-same copier; instead of writing, its sink reads the bytes of the directory there and compares.
+The contents of each rank are computed again from the source, like the writer does, and copied by the same
+code. Instead of writing, its sink reads the bytes in the directory and compares them.
 """
 
 from __future__ import annotations
@@ -41,38 +41,39 @@ from .shards import Converted
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The model that a converted directory should hold."""
+    """The model that a converted directory should contain."""
 
     spec: ModelSpec
     weights: Mapping[str, LazyTensor]
-    """Global, by name in the files, of the plan's dtypes."""
+    """Global weights by name in the files, in the plan's dtypes."""
     problems: tuple[str, ...]
-    """Of weights that are missing, not in the plan, or of another shape; they are not in ``weights``."""
+    """Problems of weights that are missing, not in the plan, or of another shape. They are not in
+    ``weights``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What ``compare`` found."""
+    """The result of ``compare``."""
 
     num_tensors: int
-    """Global ones that were compared."""
+    """Number of global tensors that were compared."""
     problems: tuple[str, ...]
-    """One for each tensor that differs."""
+    """A problem for each tensor that differs."""
 
 
 def read_reference(
     model: str | os.PathLike[str], plan: Plan, hub: Hub, *, trust_remote_code: bool
 ) -> Reference:
-    """Find the weights of a model as the plan would have them.
+    """Find the weights of a model in the form of the plan.
 
     Args:
         model: a directory or Hub id.
-        plan: of the converted directory; its dtypes are those that the weights are cast to.
+        plan: plan of the converted directory. The weights are cast to its dtypes.
         hub: how to download it.
         trust_remote_code: import the repository's own Python code.
 
     Raises:
-        SourceError: the model cannot be had, or its weights do not fit its config.
+        SourceError: if the model cannot be found, or its weights do not fit its config.
     """
     is_packed = any(entry.packing for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
@@ -105,7 +106,7 @@ def read_reference(
 
 
 def _tied(plan: Plan) -> set[str]:
-    """The names of tied tensors under their aliases."""
+    """Return the names of tied tensors under their aliases."""
     entries = parameter_plans(plan)
     tied = set()
     for alias, name in plan.tied:
@@ -118,8 +119,8 @@ def compare(converted: Converted, reference: Reference, progress: Progress) -> C
     """Compare every byte of every rank's shard of every tensor.
 
     Raises:
-        SourceError: a file of the source cannot be read.
-        CheckpointError: a file of the directory cannot be read.
+        SourceError: if a file of the source cannot be read.
+        CheckpointError: if a file of the directory cannot be read.
     """
     spans = list(_spans(converted, reference.weights))
     with _Comparer(spans) as comparer:
@@ -136,7 +137,7 @@ def compare(converted: Converted, reference: Reference, progress: Progress) -> C
 
 
 def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
-    """Remarks on files that are no weights and differ from the source's."""
+    """Return remarks on files without weights that differ from the source's."""
     with TemporaryDirectory() as scratch:
         theirs = {entry.path: entry.checksum for entry in copy_small_files(spec, Path(scratch))}
     ours = {entry.path: entry.checksum for entry in small_files(found)}
@@ -168,7 +169,7 @@ class _Span(NamedTuple):
 
 
 def _spans(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Span]:
-    """Of all tensors that are to be compared and have elements."""
+    """Yield the spans of all tensors to compare that have elements."""
     files = {manifest.resolve(converted.directory, e.path): e.path for e in converted.manifest.files}
     for rank, tensors in converted.tensors.items():
         for name, tensor in tensors.items():
@@ -205,7 +206,7 @@ class _Comparer:
             os.close(handle)
 
     def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[PlacedTensor]:
-        """The tensors that should be at each span."""
+        """Yield the tensors that should be at each span."""
         parameters = stored_plans(plan)
         for index, held in enumerate(self._files):
             for span in held:
@@ -214,7 +215,8 @@ class _Comparer:
                 yield PlacedTensor(wanted, index, span.begin)
 
     def difference(self, index: int, offset: int, data: memoryview) -> int | None:
-        """The first byte of a file, from ``offset`` on, that is not that of ``data``."""
+        """Return the first byte of a file, from ``offset`` on, that differs from ``data``; None if all are
+        equal."""
         found = self._read(index, offset, len(data))
         wanted = np.frombuffer(data, np.uint8)
         if np.array_equal(found, wanted):
@@ -222,17 +224,17 @@ class _Comparer:
         return offset + int(np.argmax(found != wanted))
 
     def take(self, sink: _Sink) -> None:
-        """Keep the first differences that one unit found."""
+        """Keep the first differences of one unit."""
         for (index, _), offset in sink.different.items():
             span = self._files[index][self.tensor_at(index, offset)]
             self._different[span] = min(offset, self._different.get(span, offset))
 
     def tensor_at(self, index: int, offset: int) -> int:
-        """Which tensor of a file a byte belongs to."""
+        """Return the index of the tensor of a file to which a byte belongs."""
         return bisect_right(self._begins[index], offset) - 1
 
     def problems(self, plan: Plan, model: str) -> Iterator[str]:
-        """A line for each tensor that differs, in the order of the plan."""
+        """Yield a line for each tensor that differs, in the order of the plan."""
         by_name: dict[str, list[tuple[_Span, int]]] = {}
         for span, offset in self._different.items():
             by_name.setdefault(span.name, []).append((span, offset))
@@ -275,15 +277,15 @@ class _Comparer:
 
 @dataclass
 class _Sink:
-    """Compares what one unit puts."""
+    """Compare the bytes of one unit."""
 
     comparer: _Comparer
     num_bytes: int = 0
     different: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(file, which of its tensors) -> first byte that differs."""
+    """(file, index of a tensor in it) -> first byte that differs."""
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
-        """Compare."""
+        """Compare data with the file."""
         self.num_bytes += len(data)
         found = self.comparer.difference(file, offset, data)
         if found is not None:
@@ -294,7 +296,7 @@ class _Sink:
 def _line(
     differing: Sequence[tuple[_Span, int]], count: int, entry: ParameterPlan, mesh: Mesh, model: str
 ) -> str:
-    """The line for a tensor that differs in some of ``count`` files."""
+    """Return the line for a tensor that differs in some of ``count`` files."""
     span, offset = differing[0]
     element = (offset - span.begin) // item_bytes(span.dtype)
     local = [int(index) for index in np.unravel_index(element, span.shape)]
@@ -309,7 +311,7 @@ def _line(
 
 
 def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
-    """The global position of a rank's position in a dim."""
+    """Return the global position of a rank's position in a dim."""
     for start, stop in ranges(dim, mesh, rank):
         if index < stop - start:
             return start + index

@@ -1,4 +1,4 @@
-"""A converted directory as the source of another directory."""
+"""Read a converted directory as the source of another directory."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Raises ``ShardconvError`` if ``target`` is the converted directory ``out``, or in it."""
+    """Raise ``ShardconvError`` if ``target`` is the converted directory ``out``, or inside of it."""
     if Path(target).expanduser().resolve().is_relative_to(Path(out).expanduser().resolve()):
         raise ShardconvError(f"{target} is in {out}, which is read; name a directory outside of it")
 
 
 def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Output:
-    """Check that a directory of another kind may be made, without making it.
+    """Check that a directory of another kind may be created, without creating it.
 
     Args:
-        name: of the argument, for messages.
-        directory: must not exist, or be empty, or hold the unfinished files of an earlier run.
+        name: name of the argument, for messages.
+        directory: must not exist, be empty, or contain the unfinished files of an earlier run.
         out: the converted directory that is read.
 
     Raises:
-        ShardconvError: it may not.
+        ShardconvError: if the directory cannot be used.
     """
     require_apart(out, directory)
     path = Path(directory).expanduser()
@@ -49,13 +49,13 @@ def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike
 
 
 def require_nothing_new(name: str, path: Path) -> None:
-    """Another process may have completed the directory since it was found to be empty."""
+    """Raise ``ShardconvError`` if another process has written to the directory since it was empty."""
     if any(file.name != PARTIAL for file in path.iterdir()):
         raise ShardconvError(f"{name} {path} was written to by others meanwhile; name another directory")
 
 
 def require_trusted(out: str | os.PathLike[str], plan: Plan, *, trust_remote_code: bool) -> None:
-    """Raises ``SourceError`` if a converted directory has code of its own, which is not trusted."""
+    """Raise ``SourceError`` if a converted directory contains code that is not trusted."""
     if plan.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
@@ -64,8 +64,8 @@ def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
     """Open a converted directory.
 
     Raises:
-        CheckpointError: it is not complete, or a file is not the manifest's.
-        SourceError: it has code of its own, which is not trusted.
+        CheckpointError: if it is not complete, or a file is not the manifest's.
+        SourceError: if it contains code that is not trusted.
     """
     found = shards.read(Path(out).expanduser())
     require_trusted(out, found.plan, trust_remote_code=trust_remote_code)
@@ -73,10 +73,10 @@ def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
 
 
 def spec_of(found: Converted) -> ModelSpec:
-    """The model of a converted directory, without weights.
+    """Return the model of a converted directory, without weights.
 
     Raises:
-        ShardconvError: it cannot be built here, or is of another class than was planned.
+        ShardconvError: if it cannot be built here, or is of another class than was planned.
     """
     model = found.plan.model
     spec = planned_spec(found.directory, found.plan)
@@ -89,8 +89,8 @@ def spec_of(found: Converted) -> ModelSpec:
 
 
 def planned_spec(directory: Path, plan: Plan) -> ModelSpec:
-    """A model without weights, in the dtype and with the ties of a plan of it, whose code is trusted."""
-    from shardconv_runtime.checkpoint.resolve import resolve
+    """Return a model without weights, in the dtype and with the ties of its plan. Its code is trusted."""
+    from shardconv_runtime.checkpoint.resolve import resolve  # it imports transformers
 
     trusted, dtype = plan.model.trust_remote_code, plan.model.dtype
     spec = resolve(directory, trust_remote_code=trusted, dtype=dtype, need_weights=False)
@@ -98,18 +98,18 @@ def planned_spec(directory: Path, plan: Plan) -> ModelSpec:
 
 
 def has_sequence_form(plan: Plan) -> bool:
-    """Whether a plan has a sequence-parallel form; a plan that is made of it should then have one, too."""
+    """Return whether a plan has a sequence-parallel form, which a new plan of the model should have, too."""
     return plan.training is not None and plan.training.sequence is not None
 
 
 def weights_of(found: Converted) -> dict[str, LazyTensor]:
-    """The global tensors; tied ones are the same object under each of their names."""
+    """Return the global tensors. Tied tensors are one object under several names."""
     weights = found.weights()
     return weights | {alias: weights[name] for alias, name in found.plan.tied}
 
 
 def identity(found: Converted) -> dict[str, object]:
-    """As JSON, a value that differs if any byte of its files should differ; it may be verified meanwhile."""
+    """Return a JSON value that changes if any byte of the files should change, but not by verifying them."""
     manifests = found.stages or (found.manifest,)
     files = [manifest.dumps(dataclasses.replace(each, numerics=None)) for each in manifests]
     return {"manifest": hashlib.sha256("".join(files).encode()).hexdigest()}
@@ -119,21 +119,22 @@ def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
     """Copy the files that are not weights to ``directory``.
 
     Raises:
-        CheckpointError: a file is not the one that was written.
+        CheckpointError: if a file is not the one that was written.
     """
     return small_files.copy_small_files(found.directory, found.manifest, directory)
 
 
 def copy_unused(found: Converted, directory: Path) -> list[FileEntry]:
-    """Copy the file of tensors that the model does not use, where there is one; errors as for small files."""
+    """Copy the file of tensors that the model does not use, if there is one. For errors see
+    ``copy_small_files``."""
     return small_files.copy_unused(found.directory, found.manifest, directory)
 
 
 def unused(found: Converted) -> dict[str, LazyTensor]:
-    """The tensors that the model does not use and that were carried along.
+    """Return the tensors that the model does not use, which were copied from the source.
 
     Raises:
-        CheckpointError: their file is missing, or is not the one that was written.
+        CheckpointError: if their file is missing, or is not the one that was written.
     """
     if not any(entry.path == UNUSED_NAME for entry in found.manifest.files):
         return {}

@@ -1,16 +1,16 @@
-"""A converted directory as torch's distributed checkpoint (DCP) and transformers read one, sharded.
+"""Export a converted directory as a sharded checkpoint of torch (DCP), which transformers reads, too.
 
     DIR/shard-00001-model-00001-of-00002.safetensors    the shards of rank 0
     DIR/shard-00001-model-00002-of-00002.safetensors
     DIR/shard-00002-model-00001-of-00001.safetensors    the shards of rank 1
     DIR/config.json ...
 
-A tensor lies there in **chunks**, boxes that cover each of its elements once; a file has no more than one
-chunk of a tensor, and its metadata has the global position at which that begins. A reader assembles
-its tensors of them, however many ranks it has and however its tensors are sharded.
+A tensor consists of **chunks**, boxes that cover each of its elements once. A file has at most one chunk of a
+tensor, and its metadata has the global position of the chunk's first element. A reader assembles its tensors
+from chunks, for any number of ranks and any sharding.
 
-The format is that of ``HuggingFaceStorageWriter(save_distributed=True)``, which torch has from 2.8 on and
-documents nowhere: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py and filesystem.py.
+This is the format of ``HuggingFaceStorageWriter(save_distributed=True)`` in torch 2.8 and newer. It is not
+documented; see torch/distributed/checkpoint/hf_storage.py, _hf_utils.py and filesystem.py.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ from .shards import Converted, OwnedPart
 FORMATS = ("dcp",)
 
 MAX_CHUNKS = 8
-"""Of one tensor in the files of one rank, which has as many files at least; some readers open all at once."""
+"""Most chunks of a tensor in the files of a rank, which then has at least as many files. Some readers open
+all files at once."""
 
 _OWNER = "export"
 """All files are written by one process."""
 
 _SHARD_NAME = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-"""By these names transformers knows such a directory."""
+"""Names by which transformers recognizes such a directory."""
 
 _MAX_NUMBER = 99_999
-"""The largest of five digits."""
+"""The largest number of five digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class Exported:
 
     num_tensors: int
     num_files: int
-    """Of weights."""
+    """Number of files of weights."""
     num_bytes: int
-    """Of tensors."""
+    """Bytes of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Chunk:
     """A box of a tensor."""
 
     offsets: Shape
-    """Of its first element, in the global tensor."""
+    """Position of its first element in the global tensor."""
     tensor: LazyTensor
 
 
@@ -119,7 +120,14 @@ def export(
     if format not in FORMATS:
         raise ShardconvError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     limit, budget = parse_size(max_file_size), parse_memory(memory)
-    _open_again(Path(directory).expanduser())
+    path = Path(directory).expanduser()
+    state = read_state(path / PARTIAL)
+    if state is not None and "export" in state.job and state.moves is None:
+        # An earlier run died after `_finish` had created the empty last shard, before anything was moved.
+        refuse_if_busy(path)
+        for file in path.iterdir():
+            if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
+                file.unlink()
     output = derived.prepare("DIR", directory, out)
     found = shards.read(Path(out).expanduser())
     chunks = _all_chunks(found)
@@ -131,18 +139,18 @@ def export(
 
 
 def shard_name(rank: int, index: int, count: int) -> str:
-    """Name of file ``index`` (from 0) of ``count`` of a rank."""
+    """Return the name of file ``index`` (from 0) of ``count`` of a rank."""
     return f"shard-{rank + 1:05d}-model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def metadata_of(chunks: Mapping[str, Chunk]) -> dict[str, str]:
-    """The metadata of a file with these chunks."""
+    """Return the metadata of a file with these chunks."""
     info = {name: {"saved_offsets": list(chunk.offsets)} for name, chunk in chunks.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
 
 
 def _all_chunks(found: Converted) -> dict[int, dict[str, list[Chunk]]]:
-    """By rank and name, those that hold any; a tied tensor is there under each of its names."""
+    """Return the chunks by rank and name. A tied tensor is there under each of its names."""
     chunks: dict[int, dict[str, list[Chunk]]] = {}
     aliases: dict[str, list[str]] = {}
     for alias, name in found.plan.tied:
@@ -154,22 +162,18 @@ def _all_chunks(found: Converted) -> dict[int, dict[str, list[Chunk]]]:
 
 
 def _chunks_of(found: Converted, name: str, entry: ParameterPlan) -> dict[int, list[Chunk]]:
-    """The chunks of a tensor by rank: each range that a rank holds, unless these are very many."""
+    """Return the chunks of a tensor by rank: each range that a rank holds, unless there are too many."""
     if is_common(entry):
         tensor = found.tensors[None][name]
         return {0: [Chunk((0,) * len(tensor.shape), tensor)]}
     parts = list(found.parts(name, entry))
-    if max(map(_num_boxes, parts)) > MAX_CHUNKS:
+    if max(math.prod(map(len, part.ranges)) for part in parts) > MAX_CHUNKS:
         return _even_chunks(name, found.weight(name, entry), found.plan.tp)
     return {part.rank: list(_boxes(part)) for part in parts}
 
 
-def _num_boxes(part: OwnedPart) -> int:
-    return math.prod(map(len, part.ranges))
-
-
 def _boxes(part: OwnedPart) -> Iterator[Chunk]:
-    """The part of a rank in boxes that are contiguous in the global tensor."""
+    """Yield the part of a rank in boxes that are contiguous in the global tensor."""
     for box in product(*map(_local_and_global, part.ranges)):
         tensor = part.tensor
         for dim, (local, _) in enumerate(box):
@@ -185,10 +189,10 @@ def _local_and_global(positions: Sequence[Range]) -> Iterator[tuple[Range, Range
 
 
 def _even_chunks(name: str, tensor: LazyTensor, tp: int) -> dict[int, list[Chunk]]:
-    """A global tensor in as many chunks of its first dim as there are ranks.
+    """Divide the first dim of a global tensor into one chunk for each rank.
 
-    The files of a rank then hold other elements than the rank, as where transformers saves what it has
-    sharded in strides.
+    The files of a rank then contain other elements than the rank holds. transformers does the same with
+    tensors that it has sharded in strides.
     """
     if is_interleaved(tensor):
         tensor = gathered(name, tensor)
@@ -201,7 +205,7 @@ def _even_chunks(name: str, tensor: LazyTensor, tp: int) -> dict[int, list[Chunk
 
 
 def _files_of(rank: int, chunks: Mapping[str, Sequence[Chunk]], limit: int) -> list[TargetFile]:
-    """The files of a rank: first chunks of all tensors, then the second ones, ..."""
+    """Return the files of a rank: first chunks of all tensors, then second chunks, and so on."""
     contents: list[dict[str, Chunk]] = []
     for index in range(max(map(len, chunks.values()))):
         held = {name: many[index] for name, many in chunks.items() if index < len(many)}
@@ -213,12 +217,12 @@ def _files_of(rank: int, chunks: Mapping[str, Sequence[Chunk]], limit: int) -> l
             "of each; allow larger files (--max-file-size)"
         )
     names = (shard_name(rank, index, len(contents)) for index in range(len(contents)))
-    return [_target_file(name, held) for name, held in zip(names, contents, strict=True)]
-
-
-def _target_file(path: str, chunks: Mapping[str, Chunk]) -> TargetFile:
-    declared = {name: (chunk.tensor.dtype, chunk.tensor.shape) for name, chunk in chunks.items()}
-    return target_file(path, _OWNER, declared, metadata_of(chunks), lambda name: chunks[name].tensor)
+    files = []
+    for path, held in zip(names, contents, strict=True):
+        tensors = {name: chunk.tensor for name, chunk in held.items()}
+        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        files.append(target_file(path, _OWNER, declared, metadata_of(held), tensors.__getitem__))
+    return files
 
 
 def _write(
@@ -229,7 +233,7 @@ def _write(
     memory: int,
     progress: Progress,
 ) -> None:
-    from ..writing.fill import fill
+    from ..writing.fill import fill  # it imports torch, which most errors do not need
 
     source = {"name": found.manifest.source.name, **derived.identity(found)}
     job = {"source": source, **options, "versions": tool_versions()}
@@ -245,30 +249,13 @@ def _write(
 
 
 def _finish(workspace: Workspace, found: Converted) -> None:
-    """Move everything to its directory, which is closed until the last shard is there."""
+    """Move all files to their directory, which readers reject until the last shard is there."""
     assert workspace.checksums() is not None, "all of it was written"
     small = [entry.path for entry in derived.copy_small_files(found, workspace.path)]
     names = [file.path for file in workspace.files]
-    _close(workspace.out / names[-1])
+    # Readers of this format do not notice missing shards, and leave the elements uninitialized. But they open
+    # every file, and fail at an empty one in place of the last shard.
+    last = workspace.out / names[-1]
+    last.touch()
+    fsync(last.parent)
     workspace.finish([*small, *names], ())
-
-
-def _close(shard: Path) -> None:
-    """Put an empty file where the last shard will be.
-
-    Readers of this format take the shards that they find for all, and leave elements that these do not cover
-    as they are in memory. But they open every file, and fail at one that is not a safetensors file.
-    """
-    shard.touch()
-    fsync(shard.parent)
-
-
-def _open_again(path: Path) -> None:
-    """Remove the file of ``_close``, where the run died before it moved anything."""
-    state = read_state(path / PARTIAL)
-    if state is None or "export" not in state.job or state.moves is not None:
-        return
-    refuse_if_busy(path)
-    for file in path.iterdir():
-        if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
-            file.unlink()

@@ -1,7 +1,7 @@
-"""The problems of the files of a converted directory, in one line each.
+"""Find the problems of the files of a converted directory, one line for each.
 
-The manifest says which files there are, how large they are and what their checksums are; the plan says which
-tensors each rank's files hold. No path that leads out of the directory is read, and no tensor is loaded.
+The manifest lists the files with their sizes and checksums, and the plan lists the tensors in each rank's
+files. No path outside of the directory is read, and no tensor is loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import stat
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,10 +28,8 @@ from ..reporting.progress import Advance, Progress
 from ..writing.crc32 import Extent, join
 from ..writing.workspace import PARTIAL
 
-# Checksums of files, read in stretches by several threads at once.
-
 STRETCH_BYTES = 1 << 26
-"""Bytes of a shard that one thread takes at a time."""
+"""Bytes of a shard that one thread reads at a time."""
 
 READ_BYTES = 1 << 20
 
@@ -39,18 +37,26 @@ MAX_THREADS = 16
 
 
 def checksums(files: Mapping[FileEntry, Path], advance: Advance) -> dict[FileEntry, str | CheckpointError]:
-    """The checksum of each file, of the kind that its entry has, or why it cannot be read.
+    """Return the checksum of each file, of the kind in its entry, or the reason why it cannot be read.
 
     Shards are read in stretches by several threads at once.
 
     Args:
-        files: where each one is; of the size that its entry says.
-        advance: told the bytes as they are done.
+        files: paths of the files, which have the sizes in their entries.
+        advance: is called with the bytes of each finished part.
     """
     parts: dict[FileEntry, list[Extent]] = {entry: [] for entry in files}
     found: dict[FileEntry, str | CheckpointError] = {}
-    with ThreadPoolExecutor(_num_threads(), "checksum") as pool:
-        tasks = _submit(pool, files)
+    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(num_threads, "checksum") as pool:
+        tasks: dict[Future[Extent | str], tuple[FileEntry, int]] = {}
+        for entry, path in files.items():
+            if not entry.checksum.startswith("crc32:"):
+                tasks[pool.submit(_sha256, path)] = entry, entry.num_bytes
+                continue
+            for start in range(0, entry.num_bytes, STRETCH_BYTES):
+                stop = min(start + STRETCH_BYTES, entry.num_bytes)
+                tasks[pool.submit(_stretch, path, start, stop)] = entry, stop - start
         try:
             for task in as_completed(tasks):
                 entry, num_bytes = tasks[task]
@@ -67,26 +73,11 @@ def checksums(files: Mapping[FileEntry, Path], advance: Advance) -> dict[FileEnt
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return {entry: found.get(entry) or _crc(parts[entry]) for entry in files}
-
-
-def _num_threads() -> int:
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
-
-
-def _submit(
-    pool: ThreadPoolExecutor, files: Mapping[FileEntry, Path]
-) -> dict[Future[Extent | str], tuple[FileEntry, int]]:
-    """The tasks, each with its file and its bytes."""
-    tasks: dict[Future[Extent | str], tuple[FileEntry, int]] = {}
-    for entry, path in files.items():
-        if not entry.checksum.startswith("crc32:"):
-            tasks[pool.submit(_sha256, path)] = entry, entry.num_bytes
-            continue
-        for start in range(0, entry.num_bytes, STRETCH_BYTES):
-            stop = min(start + STRETCH_BYTES, entry.num_bytes)
-            tasks[pool.submit(_stretch, path, start, stop)] = entry, stop - start
-    return tasks
+    for entry in files:
+        if entry not in found:
+            joined = join(parts[entry])
+            found[entry] = f"crc32:{joined[0].crc32 if joined else 0:08x}"
+    return {entry: found[entry] for entry in files}
 
 
 def _stretch(path: Path, start: int, stop: int) -> Extent:
@@ -112,41 +103,36 @@ def _sha256(path: Path) -> str:
         raise CheckpointError(f"cannot be read ({error.strerror or error})") from error
 
 
-def _crc(extents: Iterable[Extent]) -> str:
-    joined = join(extents)
-    return f"crc32:{joined[0].crc32 if joined else 0:08x}"
-
-
 SHARD = ".safetensors"
 
 MAX_PROBLEMS = 1000
-"""How many problems of tensors are listed: ranks times tensors are many."""
+"""Most problems of tensors that are listed, since there may be one for each tensor and rank."""
 
 SHOWN = 3
-"""How many of the other files are named."""
+"""Number of other files that are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a converted directory says that it holds."""
+    """The manifest and the plan of a converted directory."""
 
     directory: Path
     manifest: Manifest
     plan: Plan | None
-    """None: it cannot be read, or is not the one that the files were written for."""
+    """None if it cannot be read, or is not the plan that the files were written for."""
     problems: tuple[str, ...]
-    """Of the manifest and the plan."""
+    """Problems of the manifest and the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found."""
+    """The results of a check."""
 
     problems: tuple[str, ...]
     remarks: tuple[str, ...]
-    """What is there, harms nothing, and is not of the converted model."""
+    """Harmless files that are not part of the converted model."""
     num_files: int
-    """Manifest and plan included."""
+    """Number of files, including manifest and plan."""
     num_bytes: int
 
 
@@ -154,7 +140,7 @@ def open_contents(directory: Path) -> Contents:
     """Read the manifest and the plan.
 
     Raises:
-        CheckpointError: there is no manifest, or it cannot be read, so that nothing else can be checked.
+        CheckpointError: if there is no manifest, or it cannot be read, so that nothing else can be checked.
     """
     if (directory / PARTIAL).is_dir() and not (directory / MANIFEST_NAME).is_file():
         raise CheckpointError(
@@ -171,7 +157,9 @@ def open_contents(directory: Path) -> Contents:
     try:
         plan = manifest.read_plan(directory, found)
     except (CheckpointError, PlanError) as error:
-        return Contents(directory, found, None, (*problems, _reason(error, directory)))
+        reason = str(error).removeprefix(f"{directory}: ")
+        reason = reason if reason.startswith(PLAN_NAME) else f"{PLAN_NAME}: {reason}"
+        return Contents(directory, found, None, (*problems, reason))
     return Contents(directory, found, plan, tuple(problems))
 
 
@@ -193,22 +181,24 @@ def check(contents: Contents, progress: Progress) -> Findings:
         list(islice(_tensor_problems(contents, files), MAX_PROBLEMS)) if contents.plan is not None else []
     )
     strays, remarks = _others(contents)
+    own = [contents.directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
     num_bytes = sum(entry.num_bytes for entry in contents.manifest.files)
+    num_bytes += sum(path.stat().st_size for path in own if path.is_file())
     return Findings(
         tuple(map(one_line, [*contents.problems, *ordered, *tensors, *strays])),
         tuple(map(one_line, remarks)),
         len(contents.manifest.files) + 2,
-        num_bytes + _own_bytes(contents.directory),
+        num_bytes,
     )
 
 
 def one_line(text: str) -> str:
-    """A text that may quote names out of files as one line without control characters."""
+    """Return a text, which may quote names from files, as one line without control characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 def is_shard(entry: FileEntry) -> bool:
-    """Whether a file holds tensors."""
+    """Return whether a file holds tensors."""
     return entry.path.endswith(SHARD)
 
 
@@ -219,11 +209,11 @@ class _Files:
     contents: Contents
     problems: dict[str, str] = field(default_factory=dict)
     located: dict[FileEntry, Path] = field(default_factory=dict)
-    """Those of the right size."""
+    """Paths of files with the right size."""
     headers: dict[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
 
     def look_for(self) -> None:
-        """Find them; one that is missing or of another size is not read."""
+        """Find the files. Missing files and files of the wrong size are not read."""
         for entry in self.contents.manifest.files:
             try:
                 path = manifest.resolve(self.contents.directory, entry.path)
@@ -247,7 +237,7 @@ class _Files:
                 self._damage(entry, self.located[entry], f"its {kind} is {digest} and should be {wanted}")
 
     def read_headers(self) -> None:
-        """Read the headers of the shards that are as the manifest says."""
+        """Read the headers of the shards that match the manifest."""
         plan, tp = self.contents.plan, self.contents.manifest.tp
         layout = "" if plan is None else layout_sha256(plan)
         for entry, path in self.located.items():
@@ -261,13 +251,8 @@ class _Files:
         self.problems[entry.path] = f"{entry.path}: {what}"
 
     def _damage(self, entry: FileEntry, path: Path, what: str) -> None:
-        """Note a problem, and where the file belongs by its header."""
+        """Note a problem, and if the header says so, where the file belongs."""
         self._problem(entry, what + (_origin(path, entry, self.contents) if is_shard(entry) else ""))
-
-
-def _reason(error: Exception, directory: Path) -> str:
-    text = str(error).removeprefix(f"{directory}: ")
-    return text if text.startswith(PLAN_NAME) else f"{PLAN_NAME}: {text}"
 
 
 def _num_bytes(path: Path) -> int:
@@ -283,7 +268,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
-    """What a shard's own header says of where it belongs, if that is elsewhere."""
+    """Return where a shard belongs by its own header, if that is elsewhere."""
     try:
         metadata, _ = read_header(path)
     except CheckpointError:
@@ -300,7 +285,7 @@ def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
 
 
 def _tensor_problems(contents: Contents, files: _Files) -> Iterator[str]:
-    """Tensors that the files of a rank should hold and do not, or hold otherwise, or should not hold."""
+    """Yield tensors that files of a rank lack, or have in another form, or should not have."""
     assert contents.plan is not None
     own: dict[int | None, list[str]] = defaultdict(list)
     for entry in filter(is_shard, contents.manifest.files):
@@ -320,7 +305,7 @@ def _owner_problems(
     headers: Mapping[str, Mapping[str, StoredTensor]],
     expected: Mapping[str, ParameterPlan],
 ) -> Iterator[str]:
-    """Of the files of one rank, or of ``common/``, which should hold the ``expected``."""
+    """Yield the problems of the files of one rank, or of ``common/``."""
     where = manifest.COMMON_DIRECTORY if rank is None else manifest.rank_directory(rank, plan.tp)
     held: dict[str, str] = {}
     for path, tensors in headers.items():
@@ -340,9 +325,10 @@ def _owner_problems(
 
 
 def _others(contents: Contents) -> tuple[list[str], list[str]]:
-    """Problems and remarks about files that the manifest does not name.
+    """Return problems and remarks about files that are not in the manifest.
 
-    A file of tensors is a problem: tools that read whole directories would take it for a part of the model.
+    A file of tensors is a problem, since tools that read whole directories would load it as part of the
+    model.
     """
     remarks: list[str] = []
 
@@ -362,7 +348,8 @@ def _others(contents: Contents) -> tuple[list[str], list[str]]:
 
 
 def _walk(directory: Path, on_error: Callable[[OSError], object]) -> Iterator[str]:
-    """All files below a directory by relative path, links to directories too; nothing of ``.partial``."""
+    """Yield all files in a directory by relative path, and links to directories, but nothing in
+    ``.partial``."""
     for root, directories, files in os.walk(directory, onerror=on_error):
         below = Path(root).relative_to(directory)
         if below == Path():
@@ -370,9 +357,3 @@ def _walk(directory: Path, on_error: Callable[[OSError], object]) -> Iterator[st
         links = [name for name in directories if os.path.islink(os.path.join(root, name))]
         yield from sorted((below / name).as_posix() for name in (*files, *links))
         directories.sort()
-
-
-def _own_bytes(directory: Path) -> int:
-    """Sizes of manifest and plan, as far as they are there."""
-    paths = [directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
-    return sum(path.stat().st_size for path in paths if path.is_file())

@@ -1,10 +1,10 @@
-"""A converted directory back to an ordinary checkpoint, byte for byte."""
+"""Merge a converted directory into an ordinary checkpoint, byte for byte."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
-from ..writing.job import LEAST_ALIGNMENT, TargetFile, target_file
+from ..writing.job import LEAST_ALIGNMENT, target_file
 from ..writing.outputs import Output
 from ..writing.workspace import Claim, Workspace, opened, write_durably
 from . import derived
@@ -34,20 +34,20 @@ class Merged:
 
     num_tensors: int
     num_files: int
-    """Of weights."""
+    """Number of files of weights."""
     num_bytes: int
-    """Of tensors."""
+    """Bytes of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The weights of a checkpoint: tensors, and their files as ``save_pretrained`` divides them."""
+    """The weights of a checkpoint: its tensors, divided into files like ``save_pretrained`` does."""
 
     tensors: Mapping[str, LazyTensor]
     files: Mapping[str, Sequence[str]]
-    """Names of tensors by file."""
+    """File -> names of tensors."""
     index: Mapping[str, Any]
-    """For ``model.safetensors.index.json``, which a single file does not need."""
+    """Contents of ``model.safetensors.index.json``; empty for a single file."""
 
 
 @in_default_modes
@@ -89,6 +89,7 @@ def merge(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
+    # torch and transformers are imported once the arguments are known to be right.
     from .saved import checkpoint_tensors
 
     tensors, num_parameters = checkpoint_tensors(found, derived.spec_of(found))
@@ -99,7 +100,7 @@ def merge(
 
 
 def _divide(tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int) -> _Layout:
-    """Divide the tensors into files, as huggingface_hub does for ``save_pretrained``."""
+    """Divide the tensors into files, like huggingface_hub does for ``save_pretrained``."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -120,14 +121,21 @@ def _divide(tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int) 
 def _write(
     found: Converted, layout: _Layout, output: Output, limit: int, memory: int, progress: Progress
 ) -> None:
-    from ..writing.fill import fill
+    from ..writing.fill import fill  # it imports torch, too
 
     job = {
         "merge": {"name": found.manifest.source.name, **derived.identity(found)},
         "max_file_size": limit,
         "versions": tool_versions(),
     }
-    files = [_target_file(path, names, layout.tensors) for path, names in layout.files.items()]
+    files = []
+    for path, names in layout.files.items():
+        tensors = {name: layout.tensors[name] for name in sorted(names)}
+        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        made = target_file(
+            path, _OWNER, declared, {"format": "pt"}, tensors.__getitem__, alignment=LEAST_ALIGNMENT
+        )
+        files.append(made)
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
@@ -138,15 +146,8 @@ def _write(
             _finish(workspace, found, layout)
 
 
-def _target_file(path: str, names: Iterable[str], tensors: Mapping[str, LazyTensor]) -> TargetFile:
-    declared = {name: (tensors[name].dtype, tensors[name].shape) for name in sorted(names)}
-    return target_file(
-        path, _OWNER, declared, {"format": "pt"}, tensors.__getitem__, alignment=LEAST_ALIGNMENT
-    )
-
-
 def _finish(workspace: Workspace, found: Converted, layout: _Layout) -> None:
-    """Move everything to ``hf_dir``: ``config.json``, without which nothing loads a directory, last."""
+    """Move all files to ``hf_dir``. ``config.json`` is last, since nothing loads a directory without it."""
     assert workspace.checksums() is not None, "all of it was written"
     paths = [*layout.files, *(entry.path for entry in derived.copy_small_files(found, workspace.path))]
     config = workspace.path / CONFIG_NAME

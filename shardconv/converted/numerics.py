@@ -1,8 +1,8 @@
-"""Runs a converted model on its own weights: all ranks as threads, in lockstep with the unsharded model.
+"""Run a converted model on its own weights: all ranks as threads, in lockstep with the unsharded model.
 
-The ranks get the weights in their files; the unsharded model gets those of the source, or those that are
-assembled from the files. Every layer is run. Weights are read when an operator needs them, so that a model of
-any size is run in the memory of its largest parameter.
+The ranks get the weights in their files. The unsharded model gets the weights of the source, or weights that
+are assembled from the files. Every layer runs. Weights are read when an operator needs them, so a model of
+any size runs in the memory of its largest parameter.
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ from ..simulation.lockstep import Lockstep, LockstepOutcome
 from ..simulation.model_runs import PRECISIONS, Precision
 from ..simulation.rank_simulation import Unprovable
 from ..simulation.streamed_weights import RecentReads, TooLargeToRead, computed, computed_rows, largest_read
-from ..tracing.tape import Mark, Op, Tape
+from ..tracing.tape import Tape, reads_and_writes
 from .shards import Converted
-
-# Packed parameters in files as weights that are dequantized when they are read.
 
 
 def dequantized_rows(
     name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: WeightSlice, dtype: str
 ) -> LazyTensor:
-    """A weight that is dequantized when it is read, a stack of matrices matrix by matrix.
+    """Make a weight that is dequantized when it is read. Stacks are dequantized matrix by matrix.
 
     Args:
-        name: of the parameter, for messages.
+        name: name of the parameter, for messages.
         packing: how it is stored.
-        stored: its stored tensors, local ones if ``held`` is a part.
-        held: which part of the weight it is.
-        dtype: of the weight.
+        stored: its stored tensors, which are local if ``held`` is a part.
+        held: the part of the weight.
+        dtype: dtype of the weight.
     """
 
     def compute(span: Range) -> Tensor:
@@ -68,17 +66,17 @@ def dequantized_rows(
 
 
 MEMORY_SHARE = 0.75
-"""Of the free memory that may be taken: the estimate is one."""
+"""Fraction of the free memory to use, since the need is only estimated."""
 
 LIVE_ACTIVATIONS = 8
-"""How many tensors of the largest kind are counted to live at once in each run."""
+"""Number of tensors of the largest kind that are assumed to be alive in each run."""
 
 COPIES = 2
-"""How many tensors as large as the largest weight are counted to live at once: the one that an operator
-takes, and a copy that code makes of it."""
+"""Number of tensors as large as the largest weight that are assumed to be alive: the one that an operator
+reads, and a copy that code makes of it."""
 
 KEPT_BYTES = 1 << 28
-"""Weights that were read last are kept up to so many bytes."""
+"""Most bytes of recently read weights that are kept."""
 
 
 def run_numerics(
@@ -88,15 +86,16 @@ def run_numerics(
 
     Args:
         converted: the weights of the ranks.
-        spec: of the converted directory; only its config and its code are used.
-        weights: global, of the unsharded model, by name in the files; by default those of ``converted``, put
-            together.
-        progress: told the stages.
+        spec: of the converted directory. Only its config and its code are used.
+        weights: global weights of the unsharded model, by name in the files. By default, they are assembled
+            from ``converted``.
+        progress: where to report progress.
 
     Raises:
-        CheckpointError: the outputs differ, or the ranks fail; the first module that differs is named.
-        SolveError: the unsharded model cannot be traced or run.
-        ShardconvError: there is not enough memory, or weights cannot be read.
+        CheckpointError: if the outputs differ, or the ranks fail. The message names the first module that
+            differs.
+        SolveError: if the unsharded model cannot be traced or run.
+        ShardconvError: if there is not enough memory, or weights cannot be read.
     """
     progress.stage("tracing")
     plan = converted.plan
@@ -117,18 +116,18 @@ def run_numerics(
 
 
 class _Sources:
-    """The weights in files, as the runtime gives them to a model."""
+    """The weights in files, in the form in which the runtime gives them to a model."""
 
     def __init__(self, converted: Converted) -> None:
         self._converted = converted
         self._entries = parameter_plans(converted.plan)
 
     def usable(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Those of the unsharded model, packed ones dequantized when they are read."""
+        """Return the weights of the unsharded model. Packed ones are dequantized when they are read."""
         return self._usable(tensors, None)
 
     def of_ranks(self) -> list[dict[str, LazyTensor]]:
-        """Those of each rank."""
+        """Return the weights of each rank."""
         tensors = self._converted.tensors
         return [
             self._usable({**tensors[None], **tensors[rank]}, rank) for rank in range(self._converted.plan.tp)
@@ -155,7 +154,7 @@ class _Sources:
 
 
 def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[Precision, LockstepOutcome]:
-    """Run in the best precision for which there is memory and that the model supports."""
+    """Run in the best precision for which there is memory, and that the model supports."""
     problem: TooLargeToRead | Unprovable | None = None
     for precision in PRECISIONS:
         try:
@@ -165,7 +164,7 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
             ) as advance:
                 return precision, lockstep.run(precision, reads, advance)
         except (TooLargeToRead, Unprovable) as error:
-            problem = problem or error.with_traceback(None)  # which would keep the weights in memory
+            problem = problem or error.with_traceback(None)  # a traceback would keep the weights in memory
         except SolveError as error:
             raise CheckpointError(f"{converted.directory}: {error}; convert the model again") from error
     where = f"{converted.directory}: its files are as they should be, but"
@@ -178,10 +177,10 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
 
 
 def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
-    """How weights are read within the free memory.
+    """Decide how many weights may be kept within the free memory.
 
     Raises:
-        TooLargeToRead: the largest weight, or the activations, do not fit.
+        TooLargeToRead: if the largest weight, or the activations, do not fit.
     """
     activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
     free = int(available_bytes() * MEMORY_SHARE)
@@ -196,13 +195,12 @@ def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
 
 
 def _activation_bytes(tape: Tape, precision: Precision) -> int:
-    """An estimate for one run; what is computed from weights alone does not count."""
+    """Estimate the bytes of activations of one run, without tensors that are computed only from weights."""
     weights = {tid for tid, info in enumerate(tape.tensors) if info.kind in ("parameter", "buffer")}
     for event in tape.events:
-        if isinstance(event, Mark) and event.source in weights:
-            weights.add(event.target)
-        elif isinstance(event, Op) and event.inputs and weights.issuperset(event.inputs):
-            weights.update(event.outputs)
+        inputs, outputs = reads_and_writes(event)
+        if inputs and weights.issuperset(inputs):
+            weights.update(outputs)
     shapes = (info.shape for tid, info in enumerate(tape.tensors) if tid not in weights)
     return max(map(math.prod, shapes), default=0) * precision.dtype.itemsize * LIVE_ACTIVATIONS
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,16 @@ from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
 from .derived import has_sequence_form, planned_spec, require_trusted
 
-# Plans of earlier versions of the format, for ``replan``, which carries their directories over.
-
 _INFERENCE_ONLY = "for inference only: "
-"""How the note of version 1 begins that says why a plan has no gradients; since then it is a field."""
+"""In version 1, a note with this prefix says why a plan has no gradients. Later versions have a field for
+it."""
 
 
 def read_any_version(path: str | os.PathLike[str]) -> Plan:
     """Read a plan of this version of the format or of an earlier one.
 
     Raises:
-        PlanError: it is malformed, or of a later version.
+        PlanError: if it is malformed, or of a later version.
     """
     try:
         text = read_text(Path(path), plan_json.MAX_BYTES)
@@ -64,7 +62,7 @@ def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_version_2(document: dict[str, Any]) -> dict[str, Any]:
-    """Blocks of float8 values were two fields of a parameter; they are a packing."""
+    """Make a packing from blocks of float8 values, which were two fields of a parameter."""
     parameters = document.get("parameters", [])
     if not isinstance(parameters, list):
         return document | {"version": 3}
@@ -77,7 +75,7 @@ def _from_version_2(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_version_4(document: dict[str, Any]) -> dict[str, Any]:
-    """A step had another name."""
+    """Rename a step."""
 
     def renamed(value: Any) -> Any:
         if isinstance(value, list):
@@ -132,35 +130,47 @@ def replan(
         The new plan; with stages, the plan of all of them.
 
     Raises:
-        PlanError: the new plan has another layout for some tensor, so the model must be converted again;
+        PlanError: if the new plan has another layout for some tensor, so the model must be converted again;
             nothing was changed.
-        ShardconvError: ``out`` is not a converted directory, or its model cannot be planned.
+        ShardconvError: if ``out`` is not a converted directory, or its model cannot be planned.
     """
-    parts = [_read(part) for part in stage_directories(Path(out)) or [Path(out)]]
+    parts = [
+        _Part(each, manifest.read(each), read_any_version(each / manifest.PLAN_NAME))
+        for each in stage_directories(Path(out)) or [Path(out)]
+    ]
     first = parts[0]
     old = first.plan
     require_trusted(out, old, trust_remote_code=trust_remote_code)
 
+    # torch and transformers are imported once the directory is known to be readable.
     from .solved_again import solved_again
 
     spec = planned_spec(first.directory, old)
     is_wanted = sequence_parallel or has_sequence_form(old)
+    layers = old.stages.layers if old.stages is not None else ()
+    if any(first > last for first, last in layers):  # `--stages` cannot express a stage without layers
+        layers = ()
+    text = ",".join(f"{first}-{last}" for first, last in layers)
     options = SolveOptions(
-        old.tp,
-        old.experts,
-        is_wanted,
-        check,
-        measure=True,
-        pp=num_stages(old),
-        stages=_layers_of_stages(old),
+        old.tp, old.experts, is_wanted, check, measure=True, pp=num_stages(old), stages=text
     )
     tell = (progress or Silent()).stage
     new = solved_again(spec, old, options, tell)
-    plans = [_stored(new, part.plan) for part in parts]
-    for part, plan in zip(parts, plans, strict=True):
+    plans = []
+    for part in parts:
+        plan = new
+        if new.stages is not None and part.plan.stages is not None:
+            plan = replace(new, stages=replace(new.stages, own=part.plan.stages.own))
         _require_same_layout(part.directory, part.manifest, part.plan, plan)
+        plans.append(plan)
+    # Nothing is written before all parts are checked. In each, the plan is replaced before the manifest.
     for part, plan in zip(parts, plans, strict=True):
-        _write(part, plan, tool_versions())
+        found = part.manifest
+        plan_sha256 = codec.write(plan, part.directory / manifest.PLAN_NAME)
+        numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
+        tools = {**found.tools, **tool_versions()}
+        renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
+        manifest.write(renewed, part.directory)
     return new
 
 
@@ -171,40 +181,12 @@ class _Part:
     directory: Path
     manifest: Manifest
     plan: Plan
-    """Of whatever version."""
-
-
-def _read(directory: Path) -> _Part:
-    return _Part(directory, manifest.read(directory), read_any_version(directory / manifest.PLAN_NAME))
-
-
-def _layers_of_stages(plan: Plan) -> str:
-    """As for ``--stages``; empty where a stage has no layers, or there are no stages."""
-    layers = plan.stages.layers if plan.stages is not None else ()
-    if any(first > last for first, last in layers):
-        return ""
-    return ",".join(f"{first}-{last}" for first, last in layers)
-
-
-def _stored(new: Plan, old: Plan) -> Plan:
-    """The plan for the directory of the same stage."""
-    if new.stages is None or old.stages is None:
-        return new
-    return replace(new, stages=replace(new.stages, own=old.stages.own))
-
-
-def _write(part: _Part, plan: Plan, versions: Mapping[str, str]) -> None:
-    """Replace the plan, and then the manifest."""
-    found = part.manifest
-    plan_sha256 = codec.write(plan, part.directory / manifest.PLAN_NAME)
-    numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
-    tools = {**found.tools, **versions}
-    renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
-    manifest.write(renewed, part.directory)
+    """The plan, of any version of the format."""
 
 
 def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan) -> None:
-    """The files themselves say which layout they have; what is in ``plan.json`` is not trusted for it."""
+    """Check that the files have the layout of the new plan. Their headers say so; ``plan.json`` is not
+    trusted."""
     layout = layout_sha256(new)
     if layout != layout_sha256(old):
         raise PlanError(

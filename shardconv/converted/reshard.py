@@ -1,4 +1,4 @@
-"""A converted directory for another number of ranks, file to file."""
+"""Reshard a converted directory for another number of ranks, file to file."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def reshard(
     outputs = prepared(out2, pp, overwrite=overwrite, source=out, options=write_options, tp=tp)
     found = derived.read(out, trust_remote_code=trust_remote_code)
 
+    # torch and transformers are imported once the arguments are known to be right.
     from .solved_again import resharded
 
     has_sequence_form = tp > 1 and derived.has_sequence_form(found.plan)

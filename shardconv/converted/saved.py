@@ -1,10 +1,9 @@
-"""The layout in which transformers saves a model: its parameters as the tensors of an ordinary checkpoint.
+"""Find the layout in which transformers saves a model: its parameters as tensors of an ordinary checkpoint.
 
-On loading, transformers renames, stacks and splits the tensors of a checkpoint; ``save_pretrained`` reverses
-that. What it does between the state dict and the files is done here, by the same functions of
-transformers, on tensors that only record it. These functions are not documented; they are what
-``save_pretrained`` has called, in this order, from 5.17 on, and nothing that is documented gives the
-layout without writing the model. They are used in this file and nowhere else.
+When transformers loads a checkpoint, it renames, stacks and splits tensors; ``save_pretrained`` reverses
+this. This file runs the same functions of transformers on tensors that only record the operations. The
+functions are not documented, but ``save_pretrained`` has called them in this order since 5.17, and no
+documented function gives the layout without writing the model. They are used only in this file.
 """
 
 from __future__ import annotations
@@ -46,13 +45,14 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from . import derived
 from .shards import Converted
 
-# The stored tensors of packed parameters, in the layout in which transformers saves the plain model.
+# Stored tensors of packed parameters follow the layout in which transformers saves the plain model.
 #
-# A stored tensor goes where its positions of the weight go. A layout that divides a step is refused.
+# A stored tensor is placed where its positions of the weight are placed. A layout that divides a step is an
+# error.
 
 
 def positions(name: str, dtype: str, shape: Shape) -> LazyTensor:
-    """A stand-in for a packed weight, whose elements are known by their positions in it."""
+    """Make a proxy for a packed weight, whose elements are identified by their positions in it."""
     leaf = FileLeaf(Path(name), 0, dtype, math.prod(shape))
     return lazy.from_leaf(leaf, shape)
 
@@ -60,14 +60,14 @@ def positions(name: str, dtype: str, shape: Shape) -> LazyTensor:
 def with_packed(
     saved: Mapping[str, LazyTensor], weights: Mapping[str, PackedWeight]
 ) -> dict[str, LazyTensor]:
-    """The tensors of a checkpoint, stored tensors in place of stand-ins.
+    """Return the tensors of a checkpoint, with stored tensors instead of proxies.
 
     Args:
-        saved: what ``saved.saved_tensors`` makes of the model with ``positions`` for its packed weights.
-        weights: the packed weights, by the names of their stand-ins.
+        saved: result of ``saved_tensors`` for the model with ``positions`` for its packed weights.
+        weights: packed weights by the names of their proxies.
 
     Raises:
-        SourceError: a step is divided.
+        SourceError: if a step is divided.
     """
     found: dict[str, LazyTensor] = {}
     for name, tensor in saved.items():
@@ -82,29 +82,25 @@ def with_packed(
 
 
 def _stored(name: str, saved: LazyTensor, weights: Mapping[str, PackedWeight]) -> dict[str, LazyTensor]:
-    """The stored tensors of a saved weight."""
-    of = weights[_owner(saved.pieces[0])]
-    if (
-        saved.shape == of.shape
-        and saved.pieces == positions(_owner(saved.pieces[0]), saved.dtype, of.shape).pieces
-    ):
-        return {
-            tensor_name(name, packed.name): _as_in_checkpoint(
-                name, of.tensors[packed.name], packed.checkpoint_shape
-            )
-            for packed in of.packing.tensors
-        }
-    return {
-        tensor_name(name, packed.name): _joined(name, saved, dict(_parts(name, packed.name, saved, weights)))
-        for packed in of.packing.tensors
-    }
+    """Return the stored tensors of a saved weight."""
+    owner = _owner(saved.pieces[0])
+    of = weights[owner]
+    is_unmoved = saved.shape == of.shape and saved.pieces == positions(owner, saved.dtype, of.shape).pieces
+    out = {}
+    for packed in of.packing.tensors:
+        if is_unmoved:
+            tensor = _as_in_checkpoint(name, of.tensors[packed.name], packed.checkpoint_shape)
+        else:
+            tensor = _joined(name, saved, dict(_parts(name, packed.name, saved, weights)))
+        out[tensor_name(name, packed.name)] = tensor
+    return out
 
 
 def _as_in_checkpoint(name: str, tensor: LazyTensor, shape: Shape) -> LazyTensor:
     if not shape:
         return tensor
     reshaped = lazy.reshape(tensor, shape)
-    if reshaped is None:  # columns of many ranks, of which flat memory has short runs
+    if reshaped is None:  # sharded columns are short runs in flat memory
         made = ComputedLeaf(name, lambda: read_tensor(tensor), tensor.dtype, math.prod(shape))
         reshaped = lazy.from_leaf(made, shape)
     return reshaped
@@ -115,7 +111,7 @@ class _Part:
     """A stored tensor of a packed parameter that is divided or joined on saving."""
 
     shape: Shape
-    """Of the weight."""
+    """Shape of the weight."""
     block: Shape
     """The tensor's step in each dim of the weight."""
     tensor: LazyTensor
@@ -124,7 +120,7 @@ class _Part:
 def _parts(
     name: str, part: str, saved: LazyTensor, weights: Mapping[str, PackedWeight]
 ) -> Iterator[tuple[str, _Part]]:
-    """One stored tensor of each packed parameter of which a saved weight consists."""
+    """Yield one stored tensor of each packed parameter in a saved weight."""
     for owner in dict.fromkeys(map(_owner, saved.pieces)):
         weight = weights[owner]
         packed = next((t for t in weight.packing.tensors if t.name == part), None)
@@ -134,7 +130,7 @@ def _parts(
 
 
 def _owner(piece: StridedBox) -> str:
-    """The parameter that a piece is of; of a computed one, none that has a name."""
+    """Return the parameter of a piece; empty for a computed one."""
     return str(piece.leaf.path) if isinstance(piece.leaf, FileLeaf) else ""
 
 
@@ -147,7 +143,16 @@ def _divided(name: str) -> SourceError:
 
 def _joined(name: str, saved: LazyTensor, parts: Mapping[str, _Part]) -> LazyTensor:
     dims = [_dims(name, piece, parts[_owner(piece)]) for piece in saved.pieces]
-    block = _block(name, saved, dims, parts)
+    # Blocks of the saved tensor have the sizes of the parameters' blocks, which must be the same in all of
+    # it.
+    lengths: list[set[int]] = [set() for _ in saved.shape]
+    for piece, mapped in zip(saved.pieces, dims, strict=True):
+        for index, dim in enumerate(mapped):
+            if dim is not None:
+                lengths[index].add(parts[_owner(piece)].block[dim])
+    if any(len(each) > 1 for each in lengths):
+        raise _divided(name)
+    block = tuple(max(each, default=1) for each in lengths)
     shape = tuple(-(-extent // length) for extent, length in zip(saved.shape, block, strict=True))
     placed = [
         _part(name, saved, piece, mapped, block, parts[_owner(piece)])
@@ -157,7 +162,7 @@ def _joined(name: str, saved: LazyTensor, parts: Mapping[str, _Part]) -> LazyTen
 
 
 def _dims(name: str, piece: StridedBox, of: _Part) -> list[int | None]:
-    """Of which dim of the parameter a piece has positions, for each of its own; None where it has one."""
+    """Map each dim of a piece to a dim of the parameter; None if it has one position."""
     strides = contiguous_strides(of.shape)
     by_stride = {stride: dim for dim, stride in enumerate(strides) if of.shape[dim] > 1}
     if any(n > 1 and s not in by_stride for n, s in zip(piece.shape, piece.strides, strict=True)):
@@ -165,22 +170,10 @@ def _dims(name: str, piece: StridedBox, of: _Part) -> list[int | None]:
     return [by_stride[s] if n > 1 else None for n, s in zip(piece.shape, piece.strides, strict=True)]
 
 
-def _block(name: str, saved: LazyTensor, dims: list[list[int | None]], parts: Mapping[str, _Part]) -> Shape:
-    """Sizes of the blocks of a saved tensor: those of the parameter's dims, the same in all of it."""
-    found: list[set[int]] = [set() for _ in saved.shape]
-    for piece, mapped in zip(saved.pieces, dims, strict=True):
-        for index, dim in enumerate(mapped):
-            if dim is not None:
-                found[index].add(parts[_owner(piece)].block[dim])
-    if any(len(lengths) > 1 for lengths in found):
-        raise _divided(name)
-    return tuple(max(lengths, default=1) for lengths in found)
-
-
 def _part(
     name: str, saved: LazyTensor, piece: StridedBox, dims: list[int | None], block: Shape, of: _Part
 ) -> tuple[LazyTensor, list[list[Range]]]:
-    """The factors of a piece, and where they are among those of the saved tensor."""
+    """Return the factors of a piece, and their positions among the factors of the saved tensor."""
     tensor, offset = of.tensor, piece.offset
     extents = {dim: n for dim, n in zip(dims, piece.shape, strict=True) if dim is not None}
     for dim, stride in enumerate(contiguous_strides(of.shape)):
@@ -199,7 +192,7 @@ def _part(
 
 
 def _blocks(name: str, span: Range, size: int, length: int) -> Range:
-    """The blocks of a stretch of a dim, which must begin and end between them."""
+    """Return the blocks of a range of a dim, which must begin and end between blocks."""
     start, stop = span
     if start % length or (stop % length and stop != size):
         raise _divided(name)
@@ -207,27 +200,30 @@ def _blocks(name: str, span: Range, size: int, length: int) -> Range:
 
 
 LazyWeights = Mapping[str, LazyTensor]
-"""Global parameters and persistent buffers by FQN; a tied one is the same object under each of its names."""
+"""Global parameters and persistent buffers by FQN. A tied tensor is one object under several names."""
 
 
 def model_of(spec: ModelSpec) -> Any:
-    """The model without numbers, as ``saved_tensors`` needs it."""
+    """Build the model without numbers for ``saved_tensors``."""
     return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
 
 
 def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:
-    """The tensors that ``model.save_pretrained`` would write, by name, in its order.
+    """Return the tensors that ``model.save_pretrained`` would write, by name, in its order.
 
     Args:
         model: from ``model_of``.
         weights: of the model.
 
     Raises:
-        SourceError: ``weights`` lack a parameter of the model, or transformers cannot save it.
+        SourceError: if ``weights`` lack a parameter of the model, or transformers cannot save it.
     """
+    state = dict(model.state_dict())
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
     try:
-        names = _names_to_save(model)
-    except Exception as error:  # it raises RuntimeError where it finds ties that the class does not declare
+        names = list(remove_tied_weights_from_state_dict(state, model))
+    except Exception as error:  # RuntimeError if it finds ties that the class does not declare
         raise _cannot_save(model, error) from error
     absent = [name for name in names if name not in weights]
     if absent:
@@ -240,25 +236,35 @@ def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:
             saved = revert_weight_conversion(model, recorded)
         except Exception as error:  # converters may raise anything
             raise _cannot_save(model, error) from error
-    return {name: _lazy(name, tensor) for name, tensor in saved.items()}
+    out = {}
+    for name, tensor in saved.items():
+        assert isinstance(tensor, RecordedTensor), f"{name} is made of no parameter"
+        assert not tensor.absent
+        out[name] = tensor.lazy
+    return out
 
 
 def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Mapping[str, str]) -> None:
-    """Check that transformers loads what it saves of the model, to the same parameters byte for byte.
+    """Check that transformers loads the model that it saves, with the same parameters byte for byte.
 
-    Saving and loading run on tensors that only record it. Where elements are only moved, the record says
-    where each one came from. Computations are run on random bytes, once for all layers alike.
+    Saving and loading run on tensors that only record the operations. If elements are only moved, the record
+    says where each one came from. Computations run on random bytes, once for all layers that are alike.
 
     Args:
         spec: of the model.
         model: from ``model_of``.
-        weights: of the model; only their dtypes and shapes count.
+        weights: of the model. Only their dtypes and shapes are used.
         tied: other names of parameters -> their first names.
 
     Raises:
-        SourceError: a parameter would become another one, or a name would be missing or unexpected.
+        SourceError: if a parameter would change, or a name would be missing or unexpected.
     """
-    made = {name: _probe(name, lazy) for name, lazy in weights.items() if name not in tied}
+    made = {}
+    for name, weight in weights.items():
+        if name not in tied:
+            count = torch.Size(weight.shape).numel()
+            leaf = ComputedLeaf(name, _random(name, weight.dtype, weight.shape), weight.dtype, count)
+            made[name] = from_leaf(leaf, weight.shape)
     probes = {name: made[tied.get(name, name)] for name in weights}
     found, info = _load(spec, saved_tensors(model, probes))
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -271,14 +277,6 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
     _require_none(spec, changed, "parameters that differ")
 
 
-def _names_to_save(model: Any) -> list[str]:
-    """The names in the state dict that are saved: of tied ones, one."""
-    state = dict(model.state_dict())
-    for name in model._keys_to_ignore_on_save or ():
-        state.pop(name, None)
-    return list(remove_tied_weights_from_state_dict(state, model))
-
-
 def _cannot_save(model: Any, error: Exception) -> SourceError:
     version = transformers.__version__
     return SourceError(
@@ -286,14 +284,8 @@ def _cannot_save(model: Any, error: Exception) -> SourceError:
     )
 
 
-def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
-    assert isinstance(tensor, RecordedTensor), f"{name} is made of no parameter"
-    assert not tensor.absent
-    return tensor.lazy
-
-
 def _load(spec: ModelSpec, saved: LazyWeights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-    """The state dict that transformers makes of a checkpoint, and its report on missing and other keys."""
+    """Return the state dict that transformers makes from a checkpoint, and its loading info."""
     with without_library_logging(), recording(dict(saved)) as checkpoint:
         try:
             model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
@@ -323,12 +315,6 @@ def _require_none(spec: ModelSpec, names: Iterable[Any], what: str) -> None:
         raise SourceError(f"{_not_loaded(spec)}: {len(found)} {what}, as {found[0]}; {_REMEDY}")
 
 
-def _probe(name: str, lazy: LazyTensor) -> LazyTensor:
-    """A tensor that says where its elements come from, and has random bytes if it must have some."""
-    count = torch.Size(lazy.shape).numel()
-    return from_leaf(ComputedLeaf(name, _random(name, lazy.dtype, lazy.shape), lazy.dtype, count), lazy.shape)
-
-
 def _random(name: str, dtype: str, shape: Shape) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
         wanted = getattr(torch, dtype)
@@ -343,65 +329,63 @@ def _random(name: str, dtype: str, shape: Shape) -> Callable[[], torch.Tensor]:
 
 
 class _Comparison:
-    """Compares loaded tensors with their probes."""
+    """Compare loaded tensors with the tensors that were saved."""
 
     def __init__(self) -> None:
         self._computed: dict[tuple[object, ...], bool] = {}
 
     def __call__(self, name: str, probe: LazyTensor, loaded: torch.Tensor | None) -> bool:
-        """Whether ``loaded`` is the parameter that ``probe`` stands for, byte for byte."""
+        """Return whether ``loaded`` has the same bytes as the parameter ``probe``."""
         if not isinstance(loaded, RecordedTensor) or loaded.absent:
             return False
         found = loaded.lazy
         if (found.dtype, found.shape) != (probe.dtype, probe.shape):
             return False
-        if _is_unmoved(probe, found):
+        strides = contiguous_strides(found.shape)
+        leaves = {piece.leaf for piece in probe.pieces}
+        is_unmoved = all(
+            piece.leaf in leaves
+            and piece.offset == sum(a * b for a, b in zip(piece.start, strides, strict=True))
+            and all(n == 1 or a == b for a, b, n in zip(piece.strides, strides, piece.shape, strict=True))
+            for piece in found.pieces
+        )
+        if is_unmoved:
             return True
         kind = (re.sub(r"\d+", "#", name), found.dtype, found.shape)
-        if kind not in self._computed:
-            self._computed[kind] = _are_equal(probe, found)
+        if kind not in self._computed:  # layers that are alike are compared once
+            a, b = (read_tensor(tensor).reshape(-1).view(torch.uint8) for tensor in (probe, found))
+            self._computed[kind] = torch.equal(a, b)
         return self._computed[kind]
 
 
-def _is_unmoved(probe: LazyTensor, found: LazyTensor) -> bool:
-    """Whether each element is where it was."""
-    strides = contiguous_strides(found.shape)
-    leaves = {piece.leaf for piece in probe.pieces}
-    return all(
-        piece.leaf in leaves
-        and piece.offset == sum(a * b for a, b in zip(piece.start, strides, strict=True))
-        and all(n == 1 or a == b for a, b, n in zip(piece.strides, strides, piece.shape, strict=True))
-        for piece in found.pieces
-    )
-
-
-def _are_equal(probe: LazyTensor, found: LazyTensor) -> bool:
-    a, b = (read_tensor(tensor).reshape(-1).view(torch.uint8) for tensor in (probe, found))
-    return torch.equal(a, b)
-
-
-# What a converted directory holds, as the tensors of an ordinary checkpoint.
-
-
 def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, LazyTensor], int]:
-    """The tensors that transformers would save, in its order, and the number of parameters of the model.
+    """Return the tensors that transformers would save, in its order, and the number of parameters.
 
     Args:
         found: the directory.
         spec: of its model.
 
     Raises:
-        SourceError: a stored tensor would not be saved, or would be loaded as another one.
+        SourceError: if a stored tensor would not be saved, or would change when it is loaded.
     """
     model = model_of(spec)
     state = model.state_dict()
     tensors = derived.weights_of(found)
-    packed = _packed(found, tensors)
+    packed = {
+        name: PackedWeight(
+            global_shape(entry),
+            entry.packing,
+            {tensor.name: tensors[tensor_name(name, tensor.name)] for tensor in entry.packing.tensors},
+        )
+        for name, entry in parameter_plans(found.plan).items()
+        if entry.packing is not None
+    }
     stored = {tensor_name(name, part) for name, weight in packed.items() for part in weight.tensors}
     weights = {name: tensor for name, tensor in tensors.items() if name not in stored}
-    weights |= {name: _stand_in(name, weight, state) for name, weight in packed.items()}
+    for name, weight in packed.items():
+        dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
+        weights[name] = positions(name, dtype, weight.shape)
     weights |= {alias: weights[name] for alias, name in found.plan.tied}
-    # Raises ``SourceError`` if some weights would be left out.
     extra = sorted(set(weights) - set(state))
     if extra:
         raise SourceError(
@@ -410,26 +394,5 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
         )
     require_loadable(spec, model, weights, dict(found.plan.tied))
     saved = with_packed(saved_tensors(model, weights), packed)
-    return {name: _in_bands(name, tensor) for name, tensor in saved.items()}, model.num_parameters()
-
-
-def _in_bands(name: str, tensor: LazyTensor) -> LazyTensor:
-    return gathered(name, tensor) if is_interleaved(tensor) else tensor
-
-
-def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, PackedWeight]:
-    """The packed parameters."""
-    return {
-        name: PackedWeight(
-            global_shape(entry),
-            entry.packing,
-            {tensor.name: weights[tensor_name(name, tensor.name)] for tensor in entry.packing.tensors},
-        )
-        for name, entry in parameter_plans(found.plan).items()
-        if entry.packing is not None
-    }
-
-
-def _stand_in(name: str, weight: PackedWeight, state: Mapping[str, Any]) -> LazyTensor:
-    dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
-    return positions(name, dtype, weight.shape)
+    in_bands = {n: gathered(n, t) if is_interleaved(t) else t for n, t in saved.items()}
+    return in_bands, model.num_parameters()

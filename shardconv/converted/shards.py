@@ -1,4 +1,4 @@
-"""A converted directory read back: each rank's tensors, and the global ones assembled of them, all lazy."""
+"""Read a converted directory: each rank's tensors, and global tensors assembled from them, all lazy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
-from shardconv_runtime.format.manifest import FileEntry, Manifest
+from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 from shardconv_runtime.format.shard_files import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, gather_index, group_of
@@ -25,46 +25,47 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """The positions of a rank's tensor that the global one is assembled of.
+    """The positions of a rank's tensor that are used to assemble the global tensor.
 
     Positions that several ranks hold belong to the part of one of them.
     """
 
     rank: int
     tensor: LazyTensor
-    """Local: these positions, laid end to end."""
+    """Local tensor with these positions, end to end."""
     ranges: Sequence[Sequence[Range]]
-    """For each dim, their global positions, in order; no range is empty."""
+    """For each dim, the global positions, in order. No range is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A complete converted directory, its sizes and headers checked."""
+    """A complete converted directory with checked sizes and headers."""
 
     directory: Path
     manifest: Manifest
     plan: Plan
     tensors: Mapping[int | None, Mapping[str, LazyTensor]]
-    """Local tensors in the files of each rank, by FQN; those of ``common/`` under None."""
+    """Local tensors in the files of each rank, by FQN; tensors in ``common/`` under None."""
     stages: tuple[Manifest, ...] = ()
-    """The manifests of the stages that it was put together of; ``manifest`` is that of the first."""
+    """Manifests of the stages, if it was assembled from stages; ``manifest`` is the first one."""
 
     def weights(self) -> dict[str, LazyTensor]:
-        """All stored tensors, global: parameters and persistent buffers by FQN, and factors of blocks."""
+        """Return all stored tensors, global: parameters and persistent buffers by FQN, and factors of
+        blocks."""
         return {name: self.weight(name, entry) for name, entry in stored_plans(self.plan).items()}
 
     def parts(self, name: str, entry: ParameterPlan) -> Iterator[OwnedPart]:
-        """The parts of a tensor that is not common; together they cover the global one once."""
+        """Yield the parts of a tensor that is not common. Together they cover the global tensor once."""
         owned = [_owned(dim, self.plan.mesh) for dim in entry.dims]
         for cell in product(*(part.items() for part in owned)):
-            rank = sum(member for member, _ in cell)  # each has coordinates on axes of its dim only
+            rank = sum(member for member, _ in cell)  # each member has coordinates only on axes of its dim
             tensor = self.tensors[rank][name]
             for dim, (_, (held, _)) in enumerate(cell):
                 tensor = lazy.take(tensor, dim, held)
             yield OwnedPart(rank, tensor, [positions for _, (_, positions) in cell])
 
     def weight(self, name: str, entry: ParameterPlan) -> LazyTensor:
-        """A stored tensor, global."""
+        """Return a stored tensor, global."""
         if is_common(entry):
             return self.tensors[None][name]
         parts = ((part.tensor, part.ranges) for part in self.parts(name, entry))
@@ -72,7 +73,8 @@ class Converted:
 
 
 def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
-    """For ranks that differ on the dim's axes only: local positions to take, and their global positions.
+    """For ranks that differ only on the dim's axes, return the local positions to take and their global
+    positions.
 
     A position that several ranks hold is taken from one of them.
     """
@@ -88,19 +90,26 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
 
 
 def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
-    """Open a converted directory; one of several stages is read as a model without.
+    """Open a converted directory. Stages are assembled to a model without stages.
 
     Args:
-        directory: as ``convert`` writes it.
-        may_be_damaged: open files of right headers and sizes whatever bytes they have.
+        directory: written by ``convert``.
+        may_be_damaged: open files with the right headers and sizes without checking samples of their bytes.
 
     Raises:
-        CheckpointError: it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: the plan is malformed, or the directory is that of one stage.
+        CheckpointError: if it is not complete, or a file is missing, truncated or another conversion's.
+        PlanError: if the plan is malformed, or the directory is that of one stage.
     """
     path = Path(directory)
     if stage_directories(path):
-        return _joined(read_stages(path, may_be_damaged=may_be_damaged))
+        stages = read_stages(path, may_be_damaged=may_be_damaged)
+        first = stages[0]  # its config and other small files are those of the model
+        tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
+        for stage in stages:
+            for rank, held in stage.tensors.items():
+                tensors[rank].update(held)
+        manifests = tuple(stage.manifest for stage in stages)
+        return Converted(first.directory, first.manifest, first.plan, tensors, manifests)
     found = _read(path, may_be_damaged)
     if found.plan.stages is not None:
         raise PlanError(
@@ -114,7 +123,7 @@ def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
     """Open the directories of all stages, each with the plan of all, and tensors by the first of their names.
 
     Args:
-        path: that holds them; of a model without stages, this one alone is opened.
+        path: directory of all stages, or of a model without stages.
         may_be_damaged: see ``read``.
 
     Raises:
@@ -141,24 +150,14 @@ def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
     return found
 
 
-def _joined(stages: Sequence[Converted]) -> Converted:
-    """The stages of a model as one directory, with the config and other small files of the first one."""
-    first = stages[0]
-    tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
-    for stage in stages:
-        for rank, held in stage.tensors.items():
-            tensors[rank].update(held)
-    manifests = tuple(stage.manifest for stage in stages)
-    return Converted(first.directory, first.manifest, first.plan, tensors, manifests)
-
-
 def of_all_stages(plan: Plan) -> Plan:
-    """The plan of a stage's directory as one of all of them; without stages, the plan itself."""
+    """Return the plan of a stage's directory as the plan of all stages. Plans without stages do not
+    change."""
     return plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=None))
 
 
 def _read(path: Path, may_be_damaged: bool) -> Converted:
-    """One directory, of a model or of a stage."""
+    """Open one directory, of a model or of a stage."""
     found = manifest.read(path)
     plan = manifest.read_plan(path, found)
     for rank in range(found.tp):
@@ -169,34 +168,26 @@ def _read(path: Path, may_be_damaged: bool) -> Converted:
         if entry.path.endswith(".safetensors"):
             if entry.sample and not may_be_damaged:
                 check_sample(manifest.resolve(path, entry.path), entry.sample)
-            for name, tensor in _read_file(path, entry, found.tp, layout):
+            file = manifest.resolve(path, entry.path)
+            checked = manifest.check_shard(file, entry.rank, found.tp, layout)
+            shard = ShardFile(file, entry.num_bytes, checked)
+            for name, tensor in shard.tensors.items():
+                if tensor.dtype not in TORCH_NAME:
+                    raise CheckpointError(
+                        f"{path}: {entry.path}: {name} has a dtype that torch lacks: {tensor.dtype}"
+                    )
                 if name in tensors[entry.rank]:
                     raise CheckpointError(f"{path}: {entry.path} has {name}, and so has another file")
-                tensors[entry.rank][name] = tensor
-    _require_all(path, plan, tensors)
-    return Converted(path, found, plan, tensors)
-
-
-def _read_file(path: Path, entry: FileEntry, tp: int, layout: str) -> Iterator[tuple[str, LazyTensor]]:
-    file = manifest.resolve(path, entry.path)
-    shard = ShardFile(file, entry.num_bytes, manifest.check_shard(file, entry.rank, tp, layout))
-    for name, tensor in shard.tensors.items():
-        if tensor.dtype not in TORCH_NAME:
-            raise CheckpointError(
-                f"{path}: {entry.path}: {name} has a dtype that torch lacks: {tensor.dtype}"
-            )
-        yield name, lazy.stored(shard.path, shard.start, shard.tensors[name])
-
-
-def _require_all(path: Path, plan: Plan, tensors: Mapping[int | None, Mapping[str, LazyTensor]]) -> None:
-    for name, entry in stored_plans(plan).items():
-        for rank in (None,) if is_common(entry) else range(plan.tp):
-            found = tensors[rank].get(name)
-            expected = (entry.dtype, local_shape(entry, plan.mesh, rank or 0))
-            if found is None or (found.dtype, found.shape) != expected:
-                held = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                where = "common/" if rank is None else f"the files of rank {rank}"
+                tensors[entry.rank][name] = lazy.stored(shard.path, shard.start, tensor)
+    for name, planned in stored_plans(plan).items():
+        for owner in (None,) if is_common(planned) else range(plan.tp):
+            stored = tensors[owner].get(name)
+            expected = (planned.dtype, local_shape(planned, plan.mesh, owner or 0))
+            if stored is None or (stored.dtype, stored.shape) != expected:
+                held = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
+                where = "common/" if owner is None else f"the files of rank {owner}"
                 raise CheckpointError(
                     f"{path}: {where} should hold {name} as {expected[0]} {list(expected[1])}, "
                     f"and hold {held}; copy the directory again, or convert the model again"
                 )
+    return Converted(path, found, plan, tensors)

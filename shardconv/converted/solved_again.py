@@ -1,4 +1,4 @@
-"""Solving the model of a converted directory again, for ``reshard``, ``replan`` and adapters."""
+"""Solve the model of a converted directory again, for ``reshard`` and ``replan``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .shards import Converted
 
 
 def solved_again(spec: ModelSpec, old: Plan, options: SolveOptions, tell: Callable[[str], None]) -> Plan:
-    """The plan of a model whose weights are packed as another plan of it says."""
+    """Return a new plan of a model whose weights stay packed like in the old plan."""
     solved = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
     return with_packed_notes(with_packings(solved, packings_of(old)), spec.quantization)
 
@@ -40,7 +40,7 @@ def resharded(
     write_options: WriteOptions,
     progress: Progress,
 ) -> Plan:
-    """Solve a converted directory for other ranks and write their shards; see ``reshard.reshard``."""
+    """Solve a converted directory for other ranks and write their shards. See ``reshard.reshard``."""
     origin = Origin(
         found.manifest.source,
         derived.identity(found),
@@ -55,23 +55,19 @@ def resharded(
     def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
 
-    gathered_weights = _gathered(weights, solved)
+    # Weights that are interleaved on some rank of the new plan are read in bands.
+    gathered_weights = dict[str, LazyTensor]()
+    for name, entry in stored_plans(solved).items():
+        lazy = weights[name]
+        parts = (shard(entry, lazy, solved.mesh, rank) for rank in range(solved.tp))
+        gathered_weights[name] = gathered(name, lazy) if any(map(is_interleaved, parts)) else lazy
     write_to(outputs, solved, gathered_weights, origin.source, write_options, write_one, progress.stage)
     return solved
 
 
-def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTensor]:
-    """The weights, those in bands that are interleaved on some rank of the new plan."""
-    return {
-        name: gathered(name, weights[name])
-        if any(is_interleaved(shard(entry, weights[name], new.mesh, rank)) for rank in range(new.tp))
-        else weights[name]
-        for name, entry in stored_plans(new).items()
-    }
-
-
 def _require_same_tensors(found: Converted, weights: Mapping[str, LazyTensor], new: Plan) -> None:
-    """All that is stored is in the new plan, of its dtype: one of other versions might cast or leave out."""
+    """Check that the new plan has all stored tensors, in their dtypes. Other versions might cast or leave
+    some out."""
     wanted = stored_plans(new)
     first = dict(found.plan.tied)  # a tied tensor is kept under any of its names
     kept = {first.get(name, name) for name in wanted if name in weights}

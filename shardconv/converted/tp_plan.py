@@ -1,9 +1,9 @@
-"""A plan as a transformers ``tp_plan``: ``{"model.layers.*.mlp.up_proj": "colwise", ...}``.
+"""Translate a plan to a transformers ``tp_plan``: ``{"model.layers.*.mlp.up_proj": "colwise", ...}``.
 
-Every module and parameter gets the style that does exactly the same as the plan, or the plan is refused: a
-rule that is nearly right gives wrong numbers. A ``tp_plan`` changes no attributes, gives each rank one equal
-block of a dim (or of each half of it), has one rule for all layers, and all ranks take part in each
-collective.
+Every module and parameter gets the style that does exactly the same as the plan. If there is none, an error
+is raised, since a rule that is almost right gives wrong numbers. A ``tp_plan`` changes no attributes, gives
+each rank one equal block of a dim (or of each half of it), has one rule for all layers, and all ranks take
+part in each collective.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from ..planning.solution import inference_only
 from .tp_styles import IDENTITIES, LEAVE_ALONE, EvenShards, Inexpressible, PlannedModule
 
 SHOWN_PROBLEMS = 4
-"""How many modules an error names."""
+"""Most modules that an error names."""
 
 _Held = tuple[tuple[Range, ...], ...]
 """The positions of a dim that each rank holds."""
@@ -57,21 +57,20 @@ _UNPLANNED = ModulePlan((), "boundary")
 
 
 def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """The rules that make transformers' own tensor parallelism do exactly the same as the plan.
+    """Return the rules with which transformers' own tensor parallelism does exactly the same as the plan.
 
-    They are for ``DistributedConfig(tp_size=plan.tp, tp_plan=rules)``. Recent versions of transformers
-    add them to the rules that the model's class has; where the plan leaves such a module alone, a rule
-    says so.
+    They are for ``DistributedConfig(tp_size=plan.tp, tp_plan=rules)``. Recent versions of transformers add
+    them to the rules of the model's class. If the plan does not change such a module, a rule says so.
 
     Args:
         plan: solved for this model.
         model: its parameters may be on the meta device; see ``skeleton``.
 
     Returns:
-        The style of each name, ``*`` standing for any layer number; empty for one rank.
+        The style of each name, in which ``*`` is any layer number; empty for one rank.
 
     Raises:
-        PlanError: something in the plan has no counterpart; the message names the first such modules.
+        PlanError: if something in the plan has no counterpart. The message names the first such modules.
     """
     if plan.experts == "ep":
         raise PlanError(
@@ -89,7 +88,7 @@ def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def to_json(rules: Mapping[str, str]) -> str:
-    """The rules as JSON text, in the order of the model's modules."""
+    """Return the rules as JSON text, in the order of the model's modules."""
     return json.dumps(rules, indent=2) + "\n"
 
 
@@ -101,15 +100,15 @@ def skeleton(
     trust_remote_code: bool = False,
     tied: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Build a model from its config alone, its parameters on the meta device.
+    """Build a model from its config, with parameters on the meta device.
 
     Args:
         model: directory, Hub id or config object.
         hub, dtype, trust_remote_code: how to read it, see ``checkpoint.resolve``.
-        tied: of a plan; None: as the class and the config say.
+        tied: ties of a plan; by default those of the class and the config.
 
     Raises:
-        ShardconvError: the model cannot be found or built, or its weights are quantized.
+        ShardconvError: if the model cannot be found or built, or its weights are quantized.
     """
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.quantization is not None:
@@ -118,7 +117,7 @@ def skeleton(
 
 
 class _Translation:
-    """One plan and the model that it is for."""
+    """The translation of one plan and its model."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self._plan = plan = inference_only(plan)  # transformers has its own gradients
@@ -132,17 +131,29 @@ class _Translation:
         self._known: dict[Dim, _Held] = {}
 
     def rules(self) -> dict[str, str]:
-        """The rules that do the same as the plan.
+        """Return the rules that do the same as the plan.
 
         Raises:
             PlanError: see ``tp_plan``.
         """
         found: dict[str, set[str | None]] = {}
-        problems = {_starred(name): why for name, why in self._unnameable()}
+        problems: dict[str, str] = {}
+        for path in sorted(self._entries.keys() - self._modules.keys()):
+            problems[_starred(path)] = "it is one module under two names"
+        for name in sorted(self._parameters.keys() - self._names):
+            if any(map(axes_of, self._parameters[name].dims)):
+                problems[_starred(name)] = "it is sharded, but not a parameter, or one under two names"
         for path, module in self._modules.items():
             try:
-                for name, style in self._translated(path, module):
-                    found.setdefault(_starred(name), set()).add(style)
+                style, parameters = self._planned(path, module).styles()
+                for needed in (style, *parameters.values()):
+                    if needed is not None and needed not in ALL_PARALLEL_STYLES:
+                        raise Inexpressible(
+                            f'it needs the style "{needed}", which the installed transformers lacks'
+                        )
+                found.setdefault(_starred(path), set()).add(style)
+                for name, rule in parameters.items():
+                    found.setdefault(_starred(_joined(path, name)), set()).add(rule)
             except Inexpressible as why:
                 problems.setdefault(_starred(path), str(why))
         for name, styles in found.items():
@@ -150,11 +161,16 @@ class _Translation:
                 needed = " or ".join(sorted(style or "none" for style in styles))
                 problems.setdefault(name, f"one style is for all layers, and they need {needed}")
         if problems:
-            raise PlanError(_refusal(problems, self._plan.tp))
+            shown = [f"{name or 'the model'}: {why}" for name, why in problems.items()][:SHOWN_PROBLEMS]
+            more = f"; and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+            raise PlanError(
+                f"a tp_plan cannot express this plan for {self._plan.tp} ranks: {'; '.join(shown)}{more}; "
+                "use shardconv convert, or another number of ranks"
+            )
         return {name: style for name, (style,) in found.items() if style is not None}
 
     def left_alone(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """Rules in place of those of the model's class that ``rules`` lack."""
+        """Return rules for names of the class's own rules that ``rules`` lack."""
         parameters, modules = set(map(_starred, self._names)), set(map(_starred, self._modules))
         alone = next(style for style in LEAVE_ALONE if style in ALL_PARALLEL_STYLES)
         out: dict[str, str] = {}
@@ -163,24 +179,6 @@ class _Translation:
                 owner = rules.get(name.rpartition(".")[0]) if name in parameters else None
                 out[name] = owner or (style if style in IDENTITIES else alone)
         return out
-
-    def _unnameable(self) -> Iterator[tuple[str, str]]:
-        """Entries of the plan that no rule can name."""
-        for path in sorted(self._entries.keys() - self._modules.keys()):
-            yield path, "it is one module under two names"
-        for name in sorted(self._parameters.keys() - self._names):
-            if any(map(axes_of, self._parameters[name].dims)):
-                yield name, "it is sharded, but not a parameter, or one under two names"
-
-    def _translated(self, path: str, module: nn.Module) -> Iterator[tuple[str, str | None]]:
-        """The names and styles of a module and of its own parameters."""
-        style, parameters = self._planned(path, module).styles()
-        for needed in (style, *parameters.values()):
-            if needed is not None and needed not in ALL_PARALLEL_STYLES:
-                raise Inexpressible(f'it needs the style "{needed}", which the installed transformers lacks')
-        yield path, style
-        for name, rule in parameters.items():
-            yield _joined(path, name), rule
 
     def _planned(self, path: str, module: nn.Module) -> PlannedModule:
         entry = self._entries.get(path, _UNPLANNED)
@@ -203,7 +201,7 @@ class _Translation:
         return found
 
     def _sharding(self, name: str, found: ParameterPlan) -> EvenShards | None:
-        """How a parameter is sharded; None if it is replicated."""
+        """Return how a parameter is sharded; None if it is replicated."""
         if found.partial:
             raise Inexpressible(f"{name} has its values on one rank and zeros on the others")
         sharded = [i for i, dim in enumerate(found.dims) if axes_of(dim)]
@@ -214,14 +212,17 @@ class _Translation:
         return EvenShards(len(found.dims) - sharded[0], self._is_of_halves(name, found.dims[sharded[0]]))
 
     def _is_of_halves(self, name: str, dim: Dim) -> bool:
-        """Whether each rank holds an equal block of each half of the dim; else one of the dim.
+        """Return whether each rank holds an equal block of each half of the dim (True), or of the dim
+        (False).
 
         Raises:
-            Inexpressible: it holds something else.
+            Inexpressible: if it holds something else.
         """
-        held = self._held(dim)
+        held, tp = self._held(dim), self._plan.tp
         for parts in (1, 2):
-            if held == _blocks(size(dim), parts, self._plan.tp):
+            block, rest = divmod(size(dim), parts * tp)
+            starts = [[(part * tp + rank) * block for part in range(parts)] for rank in range(tp)]
+            if not rest and held == tuple(tuple((s, s + block) for s in row) for row in starts):
                 return parts == 2
         counts = {sum(stop - start for start, stop in part) for part in held}
         if len(set(held)) < len(held):
@@ -239,7 +240,7 @@ class _Translation:
         return self._known[dim]
 
     def _check_step(self, step: Boundary, sharded: set[_Held]) -> None:
-        """A style's steps are over all ranks, and about the dim that its parameters are sharded in."""
+        """Check that a step is over all ranks, and about the dim in which the parameters are sharded."""
         if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
             raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
         layout = layout_of(step)
@@ -247,12 +248,14 @@ class _Translation:
             raise Inexpressible(f"the {step.op} at {step.slot} is of a dim that none of its parameters has")
 
     def _check_loading(self, fqn: str, sharding: EvenShards, num_dims: int) -> None:
-        """A parameter that a checkpoint stores in another form is sharded right.
+        """Check that a parameter is sharded right if a checkpoint stores it in another form.
 
-        transformers takes a rank's shard of the stored tensors, before it makes the parameter of them.
+        transformers takes a rank's shard of the stored tensors before it makes the parameter from them.
         """
         for converter in self._converters:
-            if _makes(converter, fqn) and not _keeps_shards(converter, sharding, num_dims):
+            patterns = [re.sub(r"\\\d|\*", ".*", target.strip("^$")) for target in converter.target_patterns]
+            may_make_it = any(re.search(pattern, fqn) for pattern in patterns)
+            if may_make_it and not _keeps_shards(converter, sharding, num_dims):
                 stored = " and ".join(converter.source_patterns)
                 raise Inexpressible(
                     f"transformers takes a rank's shard of {stored} before it makes {fqn.rpartition('.')[2]} "
@@ -260,17 +263,12 @@ class _Translation:
                 )
 
 
-def _makes(converter: Any, fqn: str) -> bool:
-    """Whether a conversion may make a parameter."""
-    patterns = [re.sub(r"\\\d|\*", ".*", target.strip("^$")) for target in converter.target_patterns]
-    return any(re.search(pattern, fqn) for pattern in patterns)
-
-
 def _keeps_shards(converter: Any, sharding: EvenShards, num_dims: int) -> bool:
-    """Whether converting the shards of the stored tensors gives the shard of the parameter.
+    """Return whether converting the shards of the stored tensors gives the shard of the parameter.
 
-    It does where tensors are laid end to end in a dim that is not sharded, and where they are stacked: each
-    rank gets one block of a dim of a stack, and of two stacks laid end to end a block of each half.
+    It does if tensors are concatenated in a dim that is not sharded, and if they are stacked: each rank gets
+        one block
+    of a dim of a stack, and a block of each half of two stacks that are concatenated.
     """
     dim = num_dims - sharding.from_end
     stacks = [op for op in converter.operations if isinstance(op, MergeModulelist)]
@@ -283,7 +281,7 @@ def _keeps_shards(converter: Any, sharding: EvenShards, num_dims: int) -> bool:
 
 
 def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
-    """Raises ``Inexpressible`` for an entry that no style can express."""
+    """Raise ``Inexpressible`` for an entry that no style can express."""
     if entry.edits:
         edit = entry.edits[0]
         local = " or ".join(map(str, sorted(set(edit.local))))
@@ -298,26 +296,8 @@ def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
             raise Inexpressible(f"{step.op} at {step.slot}, and styles act on the first input and the output")
 
 
-def _blocks(total: int, parts: int, tp: int) -> _Held | None:
-    """The positions of each rank, of a dim in equal parts that are sharded in equal blocks."""
-    block, rest = divmod(total, parts * tp)
-    if rest:
-        return None
-    starts = [[(part * tp + rank) * block for part in range(parts)] for rank in range(tp)]
-    return tuple(tuple((start, start + block) for start in row) for row in starts)
-
-
-def _refusal(problems: Mapping[str, str], tp: int) -> str:
-    shown = [f"{name or 'the model'}: {why}" for name, why in problems.items()][:SHOWN_PROBLEMS]
-    more = f"; and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
-    return (
-        f"a tp_plan cannot express this plan for {tp} ranks: {'; '.join(shown)}{more}; "
-        "use shardconv convert, or another number of ranks"
-    )
-
-
 def _starred(name: str) -> str:
-    """The name as rules have it."""
+    """Return the name in the form of rules, with stars for layer numbers."""
     out: str = replace_layer_number_by_wildcard(name)
     return out
 
@@ -326,10 +306,10 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-# A plan as boxes: for each parameter and rank, which part of the global tensor the rank holds, as JSON.
+# A plan as boxes, in JSON: the parts of each global tensor that the ranks hold.
 #
-# For programs that move weights between processes that are sharded in different ways, such as from training
-# to inference. ``docs/plan-format.md`` has the format.
+# This is for programs that move weights between processes with different sharding, such as from training to
+# inference. ``docs/plan-format.md`` describes the format.
 
 
 FORMAT = "shardconv.shards"
@@ -337,46 +317,37 @@ VERSION = 1
 
 
 def shard_boxes(plan: Plan) -> dict[str, Any]:
-    """The document: ``parameters`` has dtype, global shape, and the shards of all ranks by name.
+    """Return the document: ``parameters`` has dtype, global shape, and the shards of all ranks by name.
 
-    A packed parameter is there as its stored tensors, by the names that they have in a converted directory.
+    A packed parameter is there as its stored tensors, with their names in a converted directory.
     """
+    parameters = {}
+    for name, entry in stored_plans(plan).items():
+        shards = []
+        for rank in range(plan.tp):
+            boxes = [
+                {
+                    "offsets": list(box.offsets),
+                    "sizes": list(box.sizes),
+                    "local_offsets": list(box.local_offsets),
+                }
+                for box in held_boxes(entry, plan.mesh, rank, full_window(entry, plan.mesh, rank))
+            ]
+            shards.append({"shape": list(local_shape(entry, plan.mesh, rank)), "boxes": boxes})
+        parameters[name] = {"dtype": entry.dtype, "shape": list(global_shape(entry)), "ranks": shards}
     return {
         "format": FORMAT,
         "version": VERSION,
         "tp": plan.tp,
         "tied": dict(plan.tied),
-        "parameters": {name: _parameter(plan, entry) for name, entry in stored_plans(plan).items()},
+        "parameters": parameters,
     }
 
 
 def dumps(plan: Plan) -> str:
-    """The document as text, one parameter in each line."""
+    """Return the document as text, with one parameter in each line."""
     found = shard_boxes(plan)
     parameters = found.pop("parameters")
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
     each = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in parameters.items()]
     return "{\n" + ",\n".join(lines) + ',\n  "parameters": {\n' + ",\n".join(each) + "\n  }\n}\n"
-
-
-def _parameter(plan: Plan, entry: ParameterPlan) -> dict[str, Any]:
-    return {
-        "dtype": entry.dtype,
-        "shape": list(global_shape(entry)),
-        "ranks": [_shard(plan, entry, rank) for rank in range(plan.tp)],
-    }
-
-
-def _shard(plan: Plan, entry: ParameterPlan, rank: int) -> dict[str, Any]:
-    boxes = held_boxes(entry, plan.mesh, rank, full_window(entry, plan.mesh, rank))
-    return {
-        "shape": list(local_shape(entry, plan.mesh, rank)),
-        "boxes": [
-            {
-                "offsets": list(box.offsets),
-                "sizes": list(box.sizes),
-                "local_offsets": list(box.local_offsets),
-            }
-            for box in boxes
-        ],
-    }

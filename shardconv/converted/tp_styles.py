@@ -1,8 +1,8 @@
-"""The styles of a transformers ``tp_plan`` as tables, and the style that a module needs.
+"""Tables of the styles of a transformers ``tp_plan``, and the choice of a module's style.
 
-A style says how each parameter of a module is sharded, and which steps run on the module's input and
-output. Each is a row of a table here, in a plan's words, as transformers runs it at inference.
-A module gets the style whose row equals its entry in the plan.
+A style determines how each parameter of a module is sharded, and which steps run on the module's input and
+output. Each style is a row of a table, in terms of a plan, for inference. A module gets the style whose row
+equals its entry in the plan.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 
 class Inexpressible(Exception):
-    """No style does the same as the plan; the message says why."""
+    """No style does the same as the plan. The message says why."""
 
 
 @dataclass(frozen=True)
 class EvenShards:
-    """Each rank holds an equal block of one dim, in the order of the ranks; or one of each of its halves."""
+    """Each rank holds an equal block of one dim, in the order of the ranks, or of each half of the dim."""
 
     from_end: int
-    """1 for the last dim."""
+    """Number of the dim from the end; 1 for the last dim."""
     of_halves: bool = False
 
 
@@ -53,13 +53,13 @@ def _nothing(name: str, num_dims: int) -> EvenShards | None:
 
 @dataclass(frozen=True)
 class Style:
-    """What a style of transformers does to a module, at inference."""
+    """The effect of a style of transformers on a module, at inference."""
 
     name: str
     owner: type[nn.Module]
-    """The modules that it is for."""
+    """Class of the modules that it is for."""
     sharding: Sharding
-    """Of the module's own parameters."""
+    """Sharding of the module's own parameters."""
     inputs: tuple[str, ...] = ()
     """Ops (of ``Boundary``) on the first input."""
     outputs: tuple[str, ...] = ()
@@ -107,49 +107,48 @@ class PlannedModule:
     module: nn.Module
     entry: ModulePlan
     shardings: Mapping[str, EvenShards | None]
-    """Of each of its own parameters."""
+    """Sharding of each of its own parameters."""
 
     def styles(self) -> tuple[str | None, dict[str, str | None]]:
-        """The rule of the module, and the rules of its own parameters; None where it needs none.
+        """Return the rule of the module, and the rules of its own parameters; None if there is no need for
+        one.
 
         Raises:
-            Inexpressible: no style does the same as the plan.
+            Inexpressible: if no style does the same as the plan.
         """
         if not any(self.shardings.values()):
-            return self._replicated(), {}
-        if self.entry.category == "boundary":  # other code may read them, and styles act in this module only
+            if self.entry.category != "boundary":
+                raise Inexpressible("it computes with a sharded parameter of another module")
+            if not self.entry.inputs and not self.entry.outputs:
+                return None, {}
+            for style in REPLICATED_STYLES:
+                if self._matches(style):
+                    return style.name, {}
+            raise self._unmatched()
+        if (
+            self.entry.category == "boundary"
+        ):  # other code may read the parameters, but styles act only in this module
             raise self._unmatched()
         for style in STYLES:
             if self._matches(style) and all(self._is_sharded_by(style.sharding, n) for n in self.shardings):
                 return style.name, {}
-        if not self._adds_bias_once():
+        # The runtime adds the replicated bias of a row-parallel layer after the reduction; the layer's own
+        # code would add it on each rank.
+        is_row = type(self.module) is nn.Linear and self.entry.category == "row"
+        if not (is_row and "bias" in self.shardings):
             for style in OWN_CODE_STYLES:
                 if self._matches(style):
                     return style.name, {name: self._parameter_style(name) for name in self.shardings}
         raise self._unmatched()
 
-    def _replicated(self) -> str | None:
-        if self.entry.category != "boundary":
-            raise Inexpressible("it computes with a sharded parameter of another module")
-        if not self.entry.inputs and not self.entry.outputs:
-            return None
-        for style in REPLICATED_STYLES:
-            if self._matches(style):
-                return style.name
-        raise self._unmatched()
-
     def _matches(self, style: Style) -> bool:
-        """Whether a style is for its class and does its steps."""
+        """Return whether a style is for the module's class and has its steps."""
         steps = tuple(tuple(step.op for step in side) for side in (self.entry.inputs, self.entry.outputs))
         return isinstance(self.module, style.owner) and steps == (style.inputs, style.outputs)
 
     def _is_sharded_by(self, sharding: Sharding, name: str) -> bool:
-        """Whether a parameter is sharded as a style does."""
+        """Return whether a style shards a parameter in the same way."""
         return sharding(name, self.module.get_parameter(name).dim()) == self.shardings[name]
-
-    def _adds_bias_once(self) -> bool:
-        """Its bias is replicated, and the runtime adds it after the reduction; its own code would not."""
-        return type(self.module) is nn.Linear and self.entry.category == "row" and "bias" in self.shardings
 
     def _parameter_style(self, name: str) -> str | None:
         if self.shardings[name] is None:
@@ -161,14 +160,10 @@ class PlannedModule:
 
     def _unmatched(self) -> Inexpressible:
         steps = [f"{step.op} at {step.slot}" for step in (*self.entry.inputs, *self.entry.outputs)]
-        does = "; ".join(filter(None, (self._sharded(), ", ".join(steps))))
+        sharded = ", ".join(
+            f"{name} sharded in {'halves of ' if shards.of_halves else ''}dim {-shards.from_end}"
+            for name, shards in self.shardings.items()
+            if shards
+        )
+        does = "; ".join(filter(None, (sharded, ", ".join(steps))))
         return Inexpressible(f"no style is for a {type(self.module).__name__} with {does}")
-
-    def _sharded(self) -> str:
-        """Which of its parameters are sharded, and how."""
-        sharded = {name: shards for name, shards in self.shardings.items() if shards}
-        return ", ".join(f"{name} sharded in {_dim(shards)}" for name, shards in sharded.items())
-
-
-def _dim(shards: EvenShards) -> str:
-    return ("halves of " if shards.of_halves else "") + f"dim {-shards.from_end}"

@@ -1,4 +1,5 @@
-"""Checks that a converted directory is intact and, if asked, that it is the model and computes the same."""
+"""Check that a converted directory is intact and, on request, that it equals its source and computes the
+same."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from shardconv_runtime.format import manifest
 from shardconv_runtime.format.fingerprint import check_code
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.default_modes import in_default_modes
@@ -35,22 +35,22 @@ class Verified:
     """The checks that a directory has passed."""
 
     num_files: int
-    """Manifest and plan included."""
+    """Number of files, including manifest and plan."""
     num_bytes: int
     remarks: tuple[str, ...]
     """Differences that may be intended: other files in the directory, an edited ``config.json``."""
     num_tensors: int | None = None
-    """How many were compared with the source; None: it was not asked for."""
+    """Number of tensors that were compared with the source; None if there was no comparison."""
     numerics: Numerics | None = None
-    """How the simulated ranks compare with the unsharded model; None: it was not asked for."""
+    """How the simulated ranks compare with the unsharded model; None if they were not run."""
 
 
 class DamagedError(CheckpointError):
-    """A converted directory is not as it should be.
+    """A converted directory is damaged.
 
     Args:
         directory: the directory.
-        problems: all that was found, each in one line; they are notes of the exception, too.
+        problems: all problems, each in one line. They are also notes of the exception.
         remarks: differences that may be intended.
     """
 
@@ -96,9 +96,9 @@ def verify(
         progress: where to report progress.
 
     Raises:
-        DamagedError: lists all problems.
-        CheckpointError: ``out`` is not a converted directory, or its ranks compute different results.
-        ShardconvError: ``against`` cannot be read, or the model cannot run here.
+        DamagedError: if the directory is damaged; the message lists all problems.
+        CheckpointError: if ``out`` is not a converted directory, or its ranks compute different results.
+        ShardconvError: if ``against`` cannot be read, or the model cannot run here.
 
     Example:
         >>> shardconv.verify("out/", against="my-model/").num_tensors
@@ -106,15 +106,34 @@ def verify(
     """
     progress, directory = progress or Silent(), Path(out)
     hub = Hub(revision, cache_dir, local_files_only, token)
-    _require_model(against, hub)
+    given = [field.name for field in fields(hub) if getattr(hub, field.name)]
+    if against is None and given:
+        raise ShardconvError(
+            f"{given[0]} says how to read a model to compare with, and none is named; add --against MODEL"
+        )
     parts = [open_contents(part) for part in stage_directories(directory) or [directory]]
     plan = parts[0].plan and of_all_stages(parts[0].plan)
+    # Errors that would otherwise come up after hours of reading come first.
     if plan is not None and (numerics or against is not None):
-        _require_usable(directory, plan, numerics, trust_remote_code)
+        require_trusted(directory, plan, trust_remote_code=trust_remote_code)
+        if numerics:
+            check_code(plan)
     reference = None
     if against is not None:
-        _require_source(directory, parts[0])
-        reference = _reference(against, plan, hub, trust_remote_code, progress)
+        # Comparing and running import torch and transformers, which checksums alone do not need.
+        from ..initializing.initial_weights import is_initialized
+
+        source = parts[0].manifest.source
+        if is_initialized(source):
+            raise SourceError(
+                f"{directory} is {source.name}: there is no checkpoint to compare it with; leave out "
+                "--against, the checksums are verified without it"
+            )
+        if plan is not None:
+            from .against import read_reference
+
+            progress.stage(f"reading {os.fspath(against)}")
+            reference = read_reference(against, plan, hub, trust_remote_code=trust_remote_code)
     found = _checked(directory, parts, progress)
     problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
     if reference is not None:
@@ -127,13 +146,25 @@ def verify(
         raise DamagedError(directory, problems, remarks)
     outcome = None
     if numerics:
-        outcome = _measured(directory, parts, reference, trust_remote_code, progress)
+        from shardconv_runtime.checkpoint.resolve import resolve
+
+        from .numerics import run_numerics
+
+        try:
+            spec = resolve(parts[0].directory, trust_remote_code=trust_remote_code, need_weights=False)
+            weights = None if reference is None else reference.weights
+            outcome = run_numerics(shards.read(directory), spec, weights, progress)
+        except CheckpointError:
+            for part in parts:  # the ranks differ now, so an earlier result is removed
+                if part.manifest.numerics is not None:
+                    _record(part, None)
+            raise
         remarks += [remark for part in parts for remark in _record(part, outcome)]
     return Verified(found.num_files, found.num_bytes, tuple(remarks), num_tensors, outcome)
 
 
 def _checked(directory: Path, parts: Sequence[Contents], progress: Progress) -> Findings:
-    """What was found in a directory, or in those of all stages, which say whose it is."""
+    """Check a directory, or the directories of all stages, whose names are in front of their problems."""
     found = [check(part, progress) for part in parts]
     if len(parts) == 1:
         return found[0]
@@ -152,7 +183,7 @@ def _checked(directory: Path, parts: Sequence[Contents], progress: Progress) -> 
 
 
 def describe(out: str | os.PathLike[str], found: Verified, against: str | None) -> list[str]:
-    """The results of ``verify``, in lines for a person."""
+    """Return the results of ``verify`` as lines of text."""
     size = human_bytes(found.num_bytes)
     lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums are right"]
     if found.num_tensors is not None:
@@ -162,53 +193,12 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
     return [*lines, *(f"remark: {remark}" for remark in found.remarks)]
 
 
-def _require_model(against: str | os.PathLike[str] | None, hub: Hub) -> None:
-    given = [field.name for field in fields(hub) if getattr(hub, field.name)]
-    if against is None and given:
-        raise ShardconvError(
-            f"{given[0]} says how to read a model to compare with, and none is named; add --against MODEL"
-        )
-
-
-def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_code: bool) -> None:
-    """Problems that would otherwise come up after hours of reading."""
-    require_trusted(directory, plan, trust_remote_code=trust_remote_code)
-    if numerics:
-        check_code(plan)
-
-
-def _require_source(directory: Path, contents: Contents) -> None:
-    from ..initializing.initial_weights import is_initialized
-
-    if is_initialized(contents.manifest.source):
-        raise SourceError(
-            f"{directory} is {contents.manifest.source.name}: there is no checkpoint to compare it with; "
-            "leave out --against, the checksums are verified without it"
-        )
-
-
-def _reference(
-    model: str | os.PathLike[str],
-    plan: Plan | None,
-    hub: Hub,
-    trust_remote_code: bool,
-    progress: Progress,
-) -> Reference | None:
-    """The model to compare with; None if the plan cannot be used."""
-    if plan is None:
-        return None
-    from .against import read_reference
-
-    progress.stage(f"reading {os.fspath(model)}")
-    return read_reference(model, plan, hub, trust_remote_code=trust_remote_code)
-
-
 def _compare(
     directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
 ) -> int | None:
-    """Add the differences; return the number of tensors that were compared.
+    """Add the differences, and return the number of tensors that were compared.
 
-    Where there are problems already, files that cannot be read are not another one.
+    If there are problems already, files that cannot be read are not added as others.
     """
     from .against import compare, compare_small_files
 
@@ -226,41 +216,9 @@ def _compare(
     return compared[0].num_tensors
 
 
-def _measured(
-    directory: Path,
-    parts: Sequence[Contents],
-    reference: Reference | None,
-    trust_remote_code: bool,
-    progress: Progress,
-) -> Numerics:
-    """Run the ranks; an earlier result does not stay if they differ."""
-    try:
-        return _run(directory, parts[0].directory, reference, trust_remote_code, progress)
-    except CheckpointError:
-        for part in parts:
-            if part.manifest.numerics is not None:
-                _record(part, None)
-        raise
-
-
-def _run(
-    directory: Path,
-    first: Path,
-    reference: Reference | None,
-    trust_remote_code: bool,
-    progress: Progress,
-) -> Numerics:
-    from shardconv_runtime.checkpoint.resolve import resolve
-
-    from .numerics import run_numerics
-
-    spec = resolve(first, trust_remote_code=trust_remote_code, need_weights=False)
-    weights = None if reference is None else reference.weights
-    return run_numerics(shards.read(directory), spec, weights, progress)
-
-
 def _record(part: Contents, outcome: Numerics | None) -> list[str]:
-    """Write a result to the manifest of the files that it was measured on; remarks if that cannot be done."""
+    """Write a result to the manifest of the files that it was measured on. Return remarks if this is not
+    possible."""
     directory, verified = part.directory, part.manifest
     path = directory / MANIFEST_NAME
     if path.is_symlink():

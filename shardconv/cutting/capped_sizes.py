@@ -1,7 +1,8 @@
-"""Sizes that grow with a sequence up to a constant, as the number of keys that an indexer picks for a query.
+"""Sizes that grow with a sequence up to a constant, such as the number of keys that an indexer picks for a
+query.
 
-The tape of one call says of such a size only that it is that of the sequence, or that it is the constant. Of
-results that other stages need, and that are no activations, short and long calls on meta say the rest.
+The tape of one call cannot tell such a size from the sequence length or from a constant. Results that are
+integers and that other stages need are therefore measured in short and long calls on meta.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from ..measuring.live_memory import LiveMemory, OperatorMemo
 from ..measuring.memory_run import Calls, Size
 
 _LEAST_LENGTH = 4096
-"""Of the long call; it is longer than any number in the config but those of ids."""
+"""Shortest long call. It must exceed every constant of the config except numbers that count ids."""
 
 _MOST_OPERATORS = 1_000_000
-"""Of the long call."""
+"""Most operators of a long call."""
 
 
 def with_capped_sizes(stages: StagesPlan, model: nn.Module, inputs: TraceInputs) -> StagesPlan:
-    """The stages, with the most that sizes of integers can be, if some are sent: what is sent by one module
-    may follow from what another one returns.
+    """Return the stages with upper limits for the sizes of integers, if any integers are sent.
+
+    All modules that return integers are measured, since a sent tensor may depend on another module's result.
 
     Args:
         stages: of the model.
@@ -48,7 +50,7 @@ def with_capped_sizes(stages: StagesPlan, model: nn.Module, inputs: TraceInputs)
         inputs: of its trace.
 
     Raises:
-        SolveError: a size follows neither what its module is given nor a constant.
+        SolveError: if a size depends neither on the inputs of its module nor on a constant.
     """
     if not any(_is_integer(entry.items[sent.item]) for entry in stages.modules for sent in entry.sent):
         return stages
@@ -59,12 +61,12 @@ def with_capped_sizes(stages: StagesPlan, model: nn.Module, inputs: TraceInputs)
 
 @dataclass(frozen=True)
 class _Call:
-    """The shapes of what one module was given and returned."""
+    """The shapes of the inputs and results of one module."""
 
     given: Mapping[str, tuple[int, ...]]
     """Slot -> shape."""
     returned: tuple[tuple[int, ...] | None, ...]
-    """Of each item; None: no tensor."""
+    """Shape of each item, None if it is not a tensor."""
 
 
 def _is_integer(item: PlaceholderItem) -> bool:
@@ -74,22 +76,20 @@ def _is_integer(item: PlaceholderItem) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _long(model: nn.Module) -> int:
-    """A length beyond the constants of a config; those that count ids are larger than it need be."""
+def _calls(model: nn.Module, inputs: TraceInputs, modules: Collection[str]) -> list[dict[str, _Call]]:
+    """Return the shapes in a short call, in one that continues it, and in two long ones.
+
+    Raises:
+        SolveError: if one of the calls fails.
+    """
+    # A long call has to exceed the constants of the config. Numbers as large as the vocabulary are ids, or
+    # count them; they would make the calls longer than necessary.
     config = getattr(model, "config", None)
     numbers = [v for v in vars(config).values() if type(v) is int] if config is not None else []
     vocab = max((len(p) for p in model.parameters() if p.dim()), default=0)
-    return max([_LEAST_LENGTH, *(2 * n for n in numbers if n < min(vocab, 2**16))])
-
-
-def _calls(model: nn.Module, inputs: TraceInputs, modules: Collection[str]) -> list[dict[str, _Call]]:
-    """What modules were given and returned in a short call, in one that continues it, and in two long ones.
-
-    Raises:
-        SolveError: the model cannot be called so.
-    """
+    length = max([_LEAST_LENGTH, *(2 * n for n in numbers if n < min(vocab, 2**16))])
     found: list[dict[str, _Call]] = []
-    calls, length = Calls(model, inputs, with_all=False), _long(model)
+    calls = Calls(model, inputs, with_all=False)
     before, memo = [*model.parameters(), *model.buffers()], OperatorMemo()
 
     def call(arguments: Mapping[str, Any]) -> Any:
@@ -133,7 +133,7 @@ def _note(
 
 
 def _fitted(entry: StagedModule, calls: Sequence[Mapping[str, _Call]]) -> StagedModule:
-    """The entry, with the sizes of what its first module returned."""
+    """Return the entry with the sizes that its first module returned."""
     name = expand_all(entry.names)[0]
     seen = [call[name] for call in calls if name in call]
     items = list(entry.items)
@@ -148,7 +148,7 @@ def _fitted(entry: StagedModule, calls: Sequence[Mapping[str, _Call]]) -> Staged
 def _fitted_dim(
     fqn: str, dim: PlaceholderDim, item: int, index: int, calls: Sequence[_Call]
 ) -> PlaceholderDim:
-    """The dim of an item, with what it is at most, as all calls say."""
+    """Return the dim of an item with its upper limit, checked against all calls."""
     sizes = [shape[index] for call in calls if (shape := call.returned[item]) is not None]
     most = max(sizes, default=0)
     slots = [(slot, d) for slot, shape in calls[0].given.items() for d in range(len(shape))] if calls else []
@@ -168,7 +168,7 @@ def _fitted_dim(
 
 
 def _product(call: _Call, of: Sequence[SlotDim]) -> int | None:
-    """Of dims of what a module was given; None if it was not given one of them."""
+    """Multiply dims of a module's inputs; None if the module was not given one of them."""
     if any(each.slot not in call.given for each in of):
         return None
     return math.prod(call.given[each.slot][each.dim] for each in of)

@@ -1,4 +1,4 @@
-"""What a placeholder returns in place of a unit, and what it does to caches: read off the tape."""
+"""Results of placeholders for units, and their updates of caches, derived from the tape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .second_call import SecondCall, Shape, tensors_of_update
 from .tape_units import TapeUnits, Unit
 
 _KEPT_LAST = "update_conv_state"
-"""The method of caches for which the last size matters: it is that of the kernel."""
+"""A cache method that reads the last size of its argument, which is the size of the convolution kernel."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Argument:
     slot: str
     tid: int
     is_weighted: bool
-    """Whether it depends on parameters: such a tensor is never left out, as a mask may be."""
+    """Whether it depends on parameters. Such a tensor is always passed, while a mask may be left out."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,19 @@ class UnitForms:
         self._input_sizes = {n for t in self.tape.inputs for n in self.tape.tensors[t].shape}
 
     def returned(self, unit: Unit) -> tuple[str, tuple[PlaceholderItem, ...]]:
-        """How a unit's results come, and what they are.
+        """Return the form of a unit's results, and its items.
 
         Raises:
-            SolveError: a placeholder could not return such a result.
+            SolveError: if a placeholder cannot return such a result.
         """
-        form = self._form(unit)
+        forms = {self.tape.returned.get(call, Returned("other")) for call in unit.calls}
+        if self._second.called(unit.fqn):
+            forms.add(self._second.returned[unit.fqn])
+        form = forms.pop()
+        if forms:
+            raise _no_placeholder(unit, "returns values of several kinds")
+        if form.kind == "other" or any(item.is_other for item in form.items):
+            raise _no_placeholder(unit, "returns a value that is not a tensor")
         outputs = self._outputs.get(unit.calls[0], {})
         items = []
         for index, item in enumerate(form.items):
@@ -84,37 +91,28 @@ class UnitForms:
         return form.kind, tuple(items)
 
     def is_called_again(self, fqn: str) -> bool:
-        """Whether a module is called in the second call too; of a model that has none, in the first."""
+        """Return whether a module is called in the second call too. Models without one count as called
+        again."""
         return self._second.called(fqn) or not self._second.returned
 
     def has_own_inputs(self, unit: Unit) -> bool:
-        """Whether a unit is given nothing that depends on parameters, so that every stage could run it."""
+        """Return whether no input of a unit depends on parameters, so that every stage can run it."""
         return not any(given.is_weighted for call in unit.calls for given in self._inputs.get(call, ()))
 
     def has_placeholder(self, unit: Unit) -> bool:
-        """Whether a placeholder could return such a result."""
+        """Return whether a placeholder can return the results of a unit."""
         try:
             self.returned(unit)
         except SolveError:
             return False
         return True
 
-    def _form(self, unit: Unit) -> Returned:
-        forms = {self.tape.returned.get(call, Returned("other")) for call in unit.calls}
-        if self._second.called(unit.fqn):
-            forms.add(self._second.returned[unit.fqn])
-        form = forms.pop()
-        if forms:
-            raise _no_placeholder(unit, "returns values of several kinds")
-        if form.kind == "other" or any(item.is_other for item in form.items):
-            raise _no_placeholder(unit, "returns a value that is not a tensor")
-        return form
-
     def cache_calls(self, unit: Unit) -> tuple[CacheCall, ...]:
-        """The updates of caches in a call of a unit.
+        """Return the updates of caches in a call of a unit.
 
-        What only the first call writes, as of keys of an encoder, is written whenever the unit is given the
-        tensor that it is made of; if that is given to the second call as well, it is left out.
+        Updates that only the first call makes, for example with keys of an encoder, are made whenever the
+        unit is given the tensor that they are computed from. If the second call is given it as well, they are
+        omitted.
         """
         again = self._second.updates.get(unit.fqn, [])
         found = []
@@ -146,7 +144,7 @@ class UnitForms:
         return tuple(found)
 
     def _cached(self, unit: Unit, tid: int, second: Shape | None, keeps_last: bool) -> PlaceholderTensor:
-        """A tensor for a cache: as long as the true one, of one head of one element."""
+        """Describe a tensor for a cache: it has the true length, but one head of one element."""
         first = self.tape.tensors[tid].shape
         arguments = self._arguments(unit)
         if second is None and self._second.called(unit.fqn):
@@ -161,7 +159,7 @@ class UnitForms:
     # Shapes ----------------------------------------------------------------------------------
 
     def _tensor(self, unit: Unit, slot: str, mark: Mark) -> PlaceholderTensor:
-        """A result of a unit, as its caller gets it."""
+        """Describe a result of a unit as its caller gets it."""
         layouts = self._layout(unit, slot)
         shape = self.tape.tensors[mark.target].shape
         dims = []
@@ -182,8 +180,8 @@ class UnitForms:
         return PlaceholderTensor(tuple(dims), self._dtype(mark.target))
 
     def _part_of(self, unit: Unit, wanted: _Sizes, index: int, layout: Dim) -> PlaceholderDim:
-        """A dim of which ranks have parts where they have all of a dim of an argument, or the other way
-        round: one of the sequence, in the sequence-parallel form."""
+        """Find a dim of an argument that is sharded where this one is not, or the other way round. This
+        happens to the sequence dim in the sequence-parallel form."""
         mesh = self._layouts.mesh
         for given in sorted(self._arguments(unit), key=lambda given: not given.is_weighted):
             for dim, sizes in enumerate(self._sizes(unit, given)):
@@ -204,10 +202,10 @@ class UnitForms:
         index: int,
         layout: Dim | None = None,
     ) -> tuple[SlotDim, ...]:
-        """The dims of one argument whose product is a size in both calls, laid out alike; or none.
+        """Return the dims of one argument whose product is the size in both calls, with the same layout.
 
-        Those of tensors that depend on parameters come first, then the dim at the same place. Without a
-        layout, only dims that the inputs of the model decide.
+        The result is empty if there are none. Tensors that depend on parameters are preferred, then dims at
+        the same index. Without a layout, only dims whose sizes come from the model's inputs are considered.
         """
         if wanted.first < 2:
             return ()
@@ -216,7 +214,9 @@ class UnitForms:
             for dim, sizes in enumerate(self._sizes(unit, given)):
                 is_input = sizes.first in self._input_sizes
                 is_meant = is_input or (given.is_weighted and layout is not None)
-                if is_meant and _agree(sizes, wanted) and self._is_laid_out(unit, given, dim, layout):
+                if not is_meant or not _agree(sizes, wanted):
+                    continue
+                if layout is None or (self._given_layout(unit, given, dim) or Leaf(size(layout))) == layout:
                     candidates.append((not given.is_weighted, dim != index, SlotDim(given.slot, dim)))
         if candidates:
             return (min(candidates, key=lambda c: c[:2])[2],)
@@ -225,7 +225,7 @@ class UnitForms:
     def _pair_of_dims(
         self, arguments: Sequence[_Argument], unit: Unit, wanted: _Sizes
     ) -> tuple[SlotDim, ...]:
-        """Two dims of an argument, both decided by the inputs of the model, whose product is a size."""
+        """Return two dims of an argument that multiply to the size, and come from the model's inputs."""
         for given in arguments:
             dims = [(d, s) for d, s in enumerate(self._sizes(unit, given)) if s.first in self._input_sizes]
             for (d, a), (e, b) in itertools.combinations(dims, 2):
@@ -237,13 +237,8 @@ class UnitForms:
     def _sizes(self, unit: Unit, given: _Argument) -> Sequence[_Sizes]:
         return _pairs(self.tape.tensors[given.tid].shape, self._second.shapes.get((unit.fqn, given.slot)))
 
-    def _is_laid_out(self, unit: Unit, given: _Argument, dim: int, layout: Dim | None) -> bool:
-        if layout is None:
-            return True
-        return (self._given_layout(unit, given, dim) or Leaf(size(layout))) == layout
-
     def _given_layout(self, unit: Unit, given: _Argument, dim: int) -> Dim | None:
-        """The layout of a dim of an argument, as the caller gives it; None if it was not analyzed."""
+        """Return the layout of a dim of an argument on the caller's side; None if it was not analyzed."""
         mark = self._marks.get((self._shown(unit.fqn), given.slot))
         nodes = self._layouts.analysis.dims.get(mark.source) if mark is not None else None
         return self._layouts.dim(nodes[dim]) if nodes else None
@@ -254,7 +249,7 @@ class UnitForms:
         return [self._layouts.dim(node) for node in nodes] if nodes else ()
 
     def _is_open(self, unit: Unit, slot: str, index: int) -> bool:
-        """Whether the inputs of the model decide a size."""
+        """Return whether the inputs of the model determine the size of a dim."""
         mark = self._marks.get((self._shown(unit.fqn), slot))
         nodes = self._layouts.analysis.dims.get(mark.target) if mark is not None else None
         return nodes is not None and any(
@@ -302,7 +297,7 @@ class UnitForms:
         return found
 
     def _shown(self, fqn: str) -> str:
-        """The module of the folded tape that stands for another."""
+        """Return the module of the folded tape that represents another."""
         for layer in prefixes(fqn):
             if layer in self._representatives:
                 return self._representatives[layer] + fqn[len(layer) :]
@@ -314,7 +309,7 @@ def _marks_of(tape: Tape) -> Iterator[Mark]:
 
 
 def _key(update: CacheUpdate) -> tuple[object, ...]:
-    """Which layer and state of a cache an update is about."""
+    """Identify the layer and the state of a cache that an update changes."""
     numbers = [v for v in (*update.args, *update.kwargs.values()) if type(v) is int]
     return (update.method, *numbers)
 
@@ -326,12 +321,13 @@ def _pairs(first: Shape, second: Shape | None) -> list[_Sizes]:
 
 
 def _agree(found: _Sizes, wanted: _Sizes) -> bool:
-    """Whether a size follows from another in both calls; one that is gone in the second call is no help."""
+    """Return whether a size equals another in both calls. A size that is missing in the second call does not
+    count."""
     return found.first == wanted.first and (wanted.second is None or found.second == wanted.second)
 
 
 def _whole(dim: Dim) -> Dim:
-    """The dim, replicated."""
+    """Return the dim without sharding."""
     if isinstance(dim, Leaf):
         return Leaf(dim.size)
     if isinstance(dim, Product):
@@ -344,6 +340,6 @@ def _no_placeholder(unit: Unit, problem: str) -> SolveError:
 
 
 def _model_dtype(tape: Tape) -> object:
-    """Of most parameters that are floating point."""
+    """Return the dtype of most floating point parameters."""
     dtypes = [i.dtype for i in tape.tensors if i.kind == "parameter" and i.dtype.is_floating_point]
     return max(set(dtypes), key=dtypes.count, default=None)

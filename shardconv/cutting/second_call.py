@@ -1,4 +1,4 @@
-"""The shapes of a second call, which continues the first: lengths of queries and of keys differ there."""
+"""Shapes of a second call, which continues the first; query and key lengths differ in it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SecondCall:
-    """What modules were given and returned in a second call of the model."""
+    """The inputs and results of modules in a second call of the model."""
 
     shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
-    """(FQN, slot) -> shape; of a module's first call in it."""
+    """(FQN, slot) -> shape, in the first call of the module."""
     returned: dict[str, Returned] = field(default_factory=dict)
     updates: dict[str, list[tuple[CacheUpdate, list[Shape]]]] = field(default_factory=dict)
     """FQN -> updates of the caches that the module was given, and the shapes of the tensors in each."""
 
     def called(self, fqn: str) -> bool:
-        """Whether the module was called."""
+        """Return whether the module was called."""
         return fqn in self.returned
 
 
@@ -42,7 +42,7 @@ def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
         inputs: of the first call.
 
     Returns:
-        Nothing of a model that hands nothing back, or cannot be called again.
+        An empty result if the model returns no cache or cannot be called again.
     """
     for keeps_encoded in (True, False):
         try:
@@ -59,7 +59,7 @@ class _Twice(nn.Module):
     Args:
         model: on meta.
         inputs: of the first call.
-        keeps_encoded: hand back what an encoder returned, as ``generate`` does: it does not run again.
+        keeps_encoded: reuse the encoder's output in the second call, as ``generate`` does.
     """
 
     def __init__(self, model: nn.Module, inputs: TraceInputs, keeps_encoded: bool) -> None:
@@ -69,7 +69,7 @@ class _Twice(nn.Module):
         self._keeps_encoded = keeps_encoded
 
     def forward(self, **tensors: Tensor) -> Any:
-        """The results of the second call."""
+        """Return the results of the second call."""
         first = self.model(**tensors, **self._inputs.options)
         given = continuation(self.model, replace(self._inputs, tensors=tensors), first)
         encoded = getattr(first, "encoder_last_hidden_state", None)
@@ -79,7 +79,7 @@ class _Twice(nn.Module):
 
 
 def _read(tape: Tape) -> SecondCall:
-    """Of the calls in the second call of the model."""
+    """Collect the calls of modules inside the second call of the model."""
     (second,) = [i for i, call in enumerate(tape.calls) if call.fqn == "model" and call.index == 1]
     names: dict[int, str] = {}
     for index, made in enumerate(tape.calls[second:], second):
@@ -96,14 +96,12 @@ def _read(tape: Tape) -> SecondCall:
     for update in tape.cache_updates:
         for call in update.givers:
             if call in names:
-                found.updates.setdefault(names[call], []).append((update, _shapes(tape, update)))
+                found.updates.setdefault(names[call], []).append(
+                    (update, [tape.tensors[tid].shape for tid in tensors_of_update(update)])
+                )
     return found
 
 
-def _shapes(tape: Tape, update: CacheUpdate) -> list[Shape]:
-    return [tape.tensors[tid].shape for tid in tensors_of_update(update)]
-
-
 def tensors_of_update(update: CacheUpdate) -> Sequence[int]:
-    """The tensors that an update of a cache is given, in order."""
+    """Return the tensors that an update of a cache is given, in order."""
     return [v.tid for v in (*update.args, *update.kwargs.values()) if isinstance(v, Ref)]

@@ -1,4 +1,4 @@
-"""The stages of a plan: cuts that share out the model, and what crosses them."""
+"""Stages of a plan: the cuts between them, and the tensors that cross the cuts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .placeholder_forms import UnitForms
 from .second_call import SecondCall
 from .tape_units import Crossings, TapeUnits, Unit, Value
 
-# Which borders to cut at: those that share out bytes and work most evenly.
+# The cuts are at the borders that distribute bytes and work most evenly.
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What lies between two borders."""
+    """The load between two borders."""
 
     num_bytes: int
-    """Of parameters."""
+    """Bytes of parameters."""
     work: float
-    """Multiplications for a token."""
+    """Multiplications per token."""
 
     def __add__(self, other: StageLoad) -> StageLoad:
         return StageLoad(self.num_bytes + other.num_bytes, self.work + other.work)
@@ -38,13 +38,13 @@ NOTHING = StageLoad(0, 0.0)
 
 
 def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: int) -> list[int]:
-    """The cuts for which the largest load of a stage, relative to the mean, is smallest.
+    """Return the cuts that minimize the largest load of a stage.
 
-    The load of a stage is the larger one of its shares of all bytes and of all work. Of cuts that are equal
-    in that, those with the smallest sum of squares are taken. Exact, by dynamic programming.
+    The load of a stage is the larger of its share of all bytes and its share of all work. Ties are broken by
+    the smallest sum of squares. The result is exact, by dynamic programming.
 
     Args:
-        loads: of the stretches between borders: one more than there are borders.
+        loads: between the borders: one more than there are borders.
         allowed: for each border, whether the tape can be cut there.
         num_stages: one more than there are cuts.
 
@@ -52,7 +52,7 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
         Indices of borders, ascending.
 
     Raises:
-        ShardconvError: there are fewer allowed borders than cuts.
+        ShardconvError: if there are fewer allowed borders than cuts.
     """
     if sum(allowed) < num_stages - 1:
         raise ShardconvError(
@@ -81,17 +81,17 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
 
 
 def parse_stages(text: str, num_layers: int) -> list[int]:
-    """The borders of stages that are given as ``0-39,40-79``.
+    """Parse stages that are given as ``0-39,40-79``.
 
     Args:
-        text: first and last layer of each stage, in order, with all layers.
-        num_layers: of the model; they are counted in the order in which they run.
+        text: first and last layer of each stage, in order. All layers must be listed.
+        num_layers: number of layers of the model, which are counted in the order in which they run.
 
     Returns:
-        For each stage but the last, the index of its last layer.
+        The index of the last layer of each stage except the last.
 
     Raises:
-        ShardconvError: the text is not such a list.
+        ShardconvError: if the text is not such a list.
     """
     expected, borders = 0, []
     for item in text.split(","):
@@ -139,51 +139,45 @@ def stages_plan(
     """Cut a model into stages.
 
     Args:
-        options: how many, and maybe which.
+        options: the number of stages, and optionally their layers.
         tape: of a prefill, not folded, without further outputs.
         layouts: of the folded tape.
-        folded: which was solved.
+        folded: the tape that was solved.
         parameters: bytes of each parameter and persistent buffer, under the first of its names.
         tied: (alias, first name) of parameters.
-        second: a call that continues that of the tape.
+        second: a call that continues the call of the tape.
 
     Raises:
-        SolveError: the model cannot be cut into stages; the message says why.
-        ShardconvError: it cannot be cut into so many, or not at these layers.
+        SolveError: if the model cannot be cut into stages.
+        ShardconvError: if it cannot be cut into this number of stages, or not at these layers.
     """
     names = {name: name for name in parameters} | dict(tied)
     units = TapeUnits(tape, names)
     forms = UnitForms(units, layouts, folded, second)
-    units = TapeUnits(tape, names, _everywhere(units, forms))
+    # Units without a placeholder that depend on no parameters run on every stage: for example position
+    # tables, which are looked up by the length of a sequence.
+    layers = [tape.calls[call].fqn for call in units.layers]
+    free = (u for u in units.units.values() if u.fqn not in layers and forms.has_own_inputs(u))
+    units = TapeUnits(tape, names, frozenset(u.fqn for u in free if not forms.has_placeholder(u)))
     crossings = Crossings(units)
     if not units.borders:
         raise SolveError("the model has no stack of layers that could be cut into stages")
-    if problem := crossings.unanswerable() or _looped(units):
+    layers = [tape.calls[call].fqn for call in units.layers]
+    again = next((fqn for fqn in layers if layers.count(fqn) > 1), "")
+    problem = crossings.unanswerable()
+    if not problem and again:
+        problem = f"{again} is called more than once: its layers are a loop"
+    if problem:
         raise SolveError(f"the model cannot be cut into stages: {problem}")
     cuts = _cuts(options, units, crossings, parameters)
     positions = [0, *(units.borders[cut].position for cut in cuts), len(tape.events)]
     return _Stages(units, forms, crossings, positions, layouts).plan()
 
 
-def _everywhere(units: TapeUnits, forms: UnitForms) -> frozenset[str]:
-    """Units that have no placeholders, and that every stage can run: tables of positions, looked up by
-    the length of a sequence."""
-    layers = {units.tape.calls[call].fqn for call in units.layers}
-    found = (u for u in units.units.values() if u.fqn not in layers and forms.has_own_inputs(u))
-    return frozenset(unit.fqn for unit in found if not forms.has_placeholder(unit))
-
-
-def _looped(units: TapeUnits) -> str:
-    """Why layers that are called again cannot be stages; empty if there are none."""
-    calls = [units.tape.calls[call].fqn for call in units.layers]
-    again = next((fqn for fqn in calls if calls.count(fqn) > 1), "")
-    return f"{again} is called more than once: its layers are a loop" if again else ""
-
-
 def _cuts(
     options: StageOptions, units: TapeUnits, crossings: Crossings, parameters: Mapping[str, int]
 ) -> list[int]:
-    """Indices of the borders to cut at."""
+    """Return the indices of the borders to cut at."""
     obstacles = [crossings.obstacle(border.position) for border in units.borders[:-1]]
     if options.layers:
         cuts = parse_stages(options.layers, len(units.borders))
@@ -200,7 +194,7 @@ def _cuts(
 
 
 def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[StageLoad]:
-    """Of the stretches between borders; the last border closes no stretch."""
+    """Return the loads between borders. The last border is the end of the model and closes none."""
     positions = [border.position for border in units.borders[:-1]]
     loads = [NOTHING] * (len(positions) + 1)
 
@@ -221,7 +215,7 @@ def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[StageLoad]:
 
 
 def _work(tape: Tape, op: Op, weights: Collection[int]) -> float:
-    """Multiplications of a product with weights: parameters, or views of them."""
+    """Count the multiplications of a product with weights (parameters or views of them)."""
     kind = op.name.removeprefix("aten.").partition(".")[0]
     if kind not in _PRODUCTS or not op.inputs:
         return 0.0
@@ -233,7 +227,7 @@ def _work(tape: Tape, op: Op, weights: Collection[int]) -> float:
 
 
 class _Stages:
-    """One choice of cuts."""
+    """The stages for one choice of cuts."""
 
     def __init__(
         self,
@@ -251,18 +245,34 @@ class _Stages:
         self.received = [crossings.needed(start, stop) for start, stop in itertools.pairwise(positions)]
 
     def plan(self) -> StagesPlan:
-        """All stages."""
+        """Return all stages; units that differ only in their numbers share an entry."""
         entries: dict[tuple[str, StagedModule], list[tuple[str, tuple[CacheCall, ...]]]] = {}
         for unit in self.units.units.values():
             entry = self._entry(unit)
-            key = starred(unit.fqn), replace(entry, cache=_without_numbers(entry.cache))
+            # Calls of caches differ in the number of the layer; `_joined` puts these back together.
+            numberless = tuple(
+                replace(c, arguments=tuple(replace(a, numbers=(0,) * len(a.numbers)) for a in c.arguments))
+                for c in entry.cache
+            )
+            key = starred(unit.fqn), replace(entry, cache=numberless)
             entries.setdefault(key, []).append((unit.fqn, entry.cache))
         modules = []
         for (_, entry), members in entries.items():
             names = compress(name for name, _ in members)
             ordered = sorted(members, key=lambda m: expand_all(names).index(m[0]))
             modules.append(replace(entry, names=names, cache=_joined([cache for _, cache in ordered])))
-        return StagesPlan(self.count, self._layers(), tuple(modules), computed_again=self._computed_again())
+        stages = [self._stage(border.position - 1) for border in self.units.borders]
+        firsts = [sum(1 for s in stages if s < stage) for stage in range(self.count + 1)]
+        # Modules without parameters that contain no unit run on every stage.
+        calls = self.units.tape.calls
+        outer = {i for i, call in enumerate(calls) if i not in self.units.unit_of}
+        parents = {calls[i].parent for i in (*outer, *self.units.unit_of)}
+        return StagesPlan(
+            self.count,
+            tuple((first, last - 1) for first, last in itertools.pairwise(firsts)),
+            tuple(modules),
+            computed_again=tuple(dict.fromkeys(calls[i].fqn for i in sorted(outer - parents))),
+        )
 
     def _entry(self, unit: Unit) -> StagedModule:
         stages = tuple(sorted({self._stage(start) for start in unit.starts}))
@@ -286,28 +296,9 @@ class _Stages:
         numel = math.prod(self.units.tape.tensors[value.tid].shape)
         return SentValue(item, to, math.ceil(numel / self.tokens), self.forms.is_called_again(value.unit))
 
-    def _layers(self) -> tuple[tuple[int, int], ...]:
-        stages = [self._stage(border.position - 1) for border in self.units.borders]
-        firsts = [sum(1 for s in stages if s < stage) for stage in range(self.count + 1)]
-        return tuple((first, last - 1) for first, last in itertools.pairwise(firsts))
-
-    def _computed_again(self) -> tuple[str, ...]:
-        """Modules without parameters that a model with stages calls itself."""
-        calls = self.units.tape.calls
-        outer = {i for i, call in enumerate(calls) if i not in self.units.unit_of}
-        parents = {calls[i].parent for i in (*outer, *self.units.unit_of)}
-        return tuple(dict.fromkeys(calls[i].fqn for i in sorted(outer - parents)))
-
-
-def _without_numbers(calls: Sequence[CacheCall]) -> tuple[CacheCall, ...]:
-    return tuple(
-        replace(c, arguments=tuple(replace(a, numbers=(0,) * len(a.numbers)) for a in c.arguments))
-        for c in calls
-    )
-
 
 def _joined(members: Sequence[Sequence[CacheCall]]) -> tuple[CacheCall, ...]:
-    """The calls of the members of an entry, with a number for each of them where they differ."""
+    """Merge the cache calls of the members of an entry; where their numbers differ, each member has one."""
     out = []
     for index, call in enumerate(members[0]):
         arguments = []

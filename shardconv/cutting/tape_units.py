@@ -1,7 +1,7 @@
-"""The tape as a row of units, between which it can be cut into stages.
+"""Split the tape into units, between which it can be cut into stages.
 
-A **unit** is an outermost module call that contains no border; borders lie behind the layers of the outermost
-stacks. A unit runs on one stage, and the other stages have a placeholder for it. What runs between units (the
+A **unit** is an outermost module call that contains no border. Borders are behind the layers of the outermost
+stacks. A unit runs on one stage, and the other stages have a placeholder for it. Code between units (the
 model's own code, and modules without parameters) runs on every stage.
 """
 
@@ -35,7 +35,7 @@ class CutPoint:
     """A place where the tape may be cut."""
 
     position: int
-    """Of the first event behind it."""
+    """Position of the first event behind it."""
     layer: str
     """FQN of the layer in front of it."""
 
@@ -46,7 +46,7 @@ class TapeUnits:
     Args:
         tape: of one forward pass, not folded.
         names: each name of a parameter or persistent buffer -> the first name of that tensor.
-        everywhere: modules with parameters that run on every stage, and are no units.
+        everywhere: modules with parameters that run on every stage instead of being units.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TapeUnits:
 
     @cached_property
     def layers(self) -> Sequence[int]:
-        """Calls of the layers of outermost stacks, in the order in which they run."""
+        """Return the calls of layers of outermost stacks, in the order in which they run."""
         stacks: dict[tuple[int, str], list[int]] = {}
         for index, call in enumerate(self.tape.calls):
             match = NUMBERED.fullmatch(call.fqn)
@@ -76,12 +76,12 @@ class TapeUnits:
 
     @cached_property
     def borders(self) -> Sequence[CutPoint]:
-        """Behind each layer."""
+        """Return the border behind each layer."""
         return [CutPoint(self._spans[call][1] + 1, self.tape.calls[call].fqn) for call in self.layers]
 
     @cached_property
     def units(self) -> Mapping[str, Unit]:
-        """The units with parameters by FQN, in the order of their first calls."""
+        """Return the units with parameters by FQN, in the order of their first calls."""
         calls: dict[str, list[int]] = {}
         for call in self._outermost(-1):
             fqn = self.tape.calls[call].fqn
@@ -94,7 +94,7 @@ class TapeUnits:
 
     @cached_property
     def unit_of(self) -> Mapping[int, tuple[str, int]]:
-        """Index of a call -> the unit that it is in, and the call of that unit."""
+        """Map the index of a call to the unit that it is in, and to the call of that unit."""
         own = {call: unit.fqn for unit in self.units.values() for call in unit.calls}
         found: dict[int, tuple[str, int]] = {}
         for index, call in enumerate(self.tape.calls):
@@ -105,7 +105,7 @@ class TapeUnits:
         return found
 
     def _outermost(self, parent: int) -> Iterator[int]:
-        """Calls that contain no border, but are in one that does."""
+        """Yield the outermost calls that contain no border."""
         for call in self._children.get(parent, ()):
             if call not in self._spans:
                 continue
@@ -133,7 +133,7 @@ class TapeUnits:
 
 
 def _spans(tape: Tape) -> dict[int, tuple[int, int]]:
-    """Call -> positions of the first and the last event in it; calls without events are left out."""
+    """Map calls to the positions of the first and last event in them, without calls that have no events."""
     found: dict[int, tuple[int, int]] = {}
     for position, event in enumerate(tape.events):
         call = event.call
@@ -144,14 +144,14 @@ def _spans(tape: Tape) -> dict[int, tuple[int, int]]:
     return found
 
 
-# What stages need of earlier stages: the results of units that cannot be computed again from the inputs.
+# Stages receive results of units of earlier stages that they cannot compute again from the inputs.
 #
-# From everything that a stage reads, the tape is walked back. The walk ends at inputs and constants, which
-# every stage has, and at results of units, which are sent. What lies between is computed again by the model's
-# own code: masks, rotary tables, positions, sums of results.
+# The tape is walked back from everything that a stage reads. The walk ends at inputs and constants, which
+# every stage has, and at results of units, which are sent. The model's own code computes everything between
+# again: masks, rotary tables, positions, sums of results.
 
 MOST_VALUES = 8
-"""Tensors that a stage may receive; a border behind which more are needed is none."""
+"""Most tensors that a stage may receive. The model is not cut where more are needed."""
 
 
 class Uncut(SolveError):
@@ -187,14 +187,14 @@ class Crossings:
                     self._results[event.target] = Value(event.target, fqn, call, event.slots[0])
 
     def needed(self, start: int, stop: int) -> list[Value]:
-        """What the stage of these events needs of earlier ones, in the order in which it is made.
+        """Return the values that a stage needs from earlier ones, in the order in which they are computed.
 
         Args:
-            start, stop: positions of its first event, and of the first one behind it; at the end of the tape
-                it also returns what the model returns.
+            start, stop: positions of its first event, and of the first one behind it. The last stage also
+                needs the outputs of the model.
 
         Raises:
-            Uncut: it needs a tensor from the inside of a unit.
+            Uncut: if it needs a tensor from the inside of a unit.
         """
         pending: list[int] = []
         for event in self.tape.events[start:stop]:
@@ -214,15 +214,19 @@ class Crossings:
                 continue
             event = self.tape.events[position]
             if event.call in self.units.unit_of:
-                raise Uncut(self._inside(event, tid))
+                fqn, unit = self.tape.calls[event.call].fqn, self.units.unit_of[event.call][0]
+                raise Uncut(
+                    f"a later stage reads a tensor {list(self.tape.tensors[tid].shape)} that {fqn} computes "
+                    f"inside of {unit}, and does not return"
+                )
             pending += self._read_by(event, start, stop)
         return sorted(found.values())
 
     def _read_by(self, event: Event, start: int, stop: int) -> tuple[int, ...]:
-        """The tensors that an event reads; none is a parameter of units of other stages alone.
+        """Return the tensors that an event reads.
 
         Raises:
-            Uncut: one is.
+            Uncut: if one is a parameter that only units of other stages have.
         """
         inputs = reads_and_writes(event)[0]
         for name in (self.tape.tensors[t].name for t in inputs if t in self._stored):
@@ -237,7 +241,7 @@ class Crossings:
         return inputs
 
     def obstacle(self, position: int) -> str:
-        """Why the tape cannot be cut at a position; empty if it can."""
+        """Say why the tape cannot be cut at a position; empty if it can."""
         try:
             values = self.needed(position, len(self.tape.events))
         except Uncut as error:
@@ -249,32 +253,17 @@ class Crossings:
         return ""
 
     def unanswerable(self) -> str:
-        """Where code between units asks for a value that depends on parameters; empty if it never does.
+        """Say where code between units asks for a value that depends on parameters; empty if it never does.
 
         Stages on which the unit is a placeholder would get another answer.
         """
-        weighted = self._weighted()
-        for event in self._between():
+        weighted = set(self._stored)
+        for event in self.tape.events:
+            inputs, outputs = reads_and_writes(event)
+            if not weighted.isdisjoint(inputs):
+                weighted.update(outputs)
+        for event in (event for event in self.tape.events if event.call not in self.units.unit_of):
             if isinstance(event, Op) and event.name == "question" and event.inputs[0] in weighted:
                 where = self.tape.calls[event.call].fqn or "the model's own code"
                 return f"{where} asks for values that depend on parameters"
         return ""
-
-    def _between(self) -> Iterator[Event]:
-        return (event for event in self.tape.events if event.call not in self.units.unit_of)
-
-    def _weighted(self) -> set[int]:
-        found = set(self._stored)
-        for event in self.tape.events:
-            inputs, outputs = reads_and_writes(event)
-            if not found.isdisjoint(inputs):
-                found.update(outputs)
-        return found
-
-    def _inside(self, event: Event, tid: int) -> str:
-        fqn = self.tape.calls[event.call].fqn
-        shape = list(self.tape.tensors[tid].shape)
-        unit = self.units.unit_of[event.call][0]
-        return (
-            f"a later stage reads a tensor {shape} that {fqn} computes inside of {unit}, and does not return"
-        )

@@ -1,7 +1,7 @@
-"""The dims of a traced model: the values that the rules fill and the solver reads.
+"""The dims of a traced model, which the rules fill in and the solver reads.
 
-For each tensor: the trees of its dims, and a *partial state* that says whether it is
-replicated or a term of a sum over ranks.
+Each tensor has the trees of its dims, and a *partial state*: whether it is replicated, or a term of a sum
+over ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sites import ExpertSite, NormSite
 
 
 class Partial:
-    """Union-find node for the partial state of tensors that share it; ``zero``: never partial."""
+    """Union-find node of the partial state that tensors share. ``zero`` means never partial."""
 
     __slots__ = ("count", "parent", "zero")
 
@@ -30,7 +30,7 @@ class Partial:
 
 
 def find_partial(state: Partial) -> Partial:
-    """The state that stands for this one."""
+    """Return the representative of this state."""
     root = state
     while root.parent is not None:
         root = root.parent
@@ -41,13 +41,13 @@ def find_partial(state: Partial) -> Partial:
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """``output`` is partial exactly where the contracted dims are sharded or an input is partial."""
+    """``output`` is partial if and only if a contracted dim is sharded or an input is partial."""
 
     output: Partial
     dims: tuple[Node, ...]
     inputs: tuple[Partial, ...]
     has_weight: bool = False
-    """Whether a factor is computed from parameters alone."""
+    """Whether a factor is computed only from parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class NormUse:
     site: NormSite
     groups: Node
     normalized: Node
-    """The positions that share one statistic: sharding them costs a reduction of it."""
+    """The positions that share one statistic, which must be reduced if they are sharded."""
 
 
 @dataclass(slots=True)
@@ -87,9 +87,9 @@ class Analysis:
     dims: dict[int, tuple[Node, ...]] = field(default_factory=dict)
     """Tensor -> the trees of its dims; their sizes are its global shape."""
     partial: dict[int, Partial] = field(default_factory=dict)
-    """Tensor -> its partial state; ``find_partial`` gives the one that it shares."""
+    """Tensor -> its partial state; ``find_partial`` returns the shared one."""
     returned: set[int] = field(default_factory=set)
-    """Results of modules that return their input: one that is replicated may become a term of a sum there."""
+    """Results of modules that return their input. A replicated one may become partial there."""
     contractions: list[Contraction] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     norms: list[NormUse] = field(default_factory=list)
@@ -99,27 +99,25 @@ class Analysis:
     frozen: list[Node] = field(default_factory=list)
     """Dims of the model's inputs (batch, sequence). They, and dims linked to them, are never sharded."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of tensors at one slot of a module, in its first call and in another: it has one set of
-    boundary steps for all of its calls."""
+    """Pairs of tensors at one slot of a module, in its first call and in another. All calls have the same
+    boundary steps."""
     handed_back: list[tuple[int, int]] = field(default_factory=list)
-    """(tensor that the code made, what the call returns of it): the next call reads the second in place of
-    the first, so that both have one layout."""
+    """(tensor that the code made, what the call returns of it). The next call reads the second instead of the
+    first, so both have one layout."""
     handed_out: list[int] = field(default_factory=list)
-    """What the model's encoder returns, and outputs of its base model that it does not read itself. A caller
-    may ask for them, and hand some in again, so they are replicated."""
+    """Results of the encoder, and outputs of the base model that the model itself does not read. They are
+    replicated, since a caller may ask for them and pass them in again."""
     parametric: set[int] = field(default_factory=set)
-    """Tensors computed from parameters alone."""
+    """Tensors computed only from parameters."""
     from_stack: set[int] = field(default_factory=set)
     """Matrices that were taken out of a stack of weights ``[E, I, O]``, one or several."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> FQN of a module that uses it."""
 
 
-# Which leaves of the trees exclude, mirror or freeze each other.
-
-
 def multiplying_pairs(dims: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
-    """Pairs of leaves of a tensor that multiply: in different dims, or different factors of one."""
+    """Yield pairs of leaves of a tensor that multiply: in different dims, or in different factors of one
+    dim."""
     seen: list[list[Node]] = []
     for dim in dims:
         yield from _pairs_within(dim)
@@ -141,7 +139,7 @@ def _pairs_within(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
-    """Leaves of two trees of one structure, pairwise; None where the structures differ."""
+    """Return pairs of leaves of two trees with the same structure; None if the structures differ."""
     a, b = find(a), find(b)
     if a.kind == LEAF and b.kind == LEAF:
         return [(a, b)] if a.size == b.size and a.size > 1 else ([] if a.size == b.size else None)
@@ -158,10 +156,10 @@ def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
 
 
 def width(tape: Tape) -> int:
-    """The hidden size: the last size of marked tensors that most elements of matrices have as a dim.
+    """Return the hidden size: the last size of marked tensors that most elements of matrices have as a dim.
 
-    Nearly every matrix reads or writes the hidden states, whatever else layers pass on (states, routers), and
-    however many layers the tape was folded to.
+    Nearly every matrix reads or writes the hidden states, whatever else layers pass on (states, router
+    logits), and however many layers the folded tape has.
     """
     marked = Counter(shape[-1] for shape in _marked(tape))
     elements: Counter[int] = Counter()
@@ -172,9 +170,9 @@ def width(tape: Tape) -> int:
 
 
 def num_tokens(tape: Tape) -> int:
-    """How many rows of the hidden size marked tensors have: batch times sequence length.
+    """Return the number of rows of hidden size in marked tensors: batch times sequence length.
 
-    The number that most rows are of: many experts, with a few tokens each, do not outvote the rest.
+    Numbers are weighted by rows, so that many experts with a few tokens each do not outvote the rest.
     """
     wide = width(tape)
     rows: Counter[int] = Counter()
@@ -185,46 +183,52 @@ def num_tokens(tape: Tape) -> int:
 
 
 def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
-    """Shapes of the floating point tensors that cross a module's boundary.
+    """Return the shapes of floating point tensors that cross a module's boundary.
 
-    Each counts once, however often its module is called, and once for the numbered parts of one layer: a loop
-    over experts does not outvote the rest.
+    Each counts once, however often its module is called, and once for all numbered parts of a layer, so that
+    a loop over experts does not outvote the rest.
     """
-    marks = [
-        (_in_layer(tape.calls[e.call].fqn), e.slots, e.source) for e in tape.events if isinstance(e, Mark)
-    ]
-    shapes = {(fqn, slots, tape.tensors[t].shape): tape.tensors[t].dtype for fqn, slots, t in marks}
+    shapes = {}
+    for mark in (event for event in tape.events if isinstance(event, Mark)):
+        fqn = tape.calls[mark.call].fqn
+        if match := re.match(r"(.*?\b\d+\.)(.*)", fqn):  # stars for all numbers behind the layer's
+            fqn = match[1] + starred(match[2])
+        info = tape.tensors[mark.source]
+        shapes[fqn, mark.slots, info.shape] = info.dtype
     return (shape for (_, _, shape), dtype in shapes.items() if shape and dtype.is_floating_point)
 
 
-def _in_layer(fqn: str) -> str:
-    """``fqn`` with stars for all numbers but the first."""
-    match = re.match(r"(.*?\b\d+\.)(.*)", fqn)
-    return match[1] + starred(match[2]) if match else fqn
-
-
 def frozen_leaves(analysis: Analysis) -> set[Node]:
-    """The leaves of the inputs' dims and all that marks link to them."""
+    """Return the leaves of the inputs' dims, and all leaves that marks link to them."""
     return linked_leaves(analysis, analysis.frozen)
 
 
 def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[Node]:
-    """The leaves of some dims and all that marks link to them."""
+    """Return the leaves of some dims, and all leaves that marks link to them."""
     return _reached(_neighbors(analysis), (x for dim in dims for x in dim_trees.leaves(dim)))
 
 
 def weighted_leaves(analysis: Analysis) -> set[Node]:
-    """The leaves of parameters and of experts, and all that marks link to those of products and tables.
+    """Return the leaves of parameters and experts, and all leaves that marks link to those of products and
+    tables.
 
-    The others are positions of activations: sharding them divides no parameter. A parameter that is added at
-    each position may be sharded there, but not what is behind the next mark. Modules may be given parameters,
-    or parts of them: one expert's matrix.
+    Other leaves are positions of activations, and sharding them divides no parameter. A parameter that is
+    added at each position may be sharded there, but not the activations behind the next mark. Modules may get
+    parameters, or parts of them, as arguments: for example one expert's matrix.
     """
     summed = {find(x) for c in analysis.contractions for dim in c.dims for x in dim_trees.leaves(dim)}
     tables = {lookup.table for lookup in analysis.lookups}
     start = {find(x) for _, count in analysis.experts for x in dim_trees.leaves(count)}
     own: set[Node] = set()
-    for tid in _parameters_and_their_parts(analysis.tape) & analysis.dims.keys():
+    # Parameters, and tensors computed only from parameters and single numbers, such as the number of an
+    # expert.
+    tensors = analysis.tape.tensors
+    parts = {tid for tid, info in enumerate(tensors) if info.kind == "parameter"}
+    for event in analysis.tape.events:
+        read, written = reads_and_writes(event)
+        if not parts.isdisjoint(read) and all(t in parts or not tensors[t].shape for t in read):
+            parts.update(written)
+    for tid in parts & analysis.dims.keys():
         leaves = {find(x) for dim in analysis.dims[tid] for x in dim_trees.leaves(dim)}
         own |= leaves
         if tid in tables or not summed.isdisjoint(leaves):
@@ -232,18 +236,8 @@ def weighted_leaves(analysis: Analysis) -> set[Node]:
     return own | _reached(_neighbors(analysis), start)
 
 
-def _parameters_and_their_parts(tape: Tape) -> set[int]:
-    """The tensors that are computed of parameters and of single numbers, such as that of an expert, alone."""
-    found = {tid for tid, info in enumerate(tape.tensors) if info.kind == "parameter"}
-    for event in tape.events:
-        read, written = reads_and_writes(event)
-        if not found.isdisjoint(read) and all(t in found or not tape.tensors[t].shape for t in read):
-            found.update(written)
-    return found
-
-
 def _neighbors(analysis: Analysis) -> dict[Node, list[Node]]:
-    """Leaf -> the leaves that marks link to it."""
+    """Map each leaf to the leaves that marks link to it."""
     neighbors: dict[Node, list[Node]] = {}
     for event in analysis.tape.events:
         if isinstance(event, Mark):
@@ -266,7 +260,7 @@ def _reached(neighbors: Mapping[Node, Sequence[Node]], start: Iterable[Node]) ->
 
 
 def differentiable(analysis: Analysis) -> set[int]:
-    """The tensors that depend on a parameter in a way that has a derivative, or may have."""
+    """Return the tensors that depend on a parameter and may have a gradient."""
     tape = analysis.tape
     found = {t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.dtype.is_floating_point}
     for event in tape.events:
@@ -274,10 +268,6 @@ def differentiable(analysis: Analysis) -> set[int]:
             if event.source in found:
                 found.add(event.target)
         elif not found.isdisjoint(event.inputs):
-            found.update(t for t in event.outputs if _has_gradient(analysis, t))
+            dtypes = ((t, tape.tensors[t].dtype) for t in event.outputs)
+            found.update(t for t, dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return found
-
-
-def _has_gradient(analysis: Analysis, tid: int) -> bool:
-    dtype = analysis.tape.tensors[tid].dtype
-    return dtype.is_floating_point or dtype.is_complex

@@ -1,4 +1,4 @@
-"""Applies the rules to a tape: the dims of every tensor, and the constraints that the solver must respect."""
+"""Apply the rules to a tape, to get the dims of every tensor and the constraints for the solver."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .rules import POINTWISE, RULES, views
 from .sites import NormSite, find_norms
 
 STRICT_RULES = "SHARDCONV_STRICT_RULES"
-"""Environment variable: if it is set, an error in a rule is raised."""
+"""Environment variable. If it is set, errors in rules are raised."""
 
 
 class RuleError(Exception):
-    """A rule failed in a way that its author did not intend."""
+    """A rule failed in an unexpected way."""
 
 
 def analyze(
@@ -37,7 +37,7 @@ def analyze(
     Args:
         tape: of the global model.
         ties: pairs of tensors whose dims must have the same structure.
-        same: pairs of tensors that are laid out as one.
+        same: pairs of tensors that get the same layout.
     """
     builder = Builder(tape)
     norms = find_norms(tape)
@@ -64,15 +64,27 @@ def analyze(
         if a in dims and b in dims:
             for x, y in zip(dims[a], dims[b], strict=True):
                 dim_trees.link(x, y)
-    _link_repeats(builder.result, owning_modules(tape))  # one without parameters may serve several purposes
-    _find_handed_back(builder.result)
+    _link_repeats(
+        builder.result, owning_modules(tape)
+    )  # modules without parameters may have several purposes
+    # A tensor that is handed back is paired with the tensor that the code made, and wrote to, because it got
+    # none. The next call reads the former where this call read the latter. Code that makes an unsharded state
+    # cannot read a sharded one, even if each layer takes its slice.
+    made_by = makers(tape)
+    for tid in tape.handed_back:
+        made, maker = tid, made_by.get(tid)
+        while maker is not None and _is_same_memory(maker):
+            made = reads_and_writes(maker)[0][0]
+            maker = made_by.get(made)
+        if made != tid and isinstance(maker, Op) and not maker.inputs:
+            builder.result.handed_back.append((made, tid))
     return builder.result
 
 
 def _block_compared(builder: Builder) -> None:
-    """A parameter's size that is compared with a size of the input must be the global one on every rank.
+    """Keep the size of a parameter global if code compares it with a size of the input.
 
-    Code may refuse more tokens than a table has rows, and the trace of a short input would not show it.
+    Code may reject more tokens than a table has rows, and the trace of a short input would not show it.
     """
     result = builder.result
     frozen: set[Node] | None = None
@@ -91,44 +103,36 @@ def _block_compared(builder: Builder) -> None:
 
 
 def with_calls_alike(analysis: Analysis, fqns: Collection[str]) -> Analysis:
-    """The analysis under which all calls of each of these modules get the same steps."""
+    """Return the analysis in which all calls of each of these modules get the same steps."""
     out = replace(analysis, repeats=list(analysis.repeats))
     _link_repeats(out, fqns)
     return out
 
 
 def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
-    """The analysis under which what a caller may ask parts of the model for is replicated.
+    """Return the analysis in which results of parts of the model that a caller may ask for are replicated.
 
-    That is what the encoder returns, if the model takes it as an argument, and outputs of the base model that
-    the model itself does not read, such as a pooler's.
+    These are results of the encoder, if the model takes them as an argument, and outputs of the base model
+    that the model itself does not read, such as a pooler's.
 
     Args:
         analysis: of the model.
         model: on meta.
     """
-    return replace(analysis, handed_out=[*_encoded(analysis, model), *_left_over(analysis, model)])
-
-
-def _encoded(analysis: Analysis, model: nn.Module) -> Iterator[int]:
-    if "encoder_outputs" not in forward_signature(model).parameters:
-        return
-    first = ("output", "output.0", "output.last_hidden_state")
-    for mark in _marks_of(analysis, model, model.get_encoder()):  # type: ignore[operator]  # of transformers
-        if mark.slots[0] in first:
-            yield mark.target
-
-
-def _left_over(analysis: Analysis, model: nn.Module) -> Iterator[int]:
-    base = getattr(model, "base_model", model)
-    read = tensors_read(analysis.tape)
-    for mark in _marks_of(analysis, model, base):
-        if mark.is_output and mark.target not in read and mark.target not in analysis.tape.handed_back:
-            yield mark.target
+    handed_out: list[int] = []
+    if "encoder_outputs" in forward_signature(model).parameters:
+        first = ("output", "output.0", "output.last_hidden_state")
+        encoder = model.get_encoder()  # type: ignore[operator]  # a method of transformers' models
+        handed_out += [m.target for m in _marks_of(analysis, model, encoder) if m.slots[0] in first]
+    read = tensors_read(analysis.tape).union(analysis.tape.handed_back)
+    for mark in _marks_of(analysis, model, getattr(model, "base_model", model)):
+        if mark.is_output and mark.target not in read:
+            handed_out.append(mark.target)
+    return replace(analysis, handed_out=handed_out)
 
 
 def _marks_of(analysis: Analysis, model: nn.Module, part: nn.Module) -> Iterator[Mark]:
-    """The marks of a part of the model, of tensors that were analyzed."""
+    """Yield the marks of a part of the model at tensors that were analyzed."""
     names = {name for name, module in model.named_modules() if module is part and name}
     calls = analysis.tape.calls
     for event in analysis.tape.events:
@@ -151,25 +155,8 @@ def _link_repeats(result: Analysis, fqns: Collection[str]) -> None:
                 dim_trees.link(x, y)
 
 
-def _find_handed_back(result: Analysis) -> None:
-    """Pair each tensor that is handed back with the one that the code made, and wrote to, for want of it.
-
-    What a call returns is read by the next one where this call read what it had made itself. Code that makes
-    an unsharded state cannot read a sharded one, even if each layer takes its slice.
-    """
-    tape = result.tape
-    made_by = makers(tape)
-    for tid in tape.handed_back:
-        made, maker = tid, made_by.get(tid)
-        while maker is not None and _is_same_memory(maker):
-            made = reads_and_writes(maker)[0][0]
-            maker = made_by.get(made)
-        if made != tid and isinstance(maker, Op) and not maker.inputs:
-            result.handed_back.append((made, tid))
-
-
 def _is_same_memory(event: Mark | Op) -> bool:
-    """Whether an event makes a new value of its first operand: a mark, a write to it, an alias."""
+    """Return whether an event makes a new value of its first operand: a mark, a write to it, an alias."""
     if isinstance(event, Mark):
         return True
     base = event.name.rpartition(".")[0]
@@ -178,28 +165,30 @@ def _is_same_memory(event: Mark | Op) -> bool:
 
 
 def _apply(builder: Builder, op: Op) -> None:
-    """Apply the rule of an operator; without one, block all that it touches."""
+    """Apply the rule of an operator. Without a rule, block everything that it touches."""
     base = op.name.rsplit(".", 1)[0]
     where = starred(builder.tape.calls[op.call].fqn) or "the model"
     builder.why = f"{base.partition('.')[2] or 'code'} in {where} needs all of it"
     if base == OPAQUE:
         builder.why = f"{where} could not be traced"
     rule = RULES.get(op.name) or RULES.get(base) or RULES.get(base.rstrip("_"))
-    if rule is None and op.overload is not None and _is_pointwise(op.overload):
-        rule = POINTWISE
+    if rule is None and op.overload is not None:
+        if op.overload not in _POINTWISE_TAG:  # tags are looked up once
+            _POINTWISE_TAG[op.overload] = torch.Tag.pointwise in op.overload.tags
+        rule = POINTWISE if _POINTWISE_TAG[op.overload] else None
     if rule is None:
         _block_all(builder, op, op.name)
         return
     try:
-        # An error of a rule is a bug in it, or a call that its author did not think of. Replicating all
-        # tensors of the call is sound: users get a plan with a note. Tests set ``STRICT_RULES`` to find bugs.
+        # An error in a rule is a bug, or an unexpected call. Replicating all tensors of the call is always
+        # right, so users get a plan with a note. Tests set ``STRICT_RULES`` to find bugs.
         try:
             rule(builder, op, Arguments(op))
         except (LookupError, TypeError, ValueError, AssertionError) as error:
             if os.environ.get(STRICT_RULES):
                 raise RuleError(f"the rule of {op.name} failed: {type(error).__name__}: {error}") from error
             raise NotCovered from error
-    except (Conflict, NotCovered):  # statements of the rule so far only constrain
+    except (Conflict, NotCovered):  # calls of the builder that the rule made so far only add constraints
         _block_all(builder, op, f"{op.name} as it is called")
         return
     if op.inputs and builder.parametric.issuperset(op.inputs):
@@ -222,10 +211,3 @@ def _block_all(builder: Builder, op: Op, what: str) -> None:
 
 
 _POINTWISE_TAG: dict[Any, bool] = {}
-
-
-def _is_pointwise(overload: Any) -> bool:
-    known = _POINTWISE_TAG.get(overload)
-    if known is None:
-        known = _POINTWISE_TAG[overload] = torch.Tag.pointwise in overload.tags
-    return known

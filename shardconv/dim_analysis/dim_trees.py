@@ -1,12 +1,11 @@
-"""The tree of a tensor dim, merged by union-find and refined in place.
+"""Trees of tensor dims, merged by union-find and refined in place.
 
-A dim is a leaf, a product of trees (outer to inner) or a sum of segments. When an operator needs a
-dim of 4096 as 32 x 128, the leaf becomes a product wherever it occurs. Four operations suffice:
-``split`` a dim at an inner size, ``cut`` it into segments, ``unify`` two dims, ``block`` one.
+A dim is a leaf, a product of trees (outer to inner), or a sum of segments. If an operator needs a dim of 4096
+as 32 x 128, the leaf becomes a product wherever it occurs. There are four operations: ``split`` a dim at an
+inner size, ``cut`` it into segments, ``unify`` two dims, ``block`` one.
 
-Dims on both sides of a mark are different trees with one structure: ``link`` joins them softly, and a
-refinement of one refines the other, while their leaves stay apart so that the solver may change the
-placement there.
+Dims on both sides of a mark are different trees with one structure: ``link`` joins them softly. Refining one
+of them refines the other, but their leaves are separate, so that the solver may change the placement there.
 
 Named dimensions with union-find follow TOAST (arXiv 2508.15010); the sums are this project's own.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 LEAF, PRODUCT, SUM = range(3)
 
@@ -36,7 +35,7 @@ class Node:
         self.blocked = blocked
         self.links: dict[Node, None] = {}
         self.atomic = False
-        """Its size is the input's: it stays a leaf, and so do those linked to it."""
+        """Whether its size comes from the input. It stays a leaf, as do all leaves linked to it."""
         self.why = why
         """The operator that blocked it, for the report."""
 
@@ -50,11 +49,11 @@ class Node:
 
 
 class Conflict(Exception):
-    """Two dims, or a dim and a size, do not fit together; the caller blocks them."""
+    """Two dims, or a dim and a size, do not fit together. The caller blocks them."""
 
 
 def find(node: Node) -> Node:
-    """The node that stands for this one."""
+    """Return the representative of this node."""
     root = node
     while root.parent is not None:
         root = root.parent
@@ -64,12 +63,12 @@ def find(node: Node) -> Node:
 
 
 def leaf(size: int, blocked: bool = False) -> Node:
-    """A fresh dim; of size 1, it can never be sharded."""
+    """Return a new dim. A dim of size 1 can never be sharded."""
     return Node(size, blocked or size <= 1)
 
 
 def factors(node: Node) -> list[Node]:
-    """The dim as factors that are leaves or sums, outer to inner, without those of size 1."""
+    """Return the factors (leaves or sums), outer to inner, without those of size 1."""
     node = find(node)
     if node.size == 1:
         return []
@@ -79,7 +78,7 @@ def factors(node: Node) -> list[Node]:
 
 
 def segments(node: Node) -> list[Node]:
-    """The dim as segments that are leaves or products."""
+    """Return the segments, which are leaves or products."""
     node = find(node)
     if node.kind == SUM:
         return [s for child in node.children for s in segments(child)]
@@ -87,7 +86,7 @@ def segments(node: Node) -> list[Node]:
 
 
 def leaves(node: Node) -> list[Node]:
-    """All leaves of size above 1, in order; one may occur more than once."""
+    """Return all leaves of size above 1, in order. A leaf may occur more than once."""
     node = find(node)
     if node.kind == LEAF:
         return [node] if node.size > 1 else []
@@ -95,7 +94,7 @@ def leaves(node: Node) -> list[Node]:
 
 
 def product(nodes: Sequence[Node]) -> Node:
-    """The dim that these make together, outer to inner."""
+    """Return the product of dims, outer to inner."""
     parts = [f for n in nodes for f in factors(n)]
     if len(parts) == 1:
         return parts[0]
@@ -107,7 +106,7 @@ def product(nodes: Sequence[Node]) -> Node:
 
 
 def concatenation(nodes: Sequence[Node]) -> Node:
-    """The dim that these make, laid end to end."""
+    """Return the concatenation of dims."""
     parts = [s for n in nodes if n.size for s in segments(n)]
     if len(parts) == 1:
         return parts[0]
@@ -119,14 +118,14 @@ def concatenation(nodes: Sequence[Node]) -> Node:
 
 
 def block(node: Node, why: str = "") -> None:
-    """No leaf of this dim may be sharded."""
+    """Forbid to shard any leaf of this dim."""
     for item in leaves(node):
         item.blocked = True
         item.why = item.why or why
 
 
 def make_atomic(node: Node) -> None:
-    """The size of this leaf is the input's, as is that of all leaves linked to it: none is ever refined."""
+    """Mark a leaf, and all leaves linked to it, as sized by the input, so that they are never refined."""
     todo = [find(node)]
     while todo:
         item = find(todo.pop())
@@ -136,10 +135,10 @@ def make_atomic(node: Node) -> None:
 
 
 def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
-    """A leaf turns out to be a product or a sum; those linked to it follow.
+    """Turn a leaf, and those linked to it, into a product or a sum.
 
     Raises:
-        Conflict: it is atomic.
+        Conflict: if it is atomic.
     """
     assert node.kind == LEAF
     assert node.parent is None
@@ -154,10 +153,10 @@ def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
 
 
 def split(node: Node, inner: int) -> tuple[Node, Node]:
-    """The dim as (outer, inner) factors, the inner one of this size.
+    """Split a dim into (outer, inner) factors, the inner one of this size.
 
     Raises:
-        Conflict: its structure does not allow that.
+        Conflict: if its structure does not allow that.
     """
     if node.size == 0 or node.size % inner:
         raise Conflict
@@ -188,7 +187,22 @@ def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
     # A sum whose segments share an inner factor is a product of a sum and that factor.
     parts = segments(part)
     if any(p.size % need for p in parts):
-        return _as_repetition(part, need)
+        # A sum of equal runs of segments is a product of a (blocked) count and one run.
+        runs: list[Node] = []
+        run: list[Node] = []
+        for segment in parts:
+            run.append(segment)
+            total = sum(s.size for s in run)
+            if total > need:
+                raise Conflict
+            if total == need:
+                runs.append(concatenation(run))
+                run = []
+        for other in runs[1:]:
+            unify(runs[0], other)
+        count = leaf(len(runs), blocked=True)
+        part.kind, part.children = PRODUCT, (count, runs[0])
+        return count, runs[0]
     pairs = [split(p, need) for p in parts]
     shared = pairs[0][1]
     for _, other in pairs[1:]:
@@ -198,44 +212,35 @@ def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
     return outer, shared
 
 
-def _as_repetition(node: Node, inner: int) -> tuple[Node, Node]:
-    """A sum of equal runs of segments is a product of a (blocked) count and one run."""
-    parts = segments(node)
-    runs = _runs(parts, inner)
-    for run in runs[1:]:
-        unify(runs[0], run)
-    count = leaf(len(runs), blocked=True)
-    node.kind, node.children = PRODUCT, (count, runs[0])
-    return count, runs[0]
-
-
-def _runs(parts: list[Node], size: int) -> list[Node]:
-    runs: list[Node] = []
-    current: list[Node] = []
-    total = 0
-    for part in parts:
-        current.append(part)
-        total += part.size
-        if total == size:
-            runs.append(concatenation(current))
-            current, total = [], 0
-        elif total > size:
-            raise Conflict
-    return runs
-
-
 def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
-    """The dim as consecutive segments of these sizes.
+    """Cut a dim into consecutive segments of these sizes.
 
     Raises:
-        Conflict: a boundary falls inside of a factor that cannot be cut.
+        Conflict: if a boundary falls inside of a factor that cannot be cut.
     """
     node = find(node)
     assert sum(sizes) == node.size
     if sum(1 for s in sizes if s) <= 1:
         return [node if s else Node(0, True) for s in sizes]
     if node.kind == SUM:
-        return _cut_sum(node, sizes)
+        pending = segments(node)
+        out: list[list[Node]] = []
+        done: list[Node] = []
+        for want in sizes:
+            taken: list[Node] = []
+            while want:
+                part = find(pending.pop(0))
+                if part.size > want:
+                    head, tail = cut(part, (want, part.size - want))
+                    part = head
+                    pending.insert(0, tail)
+                want -= part.size
+                taken.append(part)
+            out.append(taken)
+            done.extend(taken)
+        if node.kind == SUM:
+            node.children = tuple(done)
+        return [concatenation(t) if t else Node(0, True) for t in out]
     if node.kind == LEAF:
         parts = [leaf(s) for s in sizes]
         _refine(node, SUM, [p for p in parts if p.size])
@@ -247,29 +252,8 @@ def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
     return [product([p, *parts[1:]]) for p in cut(parts[0], [s // inner for s in sizes])]
 
 
-def _cut_sum(node: Node, sizes: Sequence[int]) -> list[Node]:
-    pending = segments(node)
-    out: list[list[Node]] = []
-    done: list[Node] = []
-    for want in sizes:
-        taken: list[Node] = []
-        while want:
-            part = find(pending.pop(0))
-            if part.size > want:
-                head, tail = cut(part, (want, part.size - want))
-                part = head
-                pending.insert(0, tail)
-            want -= part.size
-            taken.append(part)
-        out.append(taken)
-        done.extend(taken)
-    if node.kind == SUM:
-        node.children = tuple(done)
-    return [concatenation(t) if t else Node(0, True) for t in out]
-
-
 def unify(a: Node, b: Node) -> None:
-    """Both are the same dim from now on; where they cannot be, both are blocked."""
+    """Make two dims the same dim. If this is impossible, block both."""
     a, b = find(a), find(b)
     if a is b or a.size == 1 or b.size == 1:
         return
@@ -298,7 +282,7 @@ def unify(a: Node, b: Node) -> None:
 
 
 def link(a: Node, b: Node) -> None:
-    """Join two dims softly: one structure, separate leaves; without effect where that is impossible."""
+    """Join two dims softly: one structure, separate leaves. Nothing happens if this is impossible."""
     a, b = find(a), find(b)
     if a is b or a.size == 1 or b.size == 1:
         return
@@ -325,7 +309,7 @@ def link(a: Node, b: Node) -> None:
 
 
 def _mirror(node: Node, made: dict[Node, Node]) -> Node:
-    """A copy with fresh leaves; a leaf that occurs twice does so in the copy."""
+    """Copy a tree with new leaves. A leaf that occurs twice occurs twice in the copy."""
     node = find(node)
     if node in made:
         return made[node]
@@ -340,32 +324,18 @@ def _pair_up(a: Node, b: Node, join: Join) -> None:
     """Refine two trees until their parts correspond, and ``join`` the parts."""
     if a.kind == SUM and b.kind == SUM:
         left, right = segments(a), segments(b)
-        if _is_shifted(left, right):
-            raise Conflict
-        sizes = _common_sizes([s.size for s in left], [s.size for s in right])
+        starts = [[0, *accumulate(s.size for s in parts)] for parts in (left, right)]
+        # A segment must not be joined with a part of itself, as if a sequence is compared with its successor:
+        # each cut would require another one, shifted further.
+        known = dict(zip(left, starts[0], strict=False))
+        for node, start in zip(right, starts[1], strict=False):
+            if 0 < abs(start - known.get(node, start)) < node.size:
+                raise Conflict
+        sizes = [stop - start for start, stop in pairwise(sorted({*starts[0], *starts[1]}))]
         for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
             join(x, y)
     else:
         _pair_factors(a, b, join)
-
-
-def _is_shifted(left: Sequence[Node], right: Sequence[Node]) -> bool:
-    """Whether a segment would be joined with a part of itself, as where a sequence is compared with its next.
-
-    Each cut would make another one necessary, a shift further on.
-    """
-    starts = dict(zip(left, _starts(left), strict=True))
-    places = zip(right, _starts(right), strict=True)
-    return any(0 < abs(start - starts.get(node, start)) < node.size for node, start in places)
-
-
-def _starts(parts: Sequence[Node]) -> list[int]:
-    return [0, *accumulate(p.size for p in parts)][:-1]
-
-
-def _common_sizes(a: list[int], b: list[int]) -> list[int]:
-    ends = sorted({sum(a[: i + 1]) for i in range(len(a))} | {sum(b[: i + 1]) for i in range(len(b))})
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _pair_factors(a: Node, b: Node, join: Join) -> None:

@@ -1,4 +1,4 @@
-"""The interface of the rules: how they read a call, and how they relate the dims of its tensors."""
+"""The interface of the rules: read a call, and relate the dims of its tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .sites import NormSite
 
 
 class NotCovered(Exception):
-    """The rule does not cover this call: all that the call touches is replicated, with a note."""
+    """The rule does not cover this call. Everything that the call touches is replicated, with a note."""
 
 
 class Builder:
-    """Fills an ``Analysis``: a rule reads dims here and says the dims of its outputs.
+    """Fill an ``Analysis``. Rules read dims of inputs from it, and set the dims of outputs.
 
     Dims are trees; tensors that share a node have the same dim. All shapes are global.
     """
@@ -45,7 +45,7 @@ class Builder:
         return makers(self.tape)
 
     def tensor(self, tid: int) -> tuple[Node, ...]:
-        """The dims of a tensor; parameters, inputs and constants get theirs here."""
+        """Return the dims of a tensor. Parameters, inputs and constants get theirs here."""
         known = self.result.dims.get(tid)
         if known is not None:
             return known
@@ -63,34 +63,34 @@ class Builder:
         return dims
 
     def partial(self, tid: int) -> Partial:
-        """The partial state of a tensor."""
+        """Return the partial state of a tensor."""
         self.tensor(tid)
         return find_partial(self.result.partial[tid])
 
     def shape(self, tid: int) -> tuple[int, ...]:
-        """The global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return self.tape.tensors[tid].shape
 
     def is_parameter(self, tid: int) -> bool:
-        """Whether the tensor is a parameter itself."""
+        """Return whether the tensor is a parameter itself."""
         return self.tape.tensors[tid].kind == "parameter"
 
     # Said by rules ---------------------------------------------------------------------------
 
     def set(self, tid: int, dims: Sequence[Node], partial: Partial | None = None) -> None:
-        """Give an output its dims; not partial unless a state is given."""
+        """Set the dims of an output. It is not partial unless a state is given."""
         shape = self.shape(tid)
         assert tuple(d.size for d in dims) == shape, f"dims {dims} for a tensor of shape {shape}"
         self.result.dims[tid] = tuple(dims)
         self.result.partial[tid] = partial if partial is not None else Partial(zero=True)
 
     def never_partial(self, *tids: int) -> None:
-        """These must not be terms of a sum where they are used."""
+        """Forbid that these tensors are partial."""
         for tid in tids:
             self.partial(tid).zero = True
 
     def same_partial(self, *states: Partial) -> Partial:
-        """All of these are partial or none is."""
+        """Make all of these states the same."""
         first = find_partial(states[0])
         for other in states[1:]:
             root = find_partial(other)
@@ -100,7 +100,7 @@ class Builder:
         return first
 
     def bilinear_partial(self, a: int, b: int) -> Partial:
-        """The state of a product: at most one factor may be partial, and never a parameter."""
+        """Return the state of a product. At most one factor may be partial, and never a parameter."""
         self.never_partial(*(t for t in (a, b) if t in self.parametric))
         p, q = self.partial(a), self.partial(b)
         if q.zero:
@@ -112,7 +112,7 @@ class Builder:
         return output
 
     def contract(self, dims: Sequence[Node], *inputs: int) -> Partial:
-        """The state of an output in which ``dims`` are summed over; it is linear in ``inputs``."""
+        """Return the state of an output that is summed over ``dims`` and linear in ``inputs``."""
         states = [s for s in dict.fromkeys(map(self.partial, inputs)) if not s.zero]
         output = Partial()
         has_weight = not self.parametric.isdisjoint(inputs)
@@ -120,41 +120,41 @@ class Builder:
         return output
 
     def work(self, dims: Sequence[Node]) -> None:
-        """A product over all these dims was computed: sharding any of them divides the work."""
+        """Note a product over all these dims. Sharding any of them divides the work."""
         self.result.works.append(Work(tuple(dims), math.prod(d.size for d in dims)))
 
     def take_from_stack(self, source: int, target: int) -> None:
-        """``target`` is some of ``source`` along its first dim."""
+        """Note that ``target`` is taken from ``source`` along its first dim."""
         info = self.tape.tensors[source]
         if len(info.shape) == 3 and info.dtype.is_floating_point and source in self.parametric:
             self.from_stack.add(target)
 
     def lookup(self, mark: Mark, table: int, output: int) -> None:
-        """Rows of a table are looked up by ids that enter a module at ``mark``."""
+        """Note that rows of a table are looked up by ids that enter a module at ``mark``."""
         returned = self.lookup_calls[mark.call]
         self.result.lookups.append(TableLookup(mark.call, mark.slots[0], returned, table, output))
 
     def free_partial(self) -> Partial:
-        """The state of zeros: as good as any."""
+        """Return the state of zeros, which may be partial or not."""
         return Partial()
 
     def block(self, *tids: int) -> None:
-        """No dim of these may be sharded, and none may be partial."""
+        """Forbid to shard any dim of these tensors, and that they are partial."""
         for tid in tids:
             for dim in self.tensor(tid):
                 self.block_dim(dim)
         self.never_partial(*tids)
 
     def block_dim(self, dim: Node) -> None:
-        """The current operator needs all of this dim."""
+        """Forbid to shard a dim, since the current operator needs all of it."""
         dim_trees.block(dim, self.why)
 
     def blocked(self, *sizes: int) -> list[Node]:
-        """Fresh dims that are never sharded."""
+        """Return new dims that are never sharded."""
         return [dim_trees.leaf(n, blocked=True) for n in sizes]
 
     def split(self, dim: Node, inner: int) -> tuple[Node, Node]:
-        """(outer, inner) factors of a dim; blocked if its structure forbids that."""
+        """Return (outer, inner) factors of a dim, which are blocked if its structure has none."""
         try:
             return dim_trees.split(dim, inner)
         except Conflict:
@@ -162,7 +162,7 @@ class Builder:
             return dim_trees.leaf(dim.size // inner, True), dim_trees.leaf(inner, True)
 
     def cut(self, dim: Node, sizes: Sequence[int]) -> list[Node]:
-        """Consecutive segments of a dim; blocked if its structure forbids that."""
+        """Return consecutive segments of a dim, which are blocked if its structure has none."""
         try:
             return dim_trees.cut(dim, sizes)
         except Conflict:
@@ -172,7 +172,7 @@ class Builder:
     # Events ----------------------------------------------------------------------------------
 
     def mark(self, mark: Mark) -> None:
-        """Before and after a mark: one structure, separate leaves and states."""
+        """Add a mark. Dims before and after it have one structure, but separate leaves and states."""
         before = self.tensor(mark.source)
         if mark.call in self.passive_calls:
             self.set(mark.target, before, self.partial(mark.source))
@@ -180,7 +180,13 @@ class Builder:
         after = []
         for dim in before:
             twin = dim_trees.leaf(dim.size)
-            if dim.size in self.input_sizes and _is_settled(dim):
+            # A dim may be as long as an input, but have parts none of which may ever be sharded, for example
+            # a sequence that was padded and cut into chunks. Behind a mark it is one leaf again.
+            parts = dim_trees.leaves(dim)
+            is_settled = dim_trees.find(dim).kind != dim_trees.LEAF and all(
+                x.blocked and not x.atomic for x in parts
+            )
+            if dim.size in self.input_sizes and is_settled:
                 dim_trees.make_atomic(twin)
             else:
                 dim_trees.link(dim, twin)
@@ -192,7 +198,8 @@ class Builder:
         self.mark_of[mark.target] = mark
 
     def norm(self, site: NormSite) -> None:
-        """A norm module as one operator: dims pass through; sharding the normalized one costs a statistic."""
+        """Add a norm module as one operator. Dims pass through, and sharding the normalized one costs a
+        statistic."""
         dims = self.tensor(site.inputs[0])
         for other in site.inputs[1:]:
             for x, y in zip(dims, self.tensor(other), strict=True):
@@ -207,24 +214,17 @@ class Builder:
         self.result.norms.append(NormUse(site, groups, normalized))
 
 
-def _is_settled(dim: Node) -> bool:
-    """Whether a dim, which is as long as an input, has parts of which none may ever be sharded, as a sequence
-    that was padded and cut into chunks. Behind a mark it is one leaf again."""
-    parts = dim_trees.leaves(dim)
-    return dim_trees.find(dim).kind != dim_trees.LEAF and all(x.blocked and not x.atomic for x in parts)
-
-
 def owning_modules(tape: Tape) -> set[str]:
-    """FQNs of the modules that have parameters or buffers, themselves or in modules inside."""
+    """Return FQNs of the modules that have parameters or buffers, themselves or in modules inside."""
     return {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
 
 
 def passive_calls(tape: Tape) -> frozenset[int]:
-    """Calls of modules whose marks change no placement: those without parameters that are called in several
-    forms, and those that are not called in training.
+    """Return calls of modules whose marks change no placement.
 
-    One dropout may serve scores and states; a step of the module would run at each of its calls. A module
-    that returns its input may be given any number of rows: those of some tokens.
+    These are modules without parameters that are called in several forms, and modules that are not called in
+    training. For example, one dropout may be used for scores and states, and a step of the module would run
+    in each of its calls. A module that returns its input may be called with any number of rows.
     """
     forms: dict[str, dict[tuple[str, ...], set[tuple[int, ...]]]] = {}
     identities = {tape.calls[mark.call].fqn for mark in returned_inputs(tape)}
@@ -239,20 +239,20 @@ def passive_calls(tape: Tape) -> frozenset[int]:
 
 
 def is_returned_input(entered: Mark | None, mark: Mark) -> bool:
-    """Whether a mark is where a module returns the tensor that entered it at another mark, as it is."""
+    """Return whether a module returns, at a mark, the tensor that entered it at another mark."""
     return entered is not None and mark.is_output and not entered.is_output and entered.call == mark.call
 
 
 def returned_inputs(tape: Tape) -> list[Mark]:
-    """The marks where modules return an input."""
+    """Return the marks where modules return an input."""
     marks = {event.target: event for event in tape.events if isinstance(event, Mark)}
     return [mark for mark in marks.values() if is_returned_input(marks.get(mark.source), mark)]
 
 
 def pure_lookups(tape: Tape) -> dict[int, str]:
-    """Module calls that return rows of a table times scalars and do nothing else, and where they return them.
+    """Map module calls that only return rows of a table times scalars to the slots where they return them.
 
-    Rows that a rank does not hold are zeroed where such a module returns.
+    Out-of-shard rows are zeroed at these slots.
     """
     ops: dict[int, list[Op]] = {}
     results: dict[int, list[Mark]] = {}
@@ -285,7 +285,7 @@ def _is_lookup(tape: Tape, ops: list[Op], result: Mark) -> bool:
 
 
 class Arguments:
-    """An operator's arguments by the names of its schema."""
+    """An operator's arguments by the names in its schema."""
 
     __slots__ = ("values",)
 
@@ -305,10 +305,10 @@ class Arguments:
         return self.values.get(name)
 
     def tensor(self, name: str) -> int | None:
-        """The tensor given for ``name``; None where it is absent or a number."""
+        """Return the tensor given for ``name``; None if it is missing or a number."""
         value = self.values.get(name)
         return value.tid if isinstance(value, Ref) else None
 
     def tensors(self, name: str) -> list[int]:
-        """The tensors given as a list."""
+        """Return the tensors given as a list."""
         return [v.tid for v in self.values.get(name) or () if isinstance(v, Ref)]

@@ -1,31 +1,30 @@
-"""Finds experts, and norms over dims, on a tape: modules that are sharded as one operator.
+"""Find experts, and norms over dims, on a tape. These modules are sharded as one operator.
 
-A module of experts computes ``M(x, ids, weights) = sum over k of weights[:, k] * expert[ids[:, k]](x)``
-from parameters whose leading dim counts the experts. How it does so (a loop, a batched product, a
-grouped one) blocks that dim for the rules. A call that is found here is a candidate by its inputs and
-parameters alone; ``shardconv.matching.expert_sums`` shows by numbers that it is the sum of its parts,
-before the tape is changed.
+A module of experts computes ``M(x, ids, weights) = sum over k of weights[:, k] * expert[ids[:, k]](x)`` from
+parameters whose leading dim counts the experts. Its code (a loop, a batched product, a grouped one) blocks
+that dim for the rules. A call that is found here is only a candidate, by its inputs and parameters.
+``shardconv.matching.expert_sums`` shows by numbers that it is the sum of its parts before the tape is
+changed.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..tracing.tape import Event, Mark, Op, Ref, Tape, TensorInfo
+from ..tracing.tape import Event, Mark, Op, Ref, Tape, TensorInfo, reads_and_writes
 
-# Finds the modules of a tape that normalize over their last dim, or over groups of it.
+# Norms over the last dim, or over groups of it, would block this dim.
 #
-# A norm over a sharded dim would block it. A module whose complete tape is "reduce the last dim, scale,
-# multiply by weights", perhaps by a gate as well, is taken as one operator instead; the runtime reduces its
-# statistic over the ranks. A site that is found here is a candidate: ``shardconv.matching.norm_formulas``
-# compares it with the module on numbers before a plan relies on it.
+# A module whose complete tape is "reduce the last dim, scale, multiply by weights", perhaps also by a gate,
+# becomes one operator instead, and the runtime reduces its statistic over the ranks. A site that is found
+# here is only a candidate: ``shardconv.matching.norm_formulas`` compares it with the module on numbers.
 
 _REDUCTIONS = {"aten.mean", "aten.var", "aten.var_mean", "aten.std", "aten.sum", "aten.linalg_vector_norm"}
 _NORMS = {"aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"}
@@ -50,7 +49,7 @@ _POINTWISE = {
 }
 _VIEWS = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.unflatten", "aten.flatten"}
 ACTIVATIONS = {"aten.silu": "silu", "aten.sigmoid": "sigmoid", "aten.gelu": "gelu", "aten.relu": "relu"}
-"""Operators that may be applied to a gate, and their names in a plan."""
+"""Operators that may be applied to a gate -> their names in a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,11 @@ class NormSite:
     """The tensor that it returns: before its output mark."""
     parameters: tuple[int, ...]
     groups: int = 1
-    """Number of equal parts of the last dim that are normalized one by one."""
+    """Number of equal parts of the last dim that are normalized separately."""
 
 
 def find_norms(tape: Tape) -> list[NormSite]:
-    """All module calls that look like a norm over the last dim."""
+    """Return all module calls that look like a norm over the last dim."""
     marks: dict[int, list[Mark]] = {}
     ops: dict[int, list[int]] = {}
     parents = {c.parent for c in tape.calls}
@@ -117,7 +116,7 @@ def _site(tape: Tape, call: int, indices: list[int], marks: list[Mark]) -> NormS
 
 
 def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
-    """Number of groups of the last dim; None if these operators are not a norm."""
+    """Return the number of groups of the last dim; None if these operators are not a norm."""
     known = _NORMS | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
     found: set[int | None] = set()
     for op in ops:
@@ -132,7 +131,7 @@ def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
 
 
 def _groups_reduced(op: Op, reduced: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """Number of groups of the last dim of ``shape`` if each was reduced on its own."""
+    """Return the number of groups of the last dim of ``shape`` if each was reduced separately."""
     dims = op.args[1] if len(op.args) > 1 and not isinstance(op.args[1], Ref) else op.kwargs.get("dim")
     if not isinstance(dims, (list, tuple)) or [d % len(reduced) for d in dims] != [len(reduced) - 1]:
         return None
@@ -142,7 +141,7 @@ def _groups_reduced(op: Op, reduced: tuple[int, ...], shape: tuple[int, ...]) ->
 
 
 EXPERTS = "shardconv.experts"
-"""Name, without overload, of the operator that takes the place of a module of experts."""
+"""Name, without overload, of the operator that replaces a module of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,26 +153,27 @@ class ExpertCall:
     x: str
     """Slot of the activations ``[..., H]``."""
     ids: str
-    """Slot of the chosen experts ``[..., K]``, or ``[...]`` where each token has one."""
+    """Slot of the chosen experts ``[..., K]``, or ``[...]`` if each token has one."""
     weights: str
-    """Slot of their weights, of the shape of ``ids``, or with a last dim of 1."""
+    """Slot of their weights, in the shape of ``ids``, or with a last dim of 1."""
     inputs: tuple[int, int, int]
     """The tensors of these slots, behind their marks."""
     output: int
     """The tensor that it returns, before its mark."""
     parameters: tuple[int, ...]
-    """All parameters of the module and of those in it."""
+    """All parameters of the module and of modules in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSharding:
-    """How a module of experts is made one of fewer experts, as the proof found."""
+    """How to make a module of experts one of fewer experts, from the proof."""
 
     num_experts: int
     past_end: bool
-    """Ids of other ranks' experts become one past the last; else 0. Their weights are zero either way."""
+    """Whether out-of-shard ids become one past the last expert; otherwise they become 0. Their weights are
+    zero."""
     flags: tuple[str, ...]
-    """Bool attributes to set, so that the module leaves ids past the end out."""
+    """Bool attributes to set, so that the module skips ids past the end."""
     edits: tuple[tuple[str, str], ...]
     """(path of a module from this one, int attribute) that become the local number of experts."""
 
@@ -187,9 +187,9 @@ class ExpertSite:
 
 
 def find_experts(tape: Tape) -> list[ExpertCall]:
-    """All module calls that are given activations, ids and weights of one shape, and hold parameters.
+    """Return all module calls with activations, ids and weights of matching shapes, and with parameters.
 
-    A module that only holds another candidate does not count, and neither does one whose inner values are
+    A module that contains another candidate does not count, and neither does a module whose inner values are
     read outside of it.
     """
     marks: dict[int, list[Mark]] = {}
@@ -212,7 +212,8 @@ def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
         t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.name.startswith(fqn + ".")
     )
     roles = _roles(tape, entries)
-    if roles is None or not parameters or math.gcd(*(_rows(tape, t) for t in parameters)) < 2:
+    shapes = [tape.tensors[t].shape for t in parameters]
+    if roles is None or not shapes or math.gcd(*(shape[0] if shape else 1 for shape in shapes)) < 2:
         return None
     if _leaks(tape, call, exits[0].source):
         return None
@@ -223,13 +224,8 @@ def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     )
 
 
-def _rows(tape: Tape, tid: int) -> int:
-    shape = tape.tensors[tid].shape
-    return shape[0] if shape else 1
-
-
 def _roles(tape: Tape, entries: list[Mark]) -> tuple[Mark, Mark, Mark] | None:
-    """Which input is the activations, which the ids, which the weights."""
+    """Find out which input is the activations, which the ids, and which the weights."""
     infos = {m.target: tape.tensors[m.target] for m in entries}
     floats = [m for m in entries if infos[m.target].dtype.is_floating_point]
     ints = [m for m in entries if m not in floats]
@@ -245,7 +241,7 @@ def _roles(tape: Tape, entries: list[Mark]) -> tuple[Mark, Mark, Mark] | None:
 
 
 def _ancestors(tape: Tape, call: int) -> set[int]:
-    """The calls that a call runs in."""
+    """Return the calls around a call."""
     out: set[int] = set()
     while (call := tape.calls[call].parent) >= 0:
         out.add(call)
@@ -253,7 +249,7 @@ def _ancestors(tape: Tape, call: int) -> set[int]:
 
 
 def _inside(tape: Tape, call: int) -> set[int]:
-    """The call and all that run in it."""
+    """Return the call and all calls in it."""
     out = {call}
     for index in range(call + 1, len(tape.calls)):
         if tape.calls[index].parent in out:
@@ -262,13 +258,13 @@ def _inside(tape: Tape, call: int) -> set[int]:
 
 
 def _leaks(tape: Tape, call: int, output: int) -> bool:
-    """Whether anything that is made inside of the call, but its output, is read outside."""
+    """Return whether anything that is computed inside of the call, except its output, is read outside."""
     inside = _inside(tape, call)
     made: set[int] = set()
     read: set[int] = set(tape.outputs)
     for event in tape.events:
         if event.call not in inside:
-            read.update(_reads(event))
+            read.update(reads_and_writes(event)[0])
         elif isinstance(event, Op):
             made.update(event.outputs)
         elif event.call != call:
@@ -276,15 +272,8 @@ def _leaks(tape: Tape, call: int, output: int) -> bool:
     return bool((made - {output}) & read)
 
 
-def _reads(event: Event) -> tuple[int, ...]:
-    return (event.source,) if isinstance(event, Mark) else event.inputs
-
-
-# One operator ----------------------------------------------------------------------------------------
-
-
 def isolate(tape: Tape, sites: Iterable[ExpertSite]) -> Tape:
-    """The tape on which each site is one operator ``EXPERTS`` between the marks of its module."""
+    """Return the tape on which each site is one operator ``EXPERTS`` between the marks of its module."""
     sources = tape.sources()
     for site in sites:
         call, fqn = site.where.call, site.where.fqn
@@ -295,29 +284,25 @@ def isolate(tape: Tape, sites: Iterable[ExpertSite]) -> Tape:
                 events.append(event)
             elif isinstance(event, Mark) and event.call == call:
                 if event.is_output:
-                    events.append(_operator(site))
+                    tids = (*site.where.inputs, *site.where.parameters)
+                    refs, outputs = tuple(Ref(t) for t in tids), (site.where.output,)
+                    events.append(Op(f"{EXPERTS}.default", refs, {"site": site}, tids, outputs, call))
                 events.append(event)
         replays = [r for r in tape.replays if r.fqn != fqn and not r.fqn.startswith(fqn + ".")]
         tape = replace(tape, events=events, replays=replays)
     return replace(tape, inner_sources=sources)
 
 
-def _operator(site: ExpertSite) -> Op:
-    tids = (*site.where.inputs, *site.where.parameters)
-    refs = tuple(Ref(t) for t in tids)
-    outputs = (site.where.output,)
-    return Op(f"{EXPERTS}.default", refs, {"site": site}, tids, outputs, site.where.call)
-
-
 def isolated_sites(tape: Tape) -> list[ExpertSite]:
-    """The sites that are one operator of this tape."""
+    """Return the sites that are one operator of this tape."""
     return [e.kwargs["site"] for e in tape.events if isinstance(e, Op) and e.name == f"{EXPERTS}.default"]
 
 
 def leave_out(model: nn.Module, tape: Tape) -> set[str]:
-    """Let the modules of isolated sites return empty tensors of the right shapes, on meta; their FQNs.
+    """Make the modules of isolated sites return empty tensors of the right shapes, on meta; return their
+    FQNs.
 
-    For tracing a rank's model: their computation was proven, and may depend on data.
+    This is for tracing a rank's model. Their computation was proven, and may depend on data.
     """
     outputs: dict[str, list[TensorInfo]] = {}
     for site in isolated_sites(tape):
@@ -329,7 +314,7 @@ def leave_out(model: nn.Module, tape: Tape) -> set[str]:
 
 
 def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands in for a forward method: one empty tensor for each call."""
+    """Replace a forward method: return one empty tensor in each call."""
     remaining = iter(infos)
 
     @functools.wraps(forward)
@@ -343,7 +328,7 @@ def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable
 # Stacks without ids ----------------------------------------------------------------------------------
 
 GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
-"""Of rows, a stack of matrices, and the ends of the rows of each."""
+"""Products of rows with a stack of matrices, given the ends of the rows of each matrix."""
 _PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul", "aten.einsum")
 _PICKING = (
     "aten.select",
@@ -364,12 +349,13 @@ class Stack:
 
     parameter: int
     is_picked: bool
-    """Single matrices are taken out of it; else it is a factor of batched products only."""
+    """Whether single matrices are taken out of it; otherwise it is only a factor of batched products."""
 
 
 def find_stacks(tape: Tape) -> list[Stack]:
-    """Parameters of three or more dims that are read as a stack of matrices, outside of the sites."""
-    owner = {t: t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and _is_stack(i.shape)}
+    """Return parameters of three or more dims that are read as a stack of matrices, outside of the sites."""
+    parameters = ((t, i.shape) for t, i in enumerate(tape.tensors) if i.kind == "parameter")
+    owner = {t: t for t, shape in parameters if len(shape) > 2 and shape[0] > 1}
     picked: dict[int, bool] = {}
     for event in tape.events:
         if not isinstance(event, Op) or not event.inputs or event.name == f"{EXPERTS}.default":
@@ -382,17 +368,10 @@ def find_stacks(tape: Tape) -> list[Stack]:
                 owner.update(dict.fromkeys(event.outputs, owner[tid]))
             elif base in _PRODUCTS:
                 picked.setdefault(owner[tid], False)
-            elif base in _PICKING and _of_first_dim(event):
-                picked[owner[tid]] = True
+            elif base in _PICKING:
+                dim = 0
+                if base in ("aten.select", "aten.unbind", "aten.index_select"):
+                    dim = event.kwargs.get("dim", event.args[1] if len(event.args) > 1 else 0)
+                if dim == 0:
+                    picked[owner[tid]] = True
     return [Stack(tid, is_picked) for tid, is_picked in picked.items()]
-
-
-def _is_stack(shape: Sequence[int]) -> bool:
-    return len(shape) > 2 and shape[0] > 1
-
-
-def _of_first_dim(op: Op) -> bool:
-    if not op.name.startswith(("aten.select", "aten.unbind", "aten.index_select")):
-        return True
-    dim = op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else 0)
-    return bool(dim == 0)

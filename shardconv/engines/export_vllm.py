@@ -1,12 +1,12 @@
-"""A model as the files from which vLLM's ranks start: ``--load-format sharded_state``.
+"""Writes a model as the files from which vLLM's ranks start: ``--load-format sharded_state``.
 
     DIR/model-rank-0-part-0.safetensors     what rank 0 holds, by vLLM's names
     DIR/model-rank-1-part-0.safetensors
     DIR/config.json, tokenizer ...
     DIR/manifest.json
 
-The names, the fused and padded and repeated tensors are those of the installed vLLM: its own loader says
-what it copies where (``vllm_state``).
+The installed vLLM determines the names, and the tensors that are fused, padded or repeated: its own loader
+says what it copies where (``vllm_state``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.default_modes import in_default_modes
-from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor, item_bytes, numbered
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, item_bytes, numbered
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
@@ -36,7 +36,7 @@ from ..writing.outputs import Output, WriteOptions
 from ..writing.workspace import opened
 from . import state_files, vllm_state
 from .state_files import signature
-from .vllm_package import require_vllm
+from .vllm_calls import require_vllm
 
 if TYPE_CHECKING:
     from ..writing.job import TargetFile
@@ -167,41 +167,36 @@ def export_vllm(
 
 
 def file_name(rank: int, part: int) -> str:
-    """vLLM's name of file ``part`` (from 0) of a rank."""
+    """Return vLLM's name of file ``part`` (from 0) of a rank."""
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def _source(model: str | os.PathLike[str], hub: Hub, trust_remote_code: bool, stream: bool) -> EngineSource:
-    path = Path(model).expanduser()
-    if (path / MANIFEST_NAME).is_file():
-        return _from_converted(path, trust_remote_code)
+    # Imported here, so that the recorder's process starts to import vLLM before this one imports torch.
     from shardconv_runtime.checkpoint.resolve import resolve
     from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 
-    from ..writing.writer import origin_of
+    from ..converted.saved import checkpoint_tensors
+    from ..writing.writer import Origin, origin_of
 
+    path = Path(model).expanduser()
+    if (path / MANIFEST_NAME).is_file():
+        converted = derived.read(path, trust_remote_code=trust_remote_code)
+        tensors, _ = checkpoint_tensors(converted, derived.spec_of(converted))
+        origin = Origin(
+            converted.manifest.source,
+            derived.identity(converted),
+            lambda directory: derived.copy_small_files(converted, directory),
+        )
+        return EngineSource(str(path), path, tensors, origin, converted.plan.model.trust_remote_code)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, stream=stream)
     assert spec.directory is not None, "a model that was named has one"
     tensors = lazy_tensors(spec.weight_files, spec.index)
     return EngineSource(spec.name, spec.directory, tensors, origin_of(spec), spec.trust_remote_code)
 
 
-def _from_converted(path: Path, trust_remote_code: bool) -> EngineSource:
-    from ..converted.saved import checkpoint_tensors
-    from ..writing.writer import Origin
-
-    found = derived.read(path, trust_remote_code=trust_remote_code)
-    tensors, _ = checkpoint_tensors(found, derived.spec_of(found))
-    origin = Origin(
-        found.manifest.source,
-        derived.identity(found),
-        lambda directory: derived.copy_small_files(found, directory),
-    )
-    return EngineSource(str(path), path, tensors, origin, found.plan.model.trust_remote_code)
-
-
 def _target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
-    """The files of all ranks."""
+    """Return the files of all ranks."""
     files = []
     tp = len(state.declared)
     for rank, declared in enumerate(state.declared):
@@ -215,21 +210,8 @@ def _target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
 
 
 def _sizes(declared: Declared) -> dict[str, int]:
-    """Bytes of tensors, by name."""
+    """Return the bytes of tensors by name."""
     return {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in declared.items()}
-
-
-def _leaves(found: EngineSource, state: EngineState) -> dict[LazyLeaf, int]:
-    """Numbers for journals, which do not depend on the ranks that this run writes.
-
-    Those of the checkpoint come first. Others, which a rank computes, are its own.
-    """
-    numbers = numbered(found.tensors.values())
-    for rank, tensors in state.ranks.items():
-        first = (rank + 1) * _LEAVES_OF_A_RANK
-        own = (leaf for leaf in numbered(tensors.values()) if leaf not in numbers)
-        numbers |= {leaf: first + index for index, leaf in enumerate(own)}
-    return numbers
 
 
 def _write(
@@ -241,7 +223,7 @@ def _write(
     options: WriteOptions,
     progress: Progress,
 ) -> bool:
-    """Write the files; whether the directory is complete."""
+    """Write the files, and return whether the directory is complete."""
     from ..writing.fill import fill
     from ..writing.writer import claim_of, require_unchanged
 
@@ -257,7 +239,14 @@ def _write(
     claim = claim_of({file.owner for file in files}, options.owners(len(state.declared)))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            fill(workspace, _leaves(found, state), memory=options.memory, progress=progress)
+            # The numbers of leaves in the journals do not depend on the ranks that this run writes: the
+            # leaves of the checkpoint come first, and those that a rank computes are its own.
+            leaves = numbered(found.tensors.values())
+            for rank, tensors in state.ranks.items():
+                first = (rank + 1) * _LEAVES_OF_A_RANK
+                own = (leaf for leaf in numbered(tensors.values()) if leaf not in leaves)
+                leaves |= {leaf: first + index for index, leaf in enumerate(own)}
+            fill(workspace, leaves, memory=options.memory, progress=progress)
             require_unchanged(found.origin)
         with workspace.exclusive():
             return _finish(workspace, found, state, version, progress)
@@ -273,7 +262,7 @@ def _signatures(state: EngineState) -> tuple[str, ...]:
 def _finish(
     workspace: Workspace, found: EngineSource, state: EngineState, version: str, progress: Progress
 ) -> bool:
-    """Complete the directory if all ranks are written."""
+    """Complete the directory if all ranks are written, and return whether they are."""
     from ..writing.writer import listed_owners
 
     if workspace.is_finishing:
@@ -286,7 +275,13 @@ def _finish(
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]
-    entries += _small_files(workspace.path, found, state.dtype)
+    small_files = {entry.path: entry for entry in found.origin.copy_small_files(workspace.path)}
+    if CONFIG_NAME not in small_files:
+        raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")
+    config = workspace.path / CONFIG_NAME  # it says the dtype that vLLM is to take
+    config.write_text(config_in_dtype(config.read_text(encoding="utf-8"), state.dtype), encoding="utf-8")
+    small_files[CONFIG_NAME] = entry_of(workspace.path, Path(CONFIG_NAME))
+    entries += small_files.values()
     manifest = state_files.StateManifest(
         tp=len(state.declared),
         engine="vllm",
@@ -301,13 +296,3 @@ def _finish(
     write_durably(workspace.path / MANIFEST_NAME, state_files.dumps(manifest))
     workspace.finish([*(entry.path for entry in manifest.files), MANIFEST_NAME], ())
     return True
-
-
-def _small_files(directory: Path, found: EngineSource, dtype: str) -> list[FileEntry]:
-    """Config and tokenizer; the config says the dtype that vLLM is to take."""
-    entries = {entry.path: entry for entry in found.origin.copy_small_files(directory)}
-    if CONFIG_NAME not in entries:
-        raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")
-    config = directory / CONFIG_NAME
-    config.write_text(config_in_dtype(config.read_text(encoding="utf-8"), dtype), encoding="utf-8")
-    return list((entries | {CONFIG_NAME: entry_of(directory, Path(CONFIG_NAME))}).values())

@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .strided_views import UnknownContentError, View, Write, content_of
 
-# What was written to one storage of an engine.
-
 
 @dataclass(slots=True)
 class StorageRecord:
@@ -49,29 +47,28 @@ class StorageRecord:
             self.writes.append((View(0, (size,), (1,)), _taken_for(tensor.dtype)))
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """What a view of the storage holds.
+        """Return what a view of the storage holds.
 
         Raises:
-            UnknownContentError: it cannot be known.
+            UnknownContentError: if it cannot be known.
         """
         if tensor.dtype != self.tensor.dtype:
             raise UnknownContentError(_taken_for(tensor.dtype))
-        known = [
-            Write(view, self._memory(view) if content is None else content) for view, content in self.writes
-        ]
+        known = []
+        for view, content in self.writes:
+            if content is None:
+                content = constant(self.tensor.as_strided(view.shape, view.strides, view.offset))
+            known.append(Write(view, content))
         return content_of(View.of(tensor), dtype_name(tensor.dtype), known)
-
-    def _memory(self, view: View) -> LazyTensor:
-        return constant(self.tensor.as_strided(view.shape, view.strides, view.offset))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, as in a plan."""
+    """Return torch's name of a dtype, as in a plan."""
     return str(dtype).removeprefix("torch.")
 
 
 def constant(tensor: torch.Tensor) -> LazyTensor:
-    """The values of a tensor in memory, as they are now."""
+    """Return the values of a tensor in memory, as they are now."""
     found = lazy_of(tensor.detach().clone(memory_format=torch.contiguous_format))
     assert found is not None, "it is real"
     return found
@@ -98,12 +95,12 @@ class Filled:
     num_elements: int
 
     def __call__(self) -> torch.Tensor:
-        """The tensor: ``[num_elements]``."""
+        """Return the tensor: ``[num_elements]``."""
         return torch.full((self.num_elements,), self.value, dtype=getattr(torch, self.dtype))
 
 
 class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which writes to tensors are recorded.
+    """A mode in which writes to tensors are recorded.
 
     >>> with RecordedWrites() as writes:
     ...     parameter = torch.empty(4, 2)
@@ -119,10 +116,10 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leaves of which a tensor was changed in place; only that tensor has the new content."""
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """What a tensor holds.
+        """Return what a tensor holds.
 
         Raises:
-            UnknownContentError: it cannot be known.
+            UnknownContentError: if it cannot be known.
         """
         if isinstance(tensor, RecordedTensor):
             if any(piece.leaf in self._changed for piece in tensor.lazy.pieces):
@@ -149,13 +146,16 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in (*_EMPTY, *_FILLED, *_RANDOM):
             # A new tensor; a large one has no values.
             like = on_meta(func, args, kwargs, lambda result: result)
-            if _device(args, kwargs).type == "meta":
+            device = kwargs.get("device")
+            if device is None:
+                device = args[0].device if args and isinstance(args[0], torch.Tensor) else "cpu"
+            if torch.device(device).type == "meta":
                 return like
             if func.overloadpacket in _EMPTY or like.numel() >= LARGE:
                 made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
                 record = self._track(made, is_real=like.numel() < LARGE)
             else:
-                made = func(*tree_map(_blank, args), **kwargs)
+                made = func(*_empty_on(None, args), **kwargs)  # it reads only shapes
                 record = self._track(made, is_real=True)
             if func.overloadpacket in _RANDOM:
                 record.note(made, RANDOM)
@@ -175,19 +175,24 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is what it holds."""
+        """Return whether a tensor's memory is what it holds."""
         record = self._record_of(tensor)
         return not isinstance(tensor, RecordedTensor) and (record is None or record.is_real)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator that changes some of its arguments."""
+        """Record or run an operator that changes some of its arguments."""
         changed = list(_changed(func, args, kwargs))
         if all(tensor.is_meta for tensor in changed):
-            return func(*tree_map(_to_meta, args), **kwargs)
+            return func(*_empty_on("meta", args), **kwargs)
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
             others = [t for t in _tensors((args, kwargs)) if all(t is not other for other in changed)]
             for tensor in changed:
-                self._note_values(func, tensor, self._why_unknown(func, others))
+                # The memory gets values; what changes values that are there leaves the rest unwritten.
+                record = self._record_of(tensor)
+                if reason := self._why_unknown(func, others):
+                    (record or self._track_memory(tensor)).note(tensor, reason)
+                elif record is not None and func.overloadpacket in _REPLACING:
+                    record.note(tensor, None)
             return func(*args, **kwargs)
         for tensor in changed:
             content = self._written(func, args, kwargs, tensor)
@@ -204,15 +209,6 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record.note(tensor, content)
         return changed[0] if len(changed) == 1 else None
 
-    def _note_values(self, func: Any, tensor: torch.Tensor, reason: str) -> None:
-        """Note that memory gets values; what changes values that are there leaves the rest unwritten."""
-        record = self._record_of(tensor)
-        if reason:
-            record = record or self._track_memory(tensor)
-            record.note(tensor, reason)
-        elif record is not None and func.overloadpacket in _REPLACING:
-            record.note(tensor, None)
-
     def _track_memory(self, tensor: torch.Tensor) -> StorageRecord:
         """Begin to record a storage that has values."""
         storage = tensor.untyped_storage()
@@ -225,7 +221,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
     ) -> LazyTensor | str:
-        """What a tensor holds after a change that is not done; or why it is not known."""
+        """Return what a tensor holds after a change that is not done, or why it is not known."""
         if func.overloadpacket in _FILLED:
             return _filled(func, args, kwargs, tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -250,7 +246,8 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return source.lazy if isinstance(source, RecordedTensor) else constant(source)
 
     def _as_lazy(self, values: Any) -> Any:
-        """Arguments with a recorded tensor for each tensor without values, and copies of the others."""
+        """Return arguments with a recorded tensor for each tensor without values, and copies of the
+        others."""
 
         def lazy(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -261,7 +258,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lazy, values)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator that changes nothing."""
+        """Run an operator that changes nothing, on recorded tensors where there are no values."""
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
             found = func(*args, **kwargs)
             reason = self._why_unknown(func, _tensors((args, kwargs)))
@@ -281,7 +278,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*given[0], **given[1])
 
     def _why_unknown(self, func: Any, inputs: Iterable[torch.Tensor]) -> str:
-        """Why what an operator computes of values in memory is not known all the same; empty if it is."""
+        """Return why the result of an operator on values in memory is not known all the same; "" if it is."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return RANDOM
         try:
@@ -293,7 +290,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ""
 
     def _unknown(self, like: torch.Tensor, reason: str) -> torch.Tensor:
-        """A tensor made of one whose content is not known."""
+        """Return a tensor like another one, whose content is not known."""
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
         self._track(made, is_real=False).note(made, reason)
         return made
@@ -303,29 +300,19 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
 
 
-def _blank(value: Any) -> Any:
-    """A recorded tensor's stand-in, for an operator that reads only its shape."""
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, RecordedTensor) else value
+def _empty_on(device: str | None, args: tuple[Any, ...]) -> Any:
+    """Return arguments with an empty tensor on ``device`` for each recorded tensor."""
 
+    def empty(value: Any) -> Any:
+        if isinstance(value, RecordedTensor):
+            return torch.empty(value.shape, dtype=value.dtype, device=device)
+        return value
 
-def _to_meta(value: Any) -> Any:
-    return (
-        torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, RecordedTensor)
-        else value
-    )
-
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where an operator makes its tensor."""
-    given = kwargs.get("device")
-    if given is not None:
-        return torch.device(given)
-    return args[0].device if args and isinstance(args[0], torch.Tensor) else torch.device("cpu")
+    return tree_map(empty, args)
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operator writes to."""
+    """Return the tensors that an operator writes to."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
@@ -335,7 +322,7 @@ def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 def _filled(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: torch.Tensor
 ) -> LazyTensor | str:
-    """A tensor of the one value that an operator writes; or why it is not known."""
+    """Return a tensor of the one value that an operator writes, or why it is not known."""
     value = _FILLED[func.overloadpacket]
     if value is None:
         value = kwargs.get("fill_value", kwargs.get("value", args[-1]))
@@ -374,7 +361,7 @@ _REPLACING = (aten.copy_, aten.fill_, aten.zero_)
 
 
 class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
-    """Mode in which the memory of a tensor without values is not read past the dispatcher."""
+    """A mode in which the memory of a tensor without values is not read past the dispatcher."""
 
     def __init__(self, writes: RecordedWrites) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -386,7 +373,7 @@ class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
         """Refuse what hands out the memory.
 
         Raises:
-            UnknownContentError: the tensor's memory does not have its values.
+            UnknownContentError: if the tensor's memory does not have its values.
         """
         if func in _RAW and not self._writes.has_values(args[0]):
             raise UnknownContentError(f"the memory of a parameter is read by {func.__name__}")

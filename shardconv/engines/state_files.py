@@ -1,4 +1,4 @@
-"""The files of an engine's ranks: their manifest, and whether they are intact and fit the engine."""
+"""The files of an engine's ranks: their manifest, and the check that they are intact and fit the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardconv_runtime.format.typed_json import (
 from ..converted.intact import checksums
 from ..converted.verify import DamagedError
 from ..reporting.progress import Progress, Silent
-from .vllm_package import installed_version
+from .vllm_calls import installed_version
 
 # The manifest of a directory with an engine's files: what they are, for which engine, and their checksums.
 #
@@ -44,7 +44,7 @@ Signature = Iterable[tuple[str, str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class StateManifest:
-    """All files of such a directory."""
+    """All files of a directory with an engine's files."""
 
     tp: int
     engine: str
@@ -67,19 +67,19 @@ class StateManifest:
 
 
 def signature(tensors: Signature) -> str:
-    """sha256 (hex) of the names, dtypes and shapes of tensors, in any order."""
+    """Return the sha256 (hex) of the names, dtypes and shapes of tensors, in any order."""
     text = json.dumps(sorted([name, dtype, list(shape)] for name, dtype, shape in tensors))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def dumps(manifest: StateManifest) -> str:
-    """The manifest as deterministic JSON, with its own checksum."""
+    """Return the manifest as deterministic JSON, with its own checksum."""
     plain = dump_document(replace(manifest, sha256=""), FORMAT)
     return dump_document(replace(manifest, sha256=hashlib.sha256(plain.encode()).hexdigest()), FORMAT)
 
 
 def is_engine_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory has a manifest of this kind."""
+    """Return whether a directory has a manifest of this kind."""
     try:
         found = decode(read_text(Path(directory) / MANIFEST_NAME))
     except MalformedError:
@@ -91,7 +91,7 @@ def read(directory: str | os.PathLike[str]) -> StateManifest:
     """Read the manifest.
 
     Raises:
-        CheckpointError: it is missing, malformed, or was changed.
+        CheckpointError: if it is missing, malformed, or was changed.
     """
     try:
         text = read_text(Path(directory) / MANIFEST_NAME)
@@ -126,31 +126,10 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
 
     Raises:
         DamagedError: with all problems; the installed engine is of another version than recorded, too.
-        CheckpointError: ``out`` has no manifest that can be read.
+        CheckpointError: if ``out`` has no manifest that can be read.
     """
     directory = Path(out)
     found = read(directory)
-    located, problems = _located(directory, found)
-    with (progress or Silent()).bar("checksums", sum(entry.num_bytes for entry in located)) as advance:
-        for entry, checksum in checksums(located, advance).items():
-            if checksum != entry.checksum:
-                problems.append(f"{entry.path}: {checksum} should be {entry.checksum}")
-    if not problems:
-        problems += _other_tensors(found, located)
-    problems += _strays(directory, found)
-    installed = installed_version()
-    if installed not in (None, found.engine_version):
-        problems.append(
-            f"written for {found.engine} {found.engine_version}, and {installed} is installed: export again"
-        )
-    if problems:
-        raise DamagedError(directory, problems)
-    remarks = [] if installed else [f"{found.engine} is not installed: its version was not compared"]
-    return VerifiedState(len(found.files) + 1, sum(entry.num_bytes for entry in found.files), tuple(remarks))
-
-
-def _located(directory: Path, found: StateManifest) -> tuple[dict[FileEntry, Path], list[str]]:
-    """Files of the right size, and the problems of the others."""
     located: dict[FileEntry, Path] = {}
     problems = []
     for entry in found.files:
@@ -163,11 +142,29 @@ def _located(directory: Path, found: StateManifest) -> tuple[dict[FileEntry, Pat
             )
         else:
             located[entry] = path
-    return located, problems
+    with (progress or Silent()).bar("checksums", sum(entry.num_bytes for entry in located)) as advance:
+        for entry, checksum in checksums(located, advance).items():
+            if checksum != entry.checksum:
+                problems.append(f"{entry.path}: {checksum} should be {entry.checksum}")
+    if not problems:
+        problems += _other_tensors(found, located)
+    # The engine would read other files of weights as well.
+    known = {entry.path for entry in found.files}
+    strays = [path.name for path in sorted(directory.glob("*.safetensors")) if path.name not in known]
+    problems += [f"{name}: the manifest does not name it; move it away" for name in strays]
+    installed = installed_version()
+    if installed not in (None, found.engine_version):
+        problems.append(
+            f"written for {found.engine} {found.engine_version}, and {installed} is installed: export again"
+        )
+    if problems:
+        raise DamagedError(directory, problems)
+    remarks = [] if installed else [f"{found.engine} is not installed: its version was not compared"]
+    return VerifiedState(len(found.files) + 1, sum(entry.num_bytes for entry in found.files), tuple(remarks))
 
 
 def _other_tensors(found: StateManifest, located: Mapping[FileEntry, Path]) -> Iterator[str]:
-    """Ranks whose files have other tensors than were recorded."""
+    """Yield the ranks whose files have other tensors than were recorded."""
     held: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {rank: [] for rank in range(found.tp)}
     for entry, path in located.items():
         if match := _SHARD.fullmatch(entry.path):
@@ -180,11 +177,3 @@ def _other_tensors(found: StateManifest, located: Mapping[FileEntry, Path]) -> I
     for rank, tensors_of_rank in held.items():
         if signature(tensors_of_rank) != found.signatures[rank]:
             yield f"rank {rank}: its files do not have the tensors that {found.engine} wants"
-
-
-def _strays(directory: Path, found: StateManifest) -> Iterator[str]:
-    """Files that the engine would read as well."""
-    known = {entry.path for entry in found.files}
-    for path in sorted(directory.glob("*.safetensors")):
-        if path.name not in known:
-            yield f"{path.name}: the manifest does not name it; move it away"

@@ -1,4 +1,4 @@
-"""What a view of a storage holds, after writes to other views of it.
+"""Finds what a view of a storage holds, after writes to other views of it.
 
 A view is an offset, a shape and strides, all in elements. Two views of one storage are compared in mixed
 radix: their strides, if each divides the next larger one, are the weights of a number system in which every
@@ -31,7 +31,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Where a tensor lies in its storage."""
+        """Return where a tensor lies in its storage."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -49,7 +49,7 @@ class UnknownContentError(ValueError):
 
 
 def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
-    """What a view holds.
+    """Return what a view holds.
 
     Args:
         view: of the storage.
@@ -57,7 +57,7 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
         writes: to views of the same storage, in their order; a later one hides an earlier one.
 
     Raises:
-        UnknownContentError: an element was never written, or to something that is not known.
+        UnknownContentError: if an element was never written, or to something that is not known.
     """
     if math.prod(view.shape) == 0:
         return LazyTensor(dtype, view.shape, ())
@@ -72,10 +72,16 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
             continue
         if isinstance(write.content, str):
             raise UnknownContentError(write.content)
-        source = _in_order(write.content, write.view, [stop - start for start, stop in box])
+        # The content with the dims of its box.
+        by_stride = sorted(range(len(write.view.shape)), key=lambda dim: -write.view.strides[dim])
+        recorded = RecordedTensor(write.content).permute(by_stride)
+        source = _lazy(recorded.reshape([stop - start for start, stop in box]))
         for rest, hit in covered:
             spans = [[(low - first, high - first)] for (low, high), (first, _) in zip(hit, own, strict=True)]
-            parts.append((_part(source, box, hit), spans))
+            part = source
+            for dim, ((start, _), (low, high)) in enumerate(zip(box, hit, strict=True)):
+                part = lazy.take(part, dim, ((low - start, high - start),))
+            parts.append((part, spans))
             free.remove(rest)
             free += _difference(rest, hit)
     if free:
@@ -92,7 +98,7 @@ def _lazy(tensor: torch.Tensor) -> LazyTensor:
 
 
 def _merged(view: View) -> list[tuple[int, int]]:
-    """Size and stride of its dims by descending stride, those that are contiguous as one."""
+    """Return size and stride of a view's dims by descending stride, with contiguous ones merged."""
     dims = sorted(((s, n) for n, s in zip(view.shape, view.strides, strict=True) if n > 1), reverse=True)
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
@@ -102,20 +108,8 @@ def _merged(view: View) -> list[tuple[int, int]]:
     return merged
 
 
-def _radices(views: Sequence[View]) -> list[int]:
-    """All strides of the views, descending, down to 1.
-
-    Raises:
-        UnknownContentError: one does not divide the next larger one.
-    """
-    found = sorted({1, *(stride for view in views for _, stride in _merged(view))}, reverse=True)
-    if 0 in found or any(larger % smaller for larger, smaller in pairwise(found)):
-        raise UnknownContentError(f"it was written with strides {found}")
-    return found
-
-
 def _sizes(view: View, radices: Sequence[int]) -> list[int] | None:
-    """The extent of a view in each digit; None if it is no box."""
+    """Return the extent of a view in each digit; None if it is no box."""
     sizes = [1] * len(radices)
     for size, stride in _merged(view):
         digit = radices.index(stride)
@@ -129,15 +123,18 @@ def _sizes(view: View, radices: Sequence[int]) -> list[int] | None:
 
 
 def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[int]]:
-    """A view and others as boxes of digits, and the extents of the view's.
+    """Return a view and others as boxes of digits, and the extents of the view's.
 
     Digits are counted from the start of the storage, or, if the storage has more than this view and the view
     begins in the middle of a row, from the start of the view.
 
     Raises:
-        UnknownContentError: one is no box.
+        UnknownContentError: if a stride does not divide the next larger one, or a view is no box.
     """
-    radices = _radices([view, *others])
+    strides = {1, *(stride for each in (view, *others) for _, stride in _merged(each))}
+    radices = sorted(strides, reverse=True)
+    if 0 in radices or any(larger % smaller for larger, smaller in pairwise(radices)):
+        raise UnknownContentError(f"it was written with strides {radices}")
     for origin in (0, view.offset):
         own, *boxes = (_box_of(one, origin, radices) for one in (view, *others))
         known = [box for box in boxes if box is not None]
@@ -147,7 +144,7 @@ def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[
 
 
 def _box_of(view: View, origin: int, radices: Sequence[int]) -> Box | None:
-    """A view as a box of digits, counted from the element ``origin``; None if it is no box."""
+    """Return a view as a box of digits, counted from the element ``origin``; None if it is no box."""
     sizes, rest = _sizes(view, radices), view.offset - origin
     if sizes is None:
         return None
@@ -160,25 +157,13 @@ def _box_of(view: View, origin: int, radices: Sequence[int]) -> Box | None:
     return tuple(box)
 
 
-def _in_order(content: LazyTensor, view: View, sizes: Sequence[int]) -> LazyTensor:
-    """The content of a write with the dims of its box."""
-    order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
-    return _lazy(RecordedTensor(content).permute(order).reshape(list(sizes)))
-
-
-def _part(source: LazyTensor, box: Box, wanted: Box) -> LazyTensor:
-    for dim, ((start, _), (low, high)) in enumerate(zip(box, wanted, strict=True)):
-        source = lazy.take(source, dim, ((low - start, high - start),))
-    return source
-
-
 def _intersection(one: Box, other: Box) -> Box | None:
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(start < stop for start, stop in found) else None
 
 
 def _difference(box: Box, inner: Box) -> Iterator[Box]:
-    """A box without a box in it, as boxes."""
+    """Yield a box without a box in it, as boxes."""
     for dim, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
         for span in ((start, low), (high, stop)):
             if span[0] < span[1]:

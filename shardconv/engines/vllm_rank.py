@@ -1,6 +1,7 @@
 """Builds vLLM's model of one rank, and records what vLLM's loader writes into it.
 
-Runs in processes of ``vllm_recorder``: vLLM keeps its parallel state and its config in globals.
+It runs in processes of ``vllm_recorder``, since vLLM keeps its parallel state and its config in globals.
+Functions import vLLM themselves: ``imported`` checks first that it has what they use.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def imported() -> None:
     """Import what all ranks need of vLLM.
 
     Raises:
-        ShardconvError: vLLM does not have it, or not as it is used here.
-        ImportError: vLLM cannot be imported.
+        ShardconvError: if vLLM does not have it, or not as it is used here.
+        ImportError: if vLLM cannot be imported.
     """
     import_module("vllm")
     require_known()
@@ -82,7 +83,7 @@ def imported() -> None:
 
 
 def engine_config(request: Request) -> Any:
-    """vLLM's config, which is the same for all ranks.
+    """Return vLLM's config, which is the same for all ranks.
 
     Raises:
         Exception: any that vLLM raises.
@@ -153,7 +154,7 @@ def answer(request: Request, config: Any, rank: int) -> Answer:
 
 @contextmanager
 def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
-    """Where vLLM's code runs: what it makes has this dtype, and what is not there is not read."""
+    """Run vLLM's code so that what it makes has this dtype, and what is not there is not read."""
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with RefusedRawReads(writes), set_default_torch_dtype(dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
@@ -161,7 +162,7 @@ def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What vLLM itself would save."""
+    """Return what vLLM itself would save."""
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
     found: Mapping[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())

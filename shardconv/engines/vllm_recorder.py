@@ -52,12 +52,12 @@ class Failure:
 
 
 def answer_name(rank: int) -> str:
-    """The file with the answer of a rank."""
+    """Return the name of the file with the answer of a rank."""
     return f"answer-{rank}"
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that says something."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
 
@@ -100,7 +100,7 @@ def _import() -> None:
 
 
 def _forked(record: Callable[[], object], rank: int, files: Path) -> int:
-    """The id of a process that records a rank."""
+    """Return the id of a process that records a rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()

@@ -1,4 +1,4 @@
-"""The state of each rank of vLLM's model as lazy tensors: a process records its loader."""
+"""Gets the state of each rank of vLLM's model as lazy tensors, from a process that records its loader."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StateRecorder:
             trust_remote_code: let vLLM import the Python code in ``directory``.
 
         Raises:
-            SourceError: vLLM cannot load the model, or writes something that cannot be recorded.
+            SourceError: if vLLM cannot load the model, or writes something that cannot be recorded.
         """
         from .vllm_rank import Request  # imports torch, while the process imports vLLM
 
@@ -125,7 +125,7 @@ class StateRecorder:
 
 @contextmanager
 def started() -> Iterator[StateRecorder]:
-    """A process that begins to import vLLM now; at the end it is killed if it still runs."""
+    """Start a process that imports vLLM from now on; at the end it is killed if it still runs."""
     with TemporaryDirectory(prefix="shardconv-") as folder:
         paths = os.pathsep.join(path for path in sys.path if path)
         with (Path(folder) / LOG).open("wb") as output:

@@ -1,10 +1,11 @@
-"""How a model's constructor initializes each tensor, recorded, so that one can be made without the rest.
+"""Record how a model's constructor initializes each tensor, so that one tensor can be made without the
+others.
 
-A model is built on the meta device, transformers' initialization included, and each operator that writes to
-some memory becomes a **step**. The steps that one tensor depends on are found backwards from its last value.
-A step that overwrites all of a tensor ends the search for earlier ones: numbers that are drawn and never used
-(the constructor's, which transformers draws again) are not drawn at all. Doing these steps on real tensors
-gives what building the real model would have given, special cases of parents and neighbors included.
+A model is built on the meta device, with transformers' initialization, and each operator that writes to
+memory becomes a **step**. The steps that a tensor depends on are found backwards from its last value. A step
+that overwrites all of a tensor ends the search for earlier ones, so numbers that are drawn and never used (by
+the constructor, before transformers draws them again) are not drawn at all. Running these steps on real
+tensors gives the same values as building the real model, including special cases of parents and neighbors.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# The steps of a construction: operators that wrote to memory, and which memory they read and wrote.
-
 aten = torch.ops.aten
 
 BLANK = {
@@ -37,7 +36,7 @@ BLANK = {
     aten.new_empty,
     aten.new_empty_strided,
 }
-"""Make memory without values."""
+"""Operators that allocate memory without values."""
 
 SHAPED = {
     *BLANK,
@@ -50,7 +49,7 @@ SHAPED = {
     aten.new_ones,
     aten.new_full,
 }
-"""Read no more than the shape of their first argument."""
+"""Operators that read at most the shape of their first argument."""
 
 OVERWRITES = {
     aten.copy_,
@@ -64,34 +63,36 @@ OVERWRITES = {
     aten.bernoulli_,
     aten.random_,
 }
-"""Write to every element of their first argument without reading it."""
+"""Operators that write every element of their first argument without reading it."""
 
 FILLS = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
 """Functions that ``LazyInit`` records as one step, as they were when torch was imported."""
 
 TRUNCATED = nn.init._no_grad_trunc_normal_
-"""Private: all references to ``trunc_normal_``, wherever they were imported to, come here. On a meta tensor
-torch does nothing; done step by step, it would draw until no element lies outside."""
+"""Private in torch (2.13), but every reference to ``trunc_normal_`` calls it, wherever it was imported to. On
+a meta tensor it does nothing, and as separate steps it would draw until no element is outside of the
+range."""
 
 ELEMENTWISE = {nn.init.uniform_, nn.init.normal_, TRUNCATED, aten.normal_.default, aten.uniform_.default}
-"""Draw each element on its own from one distribution: part of a tensor may be drawn alone."""
+"""Functions that draw each element independently from one distribution, so a part can be drawn alone."""
 
 
 MemoryKey = NewType("MemoryKey", int)
-"""Stands for the memory under tensors, as long as one of them or a window is there."""
+"""Identifies the memory under tensors, as long as one of the tensors or a window exists."""
 
 
 def memory_key(tensor: Tensor) -> MemoryKey:
-    """The key of the memory under a tensor."""
+    """Return the key of the memory under a tensor."""
     return MemoryKey(int(tensor.untyped_storage()._cdata))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """The geometry of a meta tensor when it was seen; some operators change a tensor's shape in place."""
+    """The geometry of a meta tensor when it was seen, since some operators change a tensor's shape in
+    place."""
 
     memory: torch.UntypedStorage
-    """It is kept, so that its identity stays its own."""
+    """The storage. It is kept alive, so that its key stays unique."""
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -101,19 +102,19 @@ class Window:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Window:
-        """The window of a tensor."""
+        """Return the window of a tensor."""
         offset = int(tensor.storage_offset())
         flags = tensor.is_conj(), tensor.is_neg()
         return cls(tensor.untyped_storage(), tensor.dtype, offset, tensor.shape, tensor.stride(), *flags)
 
     @property
     def key(self) -> MemoryKey:
-        """The key of the memory."""
+        """Return the key of the memory."""
         return MemoryKey(int(self.memory._cdata))
 
     @property
     def spans(self) -> bool:
-        """Whether it is all of its memory, each element once."""
+        """Whether the window covers all of its memory, each element once."""
         expected = 1
         for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda dim: dim[1]):
             if size != 1:
@@ -125,7 +126,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One operator that wrote to some memory, with windows instead of tensors."""
+    """One operator that wrote to memory, with windows instead of tensors."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -136,16 +137,16 @@ class Step:
     """Storages whose values it reads."""
     writes: frozenset[MemoryKey]
     covers: frozenset[MemoryKey]
-    """Storages of which nothing older is left; those that it made are among them."""
+    """Storages whose older values it replaces completely, including those that it made."""
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws numbers."""
+        """Whether it draws random numbers."""
         return _is_random(self.func)
 
     @property
     def is_blank(self) -> bool:
-        """Whether it makes memory without values."""
+        """Whether it allocates memory without values."""
         return packet_of(self.func) in BLANK
 
 
@@ -154,15 +155,15 @@ class Chain:
     """The steps that a tensor's value depends on."""
 
     indices: tuple[int, ...]
-    """Ascending."""
+    """Indices of the steps, ascending."""
     blank: bool
-    """Some of them may leave elements without a value."""
+    """Whether some of them may leave elements without values."""
     is_written: bool
-    """Whether any step gives the tensor itself values."""
+    """Whether any step gives values to the tensor itself."""
 
 
 def draw(step: Step, tensor: Tensor, seed: int) -> None:
-    """Do an elementwise step on another tensor, in place; threads may do so at the same time."""
+    """Run an elementwise step on another tensor, in place. Several threads may do this at the same time."""
     generator = torch.Generator().manual_seed(seed)
     args, kwargs = tree_map_only(Window, lambda _: tensor, (step.args, step.kwargs))
     with torch.no_grad():
@@ -170,7 +171,7 @@ def draw(step: Step, tensor: Tensor, seed: int) -> None:
 
 
 def changed_windows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Window]:
-    """The tensors that an operator writes to."""
+    """Return the tensors that an operator writes to."""
     if func in FILLS or func is TRUNCATED:
         return windows_in((args, kwargs))
     given = [value for value, written in zip(args, _written(func)[0], strict=False) if written]
@@ -183,7 +184,7 @@ def windows_in(values: Any) -> list[Window]:
 
 @cache
 def _written(func: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
-    """Which arguments an operator writes to, by position and by name."""
+    """Return which arguments an operator writes to, by position and by name."""
     arguments = func._schema.arguments
     flags = tuple(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     return flags, frozenset(a.name for a, flag in zip(arguments, flags, strict=True) if flag)
@@ -199,16 +200,16 @@ def packet_of(func: Any) -> Any:
 
 
 Seeds = Callable[[int], int]
-"""The seed of a step, by its index."""
+"""Function from the index of a step to its seed."""
 
 
 class Construction(LazyInit):  # type: ignore[no-untyped-call]
-    """While active, models are built on the meta device, and how each tensor gets its value is recorded.
+    """While active, build models on the meta device, and record how each tensor gets its values.
 
-    Code that needs a value at once, such as ``item``, gets the one that a replay would give.
+    Code that needs a value immediately, such as ``item``, gets the value of a replay.
 
     Args:
-        seeds: gives the seed of each step that draws numbers.
+        seeds: returns the seed of each step that draws numbers.
     """
 
     def __init__(self, seeds: Seeds) -> None:
@@ -219,22 +220,27 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self) -> Iterator[Construction]:
-        """Record the operators of the block, with those that torch leaves out on the meta device.
+        """Record the operators of the block, including those that torch leaves out on the meta device.
 
-        Threads take turns, with those that build models too.
+        Only one thread at a time builds a model.
         """
-        with _building, self, _OnCpu(), _patched(self._truncated):
-            yield self
+        with _building, self, _OnCpu():
+            nn.init._no_grad_trunc_normal_ = self._truncated
+            try:
+                yield self
+            finally:
+                nn.init._no_grad_trunc_normal_ = TRUNCATED
 
     def meta(self, tensor: Tensor) -> Tensor:
-        """The tensor that stood for another in the block: itself, unless it was made before, with values."""
+        """Return the meta tensor of another tensor: itself, unless it was made before the block, with
+        values."""
         return self._as_meta(tensor)
 
     def chain(self, tensor: Tensor) -> Chain:
-        """The steps that a meta tensor depends on.
+        """Return the steps that a meta tensor depends on.
 
         Raises:
-            ValueError: something that it depends on was made outside of the block.
+            ValueError: if something that it depends on was made outside of the block.
         """
         own = memory_key(tensor)
         todo: list[int] = []
@@ -269,7 +275,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         return Chain(tuple(sorted(found)), blank, is_written or own in self._constants)
 
     def elementwise(self, tensor: Tensor, chain: Chain) -> Step | None:
-        """The one step that draws a tensor, if each of its elements is drawn on its own."""
+        """Return the only step that draws a tensor, if it draws each element independently."""
         if len(chain.indices) != 1 or not tensor.is_contiguous() or not Window.of(tensor).spans:
             return None
         step = self.steps[chain.indices[0]]
@@ -278,20 +284,24 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         return step if alike and step.func in ELEMENTWISE else None
 
     def value(self, tensor: Tensor, chain: Chain) -> Tensor:
-        """The value of a meta tensor, with its shape and dtype, on the CPU; elements without one are NaN."""
+        """Return the values of a meta tensor on the CPU. Elements without a value are NaN."""
         memory = _Memory(self._constants)
         for index in chain.indices:
             step = self.steps[index]
             args, kwargs = tree_map_only(Window, memory, (step.args, step.kwargs))
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            if kwargs.get("generator") is not None:  # the state of the model's own generator is not recorded
+                kwargs = {**kwargs, "generator": None}
             with default_dtype(step.default_dtype), torch.no_grad(), _seeded(step, index, self._seeds):
-                outputs = step.func(*args, **_on_cpu(_without_generator(kwargs)))
+                outputs = step.func(*args, **kwargs)
             if step.is_blank and (outputs.is_floating_point() or outputs.is_complex()):
                 outputs.fill_(torch.nan)
             memory.keep(step.outputs, outputs)
         return memory(Window.of(tensor))
 
     def _record(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Called by ``LazyInit`` for each operator."""
+        """Record an operator; called by ``LazyInit`` for each."""
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
             return
         args, kwargs, outputs = tree_map_only(Tensor, Window.of, (args, kwargs, outputs))
@@ -300,7 +310,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         changed = changed_windows(func, args, kwargs)
         writes = made | {window.key for window in changed}
         if not writes:
-            return  # a view: its geometry says all
+            return  # a view, which its geometry describes
         overwrites = packet in OVERWRITES or func in FILLS or func is TRUNCATED
         unread = set(changed) if overwrites else set()
         reads = {window.key for window in given if window not in unread and packet not in SHAPED}
@@ -311,12 +321,12 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         self.steps.append(Step(func, args, kwargs, outputs, torch.get_default_dtype(), *sets))
 
     def _replay(self, tensor: Tensor) -> Any:
-        """Called by ``LazyInit`` where a value is needed at once."""
+        """Return what computes the value; called by ``LazyInit`` if one is needed immediately."""
         chain = self.chain(tensor)
         return lambda meta: self.value(meta, chain)
 
     def _truncated(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Called instead of ``TRUNCATED``."""
+        """Record a truncated draw; called instead of ``TRUNCATED``."""
         if not tensor.is_meta:
             made: Tensor = TRUNCATED(tensor, *args, **kwargs)
             return made
@@ -326,9 +336,10 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
 
 @dataclass(slots=True)
 class _Memory:
-    """Real memory under the meta storages that it stands for; called, it turns meta into real.
+    """Real memory for meta storages. Calling it with a window returns the real tensor.
 
-    Memory that no step made is made without values: its first step overwrites it, or reads its shape only.
+    Memory that no step made is allocated without values, since its first step overwrites it or reads only its
+    shape.
     """
 
     constants: Mapping[int, Tensor]
@@ -350,7 +361,7 @@ class _Memory:
         return torch._neg_view(real) if window.is_neg else real
 
     def keep(self, windows: Any, reals: Any) -> None:
-        """Take the memory of new results."""
+        """Keep the memory of new results."""
         for window, real in zip(tree_leaves(windows), tree_leaves(reals), strict=True):
             if isinstance(window, Window) and window.key not in self.real:
                 if real.stride() != window.stride or real.storage_offset() != window.offset:
@@ -359,11 +370,11 @@ class _Memory:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Has code that asks believe that a meta tensor is one on the CPU, but for torch's own and ours.
+    """Pretend to models and initializers that meta tensors are on the CPU. Code of torch and ours sees the
+    truth.
 
-    torch's initializers leave some meta tensors as they are. transformers makes an empty tensor to see
-    whether it is on the meta device, and then leaves out a model's initialization. Data that goes to a
-    tensor's device would be lost on the way to the meta device.
+    torch's initializers skip some meta tensors. transformers skips a model's initialization if a new empty
+    tensor is on the meta device. Data that is moved to a tensor's device would be lost on the meta device.
     """
 
     def __torch_function__(
@@ -384,34 +395,16 @@ _OWN = ("torch", "shardconv_runtime", "shardconv")
 
 
 def _is_misled(module: str) -> bool:
-    """Whether this is an initializer of torch's, or the code of a model."""
+    """Return whether this is an initializer of torch's, or the code of a model."""
     return module == nn.init.__name__ or module.partition(".")[0] not in _OWN
 
 
 @contextmanager
-def _patched(truncated: Callable[..., Tensor]) -> Iterator[None]:
-    nn.init._no_grad_trunc_normal_ = truncated
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = TRUNCATED
-
-
-@contextmanager
 def _seeded(step: Step, index: int, seeds: Seeds) -> Iterator[None]:
-    """Draw from torch's own generator, which is as it was afterwards: many operators take no other."""
+    """Seed torch's default generator for a step and restore it, since many operators take no other one."""
     if not step.is_random:
         yield
         return
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seeds(index))
         yield
-
-
-def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The model's own generator would not be as it was."""
-    return {**kwargs, "generator": None} if kwargs.get("generator") is not None else kwargs
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs

@@ -1,9 +1,8 @@
-"""The weights of a model that is to be trained from scratch: those that transformers' initialization gives.
+"""Initial weights of a model that is trained from scratch, by transformers' own initialization.
 
-Each is a computation that is done when its result is written, from numbers of its own: the seed of a draw
-follows from the seed of the model, the name of the parameter and the number of the draw. The weights depend
-neither on tp, nor on which ranks are written, nor on the order or the number of threads, and no more than one
-of them, or a part of it, is in memory at a time.
+Each weight is computed when it is written. The seed of a draw depends on the seed of the model, the name of
+the parameter, and the number of the draw. So the weights do not depend on tp, on which ranks are written, or
+on the order or number of threads. Only one weight, or a part of it, is in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import copy
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -29,26 +28,27 @@ from torch import Tensor
 from .construction import Construction, Step, draw
 
 BLOCK = 1 << 22
-"""Elements that are drawn by one thread from one seed, where each is drawn on its own."""
+"""Elements that one thread draws from one seed, if elements are drawn independently."""
 
 PART = 1 << 25
-"""Elements of such a parameter that are in memory at a time, if its rows are not longer."""
+"""Elements of such a parameter that are in memory at a time, if a row is not longer."""
 
 _SOURCE = "{}, initialized at random with seed {}"
 _SOURCE_PATTERN = re.compile(r".*, initiali[sz]ed at random with seed \d+", re.DOTALL)
 
 
 def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
-    """The initial values of all parameters and persistent buffers, global, by FQN; tied ones under each name.
+    """Return the initial values of all parameters and persistent buffers, global, by FQN, under all tied
+    names.
 
     They are drawn and computed in float32, in float64 for a model of that dtype.
 
     Args:
-        spec: a model; only its config is used.
-        seed: same seed, same weights.
+        spec: a model. Only its config is used.
+        seed: the same seed gives the same weights.
 
     Raises:
-        SourceError: the model cannot be built, or its code leaves a parameter without a value.
+        SourceError: if the model cannot be built, or its code leaves a parameter without a value.
     """
     seeds = _Seeds(seed)
     construction = Construction(seeds.of_step)
@@ -65,31 +65,31 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
 
 
 def initialized_source(source: Source, seed: int) -> Source:
-    """The source that the manifest of a randomly initialized model names."""
+    """Return the source that the manifest of a randomly initialized model names."""
     return replace(source, name=_SOURCE.format(source.name, seed))
 
 
 def is_initialized(source: Source) -> bool:
-    """Whether a manifest says that the weights were initialized at random."""
+    """Return whether a manifest says that the weights were initialized at random."""
     return not source.files and _SOURCE_PATTERN.fullmatch(source.name) is not None
 
 
 def drawn_dtype(spec: ModelSpec) -> str:
-    """In which the weights are drawn and computed; they are cast when they are written."""
+    """Return the dtype in which weights are drawn and computed. They are cast when they are written."""
     return "float64" if spec.dtype == "float64" else "float32"
 
 
 def has_weights(spec: ModelSpec) -> bool:
-    """Whether there are weight files beside the config."""
+    """Return whether there are weight files beside the config."""
     directory = spec.directory
     return directory is not None and any((directory / name).exists() for pair in LAYOUTS for name in pair)
 
 
 class _Seeds:
-    """A seed for each draw, no two alike.
+    """Seeds of draws, all of them different.
 
-    torch's generator on the CPU looks at 32 bits of a seed: large models have so many draws that two of them
-    would otherwise come to the same.
+    torch's CPU generator uses 32 bits of a seed. Large models have so many draws that two of them would
+    otherwise get the same seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -98,22 +98,22 @@ class _Seeds:
         self._steps: dict[int, int] = {}
 
     def of_step(self, index: int) -> int:
-        """Of a step that was named; one whose value was needed while the model was built has no name."""
+        """Return the seed of a step. A step whose value was needed while the model was built has no name."""
         if index not in self._steps:
             self._steps[index] = self.take("", index)
         return self._steps[index]
 
     def has_step(self, index: int) -> bool:
-        """Whether a step has its seed."""
+        """Return whether a step has its seed."""
         return index in self._steps
 
     def name_step(self, index: int, name: str, number: int) -> None:
-        """Say that a step is the draw ``number`` of a parameter; the first name that is given holds."""
+        """Name a step as draw ``number`` of a parameter. The first name counts."""
         if index not in self._steps:
             self._steps[index] = self.take(name, number)
 
     def take(self, name: str, *numbers: int) -> int:
-        """A new seed; it depends on those before only where it would be one of them."""
+        """Return a new seed. It depends on earlier ones only if it would equal one of them."""
         text = "\0".join(map(str, (self._seed, *numbers, name)))
         while True:
             digest = hashlib.sha256(text.encode()).digest()
@@ -138,11 +138,11 @@ class _Weight:
             raise self._lacks("a value")
 
     def lazy(self, seeds: _Seeds, users: Mapping[int, int]) -> LazyTensor:
-        """The tensor, to be computed when it is written.
+        """Return the tensor, to be computed when it is written.
 
         Args:
             seeds: of the model.
-            users: how many tensors depend on each step: several get the same numbers from a shared step.
+            users: number of tensors that depend on each step. They get the same numbers from a shared step.
         """
         step = self._construction.elementwise(self._tensor, self.chain)
         random = [index for index in self.chain.indices if self._construction.steps[index].is_random]
@@ -154,7 +154,7 @@ class _Weight:
         return from_leaf(self._leaf(self._computed, self._tensor.numel()), self._tensor.shape)
 
     def _drawn(self, step: Step, seeds: _Seeds) -> LazyTensor:
-        """In parts of complete rows, and these in blocks."""
+        """Draw in parts of complete rows, which consist of blocks."""
         rows, row = self._tensor.shape[0], self._tensor.numel() // self._tensor.shape[0]
         parts = []
         for start in range(0, rows, max(PART // row, 1)):
@@ -188,7 +188,7 @@ class _Weight:
 def _drawing(
     step: Step, dtype: torch.dtype, shape: Sequence[int], seeds: Sequence[int]
 ) -> Callable[[], Tensor]:
-    """A computation that draws a tensor in blocks, in parallel."""
+    """Return a computation that draws a tensor in blocks, in parallel."""
 
     def compute() -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
@@ -204,7 +204,7 @@ def _drawing(
 
 
 def _built(spec: ModelSpec, construction: Construction) -> dict[str, Tensor]:
-    """The state of the model, as meta tensors."""
+    """Build the model, and return its state as meta tensors."""
     dtype = getattr(torch, drawn_dtype(spec))
     config = copy.deepcopy(spec.config)
     try:
@@ -222,10 +222,4 @@ def _built(spec: ModelSpec, construction: Construction) -> dict[str, Tensor]:
             f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {brief(error)}; "
             "correct config.json"
         ) from error
-    return dict(_tensors(model))
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            yield name, value
+    return {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}

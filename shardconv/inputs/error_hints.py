@@ -1,4 +1,4 @@
-"""What the errors of a traced forward pass tell of the inputs that it was given."""
+"""Read from the errors of a traced forward pass which inputs the model needs."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 _LONGEST = 4096
 """Larger numbers in errors are not tried as sizes."""
 _WHERE = re.compile(r"^[\w.]*: ")
-"""The module in which a trace failed, in front of what it says."""
+"""The module in which a trace failed, at the start of the message."""
 _MASK = re.compile(r"shape of the mask \[([\d, ]+)\] at index \d+ does not match .* tensor \[([\d, ]+)\]")
 _MULTIPLE = re.compile(r"multiple of (\d+)")
 _PRODUCT = re.compile(r"shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)")
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: tapes, and copies of modules with parameters."""
+    """Free the objects in the frames of an error: tapes, and copies of modules with parameters."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None  # a cleared frame still holds its function, with all that it encloses
+        error.__traceback__ = None  # a cleared frame still holds its function and the closure
         error = error.__cause__ or error.__context__
 
 
 def numbers(error: Exception) -> list[int]:
-    """Those in the text of an error that may be sizes, once each."""
+    """Return the numbers in an error that may be sizes, each once."""
     found = map(int, re.findall(r"\b\d+\b", str(error)))
     return [n for n in dict.fromkeys(found) if 0 < n < _LONGEST]
 
 
 def is_about_tokens(error: Exception) -> bool:
-    """Whether an error complains of the number of tokens."""
+    """Return whether an error is about the number of tokens."""
     said = _WHERE.sub("", str(error))
     return "token" in said and "has no attribute" not in said
 
@@ -42,8 +42,8 @@ def needed_count(error: Exception, count: int) -> int | None:
     """Return the number of features from an error that compares it with a number of tokens.
 
     Args:
-        error: how a call failed.
-        count: of the tokens that it was made with.
+        error: error of a call.
+        count: number of tokens of the call.
 
     Returns:
         None if the error is another one, or does not name exactly these two numbers.
@@ -55,7 +55,7 @@ def needed_count(error: Exception, count: int) -> int | None:
 
 
 def needed_multiple(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[list[str], int] | None:
-    """The inputs whose last dim has a length that an error names, and of which number it must be a multiple.
+    """Return the inputs whose last dim must be a multiple of a number in the error, and this number.
 
     None if the error is another one, or the inputs are such multiples.
     """
@@ -67,7 +67,7 @@ def needed_multiple(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[li
 
 
 def needed_mask(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """The mask ``[B, N]`` that does not fit what it was to choose from, and what N must be.
+    """Return the mask ``[B, N]`` that does not fit the tensor that it indexes, and the right N.
 
     None if the error is another one, or none of the tensors is that mask.
     """
@@ -83,9 +83,9 @@ def needed_mask(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, i
 
 
 def needed_width(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """The input of which a linear layer could not take the last dim, and the size that it needs.
+    """Return the input whose last dim a linear layer could not take, and the size that it needs.
 
-    None if the error is another one, or its product is not of an input as it was given.
+    None if the error is another one, or its product is not of an unchanged input.
     """
     found = _PRODUCT.search(str(error))
     if found is None:

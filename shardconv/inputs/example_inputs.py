@@ -43,10 +43,10 @@ Example = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | str | os.Path
 
 
 def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the other arguments of the call for a config; the same ones each time.
+    """Return the tensors and the other arguments of the call for a config; the same ones each time.
 
     Raises:
-        SourceError: there are none, or their values cannot be passed on.
+        SourceError: if there are none, or their values cannot be passed on.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a function may draw its values
@@ -75,10 +75,10 @@ def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor]
 
 
 def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same for a model that is to be called with them; floating point tensors get its dtype.
+    """Return the example for a model. Floating point tensors get its dtype.
 
     Raises:
-        SourceError: its forward method does not take these arguments, or needs others.
+        SourceError: if its forward method does not take these arguments, or needs others.
     """
     tensors, others = example_call(example, getattr(model, "config", None))
     parameters = inspect.signature(model.forward).parameters
@@ -99,16 +99,16 @@ def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str,
 
 
 def required_arguments(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
-    """The parameters that a function cannot be called without, beside those that are given."""
+    """Return the parameters that a function cannot be called without, except the given ones."""
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds]
     return [n for n in required if n not in given]
 
 
 def save_example(example: ExampleInputs, config: Any, directory: Path) -> Path:
-    """Write the example to a converted directory; its path relative to the directory."""
+    """Write the example to a converted directory, and return its path relative to the directory."""
     tensors, others = example_call(example, config)
-    # One key of metadata, since the library writes several in any order.
+    # safetensors writes several keys of metadata in random order, so there is only one.
     metadata = {_ARGUMENTS: json.dumps(others, sort_keys=True)}
     held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     save_file(held, directory / EXAMPLE_NAME, metadata)
@@ -116,7 +116,7 @@ def save_example(example: ExampleInputs, config: Any, directory: Path) -> Path:
 
 
 def read_example(example: Example) -> ExampleInputs:
-    """The example that a user gives.
+    """Read the example that a user gives.
 
     Args:
         example: the keyword arguments, a function that returns them for a config, or the path of a file.
@@ -125,7 +125,7 @@ def read_example(example: Example) -> ExampleInputs:
             object.
 
     Raises:
-        SourceError: the file cannot be read, or is of another kind.
+        SourceError: if the file cannot be read, or is of another kind.
     """
     if isinstance(example, Mapping):
         found = dict(example)
@@ -135,16 +135,8 @@ def read_example(example: Example) -> ExampleInputs:
     path = Path(example).expanduser()
     if not path.is_file():
         raise SourceError(f"{path}: there is no such file of example inputs")
-    return _python(path) if path.suffix == ".py" else _safetensors(path)
-
-
-def stored_example(directory: Path | None) -> ExampleInputs | None:
-    """The example that a directory keeps; None where it has none."""
-    path = None if directory is None else directory / EXAMPLE_NAME
-    return _safetensors(path) if path is not None and path.is_file() else None
-
-
-def _python(path: Path) -> ExampleInputs:
+    if path.suffix != ".py":
+        return _safetensors(path)
     try:
         function = runpy.run_path(str(path)).get(FUNCTION)
     except Exception as error:
@@ -156,8 +148,14 @@ def _python(path: Path) -> ExampleInputs:
     return ExampleInputs(f"{FUNCTION} of {path}", _of_config(function))
 
 
+def stored_example(directory: Path | None) -> ExampleInputs | None:
+    """Return the example that a directory contains; None if there is none."""
+    path = None if directory is None else directory / EXAMPLE_NAME
+    return _safetensors(path) if path is not None and path.is_file() else None
+
+
 def _of_config(function: Callable[..., Mapping[str, Any]]) -> Callable[[Any], Mapping[str, Any]]:
-    """A function of the config; one that takes no argument is one, too."""
+    """Return a function of the config. The given function may take no argument."""
     return function if inspect.signature(function).parameters else lambda config: function()
 
 

@@ -1,4 +1,4 @@
-"""What the inputs beside tokens are called, and what is known when one of them is made up."""
+"""Names of the inputs other than tokens, and the facts for making one of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# Combinations of things that are made when they are asked for first.
-
 _T = TypeVar("_T")
 
 
 class Once(Iterable[_T]):
-    """What an iterator yields, as often as it is asked for; each is made once, and none before its turn."""
+    """The items of an iterator, for any number of iterations. Each is made once, and only when it is
+    needed."""
 
     def __init__(self, source: Iterator[_T]) -> None:
         self._source = source
@@ -32,7 +31,8 @@ class Once(Iterable[_T]):
 
 
 def combined(each: Sequence[Once[_T]]) -> Iterator[tuple[_T, ...]]:
-    """One of each, in the order of ``itertools.product``, which would make all of them first."""
+    """Yield combinations of one item of each, like ``itertools.product``, but without making all items
+    first."""
     if not each:
         yield ()
         return
@@ -40,29 +40,37 @@ def combined(each: Sequence[Once[_T]]) -> Iterator[tuple[_T, ...]]:
         yield from ((first, *others) for others in combined(each[1:]))
 
 
-# A batch and a length that coincide with no size in a model.
-
 _LENGTHS = (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9)
-"""Of the sequence, the best first."""
+"""Lengths of the sequence, the best first."""
 
 
 _SHORTER = 5
-"""Positions that a decoder has fewer."""
+"""Number of positions by which a decoder's sequence is shorter."""
 
 
 def free_sizes(model: nn.Module, multiple: int, tokens: int = 0) -> tuple[int, int]:
-    """Batch and sequence length: neither their product nor one of them is the size of a parameter's dim.
+    """Return a batch and a sequence length that coincide with no size in a model.
 
-    If possible, the length is a multiple of a number, and no number in the model's code either: not twice the
-    size of a buffer (rotary frequencies), and no int attribute.
+    Neither of them, nor their product, is the size of a parameter's dim. If possible, the length is a
+    multiple of ``multiple``, and differs from numbers in the model's code: twice the size of a buffer (rotary
+    frequencies), and int attributes.
 
     Args:
         model: with parameters and buffers.
-        multiple: of which the length is one.
-        tokens: of which a batch has at least as many, as has that of a decoder.
+        multiple: the length is a multiple of it.
+        tokens: fewest tokens in a batch, also of a decoder.
     """
     taken = {n for p in model.parameters() for n in p.shape}
-    others = _numbers_of(model)
+    # Sizes that tensors may get in the forward pass: sizes of buffers, and attributes. Attributes that differ
+    # between modules of a class count layers, or are sizes of parameters.
+    buffer_sizes = {n for b in model.buffers() for n in b.shape}
+    values: dict[tuple[type, str], set[int]] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is int:
+                values.setdefault((type(module), name), set()).add(value)
+    others = {n for found in values.values() if len(found) == 1 for n in found}
+    others |= buffer_sizes | {2 * n for n in buffer_sizes}
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest <= 0:
         longest = 1 << 20
@@ -77,33 +85,18 @@ def free_sizes(model: nn.Module, multiple: int, tokens: int = 0) -> tuple[int, i
     return 3, min(24, int(longest) - 1)
 
 
-def _numbers_of(model: nn.Module) -> set[int]:
-    """Sizes that tensors may get in the forward pass, beside those of parameters.
-
-    Attributes that differ between modules of a class count layers, or are sizes of parameters.
-    """
-    sizes = {n for b in model.buffers() for n in b.shape}
-    values: dict[tuple[type, str], set[int]] = {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if type(value) is int:
-                values.setdefault((type(module), name), set()).add(value)
-    attributes = {n for found in values.values() if len(found) == 1 for n in found}
-    return sizes | {2 * n for n in sizes} | attributes
-
-
 IMAGES = ("pixel_values", "image_pixel_values", "flattened_patches")
 """Names of the parameter that takes images."""
 VIDEOS = ("pixel_values_videos",)
-"""Names of the parameter that takes videos; they are made up where no images are taken."""
+"""Names of the parameter that takes videos. They are made if the model takes no images."""
 SOUNDS = ("input_features", "audio_input_features", "input_values")
 """Names of the parameter that takes sounds: spectra, or samples."""
 SERIES = ("past_values",)
 """Names of the parameter that takes measurements over time."""
 ENTITIES = ("entity_ids",)
-"""Names of the parameter that takes ids of what a text mentions."""
+"""Names of the parameter that takes ids of entities that a text mentions."""
 FORMED = (*IMAGES, *VIDEOS, *SOUNDS, *SERIES, *ENTITIES)
-"""Names of the parameters that are given in forms, where they are required."""
+"""Names of the parameters that get forms if they are required."""
 NAMES = {
     "image": (*IMAGES, *VIDEOS),
     "video": VIDEOS,
@@ -118,19 +111,19 @@ STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
 @dataclass(frozen=True, slots=True)
 class InputForm:
-    """One way of giving a model one kind of input."""
+    """A way to give a model one kind of input."""
 
     kind: str
     """``image``, ``video``, ``audio``, ``series``, ``entities`` or ``states``."""
     tensors: dict[str, Tensor]
-    """By parameter; the batch is the first dim, or a factor of it."""
+    """Tensors by parameter. The batch is the first dim, or a factor of it."""
     seen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameters that say which images of a row a token sees, ``[B, S, *dims]``: dims of the images."""
+    """Parameters with the images of a row that a token sees, ``[B, S, *dims]`` -> dims of the images."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The call of a model whose inputs are made up."""
+    """The facts of a model for which inputs are made."""
 
     parameters: Collection[str]
     """Names of the forward method's parameters."""
@@ -139,15 +132,15 @@ class Asked:
     batch: int
     seed: int
     sizes: Collection[int] = ()
-    """Of the model's parameters: likely numbers of bins."""
+    """Sizes of the model's parameters, which are likely numbers of bins."""
     offers_states: bool = False
-    """States of an encoder are given even if the config does not say that there is one."""
+    """Give states of an encoder even if the config does not mention one."""
 
     def first(self, names: Collection[str]) -> str:
-        """The first of some names that a parameter has; empty if none has one."""
+        """Return the first of the names that a parameter has; empty if there is none."""
         return next((n for n in names if n in self.parameters), "")
 
     def random(self, *shape: int) -> Tensor:
-        """Numbers of the model's dtype, others for another seed."""
+        """Return numbers of the model's dtype, which depend on the seed."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(shape, generator=generator).to(self.dtype)

@@ -1,4 +1,4 @@
-"""Makes the inputs of one model: what its forward method asks for, as far as names and sizes tell."""
+"""Make the inputs of a model that its forward method takes, from names and sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .modalities import FormMaker
 from .tokens import TokenMaker, token_parameter
 
 EXTRA_OUTPUTS = FLAT_OUTPUTS
-"""Arguments that ask for further outputs, of which losses are made."""
+"""Arguments that ask for further outputs, which losses are computed from."""
 DECODER_IDS = "decoder_input_ids"
 _NUM_PLACEHOLDERS = (
     "num_query_tokens",
@@ -43,9 +43,9 @@ _NUM_PLACEHOLDERS = (
     "image_seq_length",
     "image_seq_len",
 )
-"""Names under which configs say how many tokens an image takes."""
+"""Names of the number of tokens of an image in configs."""
 _UNKNOWN_WIDTH = 37
-"""Of an input of which nothing is known, until the first product tells which it needs."""
+"""Width of an unknown input, until the first matrix product shows which one it needs."""
 
 
 class NotReadError(SolveError):
@@ -54,25 +54,25 @@ class NotReadError(SolveError):
 
 @dataclass(frozen=True, slots=True)
 class InputChoice:
-    """Which inputs to call the model with."""
+    """A choice of inputs."""
 
     forms: tuple[InputForm, ...] = ()
     placeholders: tuple[tuple[str, int], ...] = ()
     """(kind of input, placeholders in each row)."""
     length: int | None = None
-    """Of the text; None: any."""
+    """Length of the text; None for any."""
     repeats: bool = False
-    """The decoder is given the same ids, which end as texts do: some heads look for the end."""
+    """Give the decoder the same ids, with an end of text. Some heads look for it."""
     alternatives: int = 0
-    """Texts in each row, of which the model chooses one; 0: one, and no dim for it."""
+    """Number of texts in each row among which the model chooses; 0 for one text and no dim for it."""
     streams: int = 0
-    """Ids at each position of what is generated, as codes of a sound have; 0: one, and no dim for it."""
+    """Ids at each generated position, such as the codes of a sound; 0 for one id and no dim for it."""
     widths: tuple[tuple[str, int], ...] = ()
-    """(parameter, size of its last dim) where the model's layers told it."""
+    """(parameter, size of its last dim), if the model's layers showed it."""
 
 
 class InputMaker:
-    """Makes the inputs of one model for one seed."""
+    """Make the inputs of one model for one seed."""
 
     def __init__(
         self,
@@ -92,9 +92,12 @@ class InputMaker:
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
         self.example = example
-        """Tensors and other arguments that a user gave; nothing is made up then."""
+        """Tensors and other arguments from the user. Nothing else is made then."""
         self.cache = cache and "use_cache" in self.parameters
-        self.extras = tuple(name for name in extras if self._can_return(name))
+        # The model must know an argument that asks for more outputs.
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        known = extras if takes_any else [name for name in extras if name in self.parameters]
+        self.extras = tuple(name for name in known if any(hasattr(n, name) for n in nodes(self.config)))
         self.seed = seed
         self.few_chosen = not experts
         self.offers_states = offers_states
@@ -107,9 +110,9 @@ class InputMaker:
         self.token_maker = TokenMaker(model, self.parameters, self.tokens, self.batch, seed)
 
     def choices(self) -> Iterator[InputChoice]:
-        """Combinations of the forms of the inputs beside tokens: all kinds, one.
+        """Yield combinations of the forms of inputs other than tokens: first of all kinds, then of one kind.
 
-        There are as many placeholders as the model makes features of a form.
+        The number of placeholders is the number of features that the model computes from a form.
         """
         if self.example is not None:
             yield InputChoice()
@@ -130,7 +133,7 @@ class InputMaker:
         return FormMaker(Asked(*call, sizes, self.offers_states))
 
     def plain_choices(self) -> list[InputChoice]:
-        """Those without forms, where the model can be called without."""
+        """Return the choices without forms, if the model can be called without."""
         if self.example is not None:
             return []
         required = self._required(())
@@ -142,12 +145,13 @@ class InputMaker:
         return [InputChoice(), *others, *([InputChoice(alternatives=2)] if self.tokens else [])]
 
     def resized(self, choice: InputChoice, error: Exception) -> Iterator[InputChoice]:
-        """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
+        """Yield the choice with other sizes: numbers of placeholders, lengths of the text, ids at each
+        position.
 
-        They are those that the model's error names and, if it complains of tokens, the rows of the forms and
-        quotients of their longest dim. None are tried where it names one number twice: as many tokens as
-        features, which are of another width. Where it names the number of an image's patches, images of
-        other numbers come first.
+        The sizes are named by the model's error. If it is about tokens, the rows of the forms and quotients
+        of their longest dim are tried as well. If it names one number twice, nothing is tried: there are as
+        many tokens as features, and only the width is wrong. If it names the number of an image's patches,
+        other images come first.
         """
         if self.example is not None:
             return
@@ -159,7 +163,7 @@ class InputMaker:
         if choice.forms and is_about_tokens(error) and len(sizes) == 1 < str(error).count(str(sizes[0])):
             return
         if any(needed_count(error, n * self.batch) is not None for _, n in choice.placeholders):
-            return  # it says how many it needs
+            return  # the error names the right number
         if self.tokens and not choice.forms and not choice.repeats and not choice.alternatives:
             own = (1, self.batch, self.length)
             yield from (replace(choice, streams=n) for n in sizes if n not in own)
@@ -182,17 +186,17 @@ class InputMaker:
                 yield replace(choice, length=n)
 
     def widened(self, choice: InputChoice, error: Exception, of_forms: bool) -> InputChoice | None:
-        """The same with an input of the width that the model's error asks for; None if it asks for none.
+        """Return the choice with an input of the width that the model's error asks for, or None.
 
         Args:
-            choice: with which the model failed.
-            error: how it failed.
-            of_forms: whether the inputs in question are those in forms, or those of which nothing is known.
+            choice: the choice with which the model failed.
+            error: its error.
+            of_forms: change inputs in forms, instead of unknown inputs.
         """
         try:
             tensors = self.tensors(choice)
         except SolveError:
-            return None  # they could not be made
+            return None  # there are no tensors for this choice
         formed = {name for form in choice.forms for name in form.tensors} - {n for n, _ in choice.widths}
         unknown = set(self.unknown(choice)) - {n for n, _ in choice.widths}
         names = formed if of_forms else unknown
@@ -200,11 +204,11 @@ class InputMaker:
         return None if found is None else replace(choice, widths=(*choice.widths, found))
 
     def counted(self, choice: InputChoice, error: Exception) -> InputChoice | None:
-        """The same with as many placeholders as the model's error says that there are features.
+        """Return the choice with the number of placeholders that the model's error asks for.
 
-        Code may look for the first one before it reads an input: then it gets one.
+        Code may look for the first placeholder before it reads an input. Then it gets one.
 
-        None if it does not say so, or each row cannot have the same number of them.
+        None if the error does not name the number, or not all rows can have the same number.
         """
         if isinstance(error, NotReadError):
             kinds = [form.kind for form in choice.forms if self.token_maker.has_placeholders(form.kind)]
@@ -219,12 +223,11 @@ class InputMaker:
         return None
 
     def lengthened(self, choice: InputChoice, error: Exception) -> InputChoice | None:
-        """The same with a form of a length that the model's error asks for; None if it asks for none.
+        """Return the choice with a form of the length that the model's error asks for, or None.
 
         Args:
-            choice: with which the model failed.
-            error: how it failed: a length is not a multiple of a number, or a mask is not as long as
-                features.
+            choice: the choice with which the model failed.
+            error: its error: a length is not a multiple of a number, or a mask and features differ in length.
         """
         formed = {name: t for form in choice.forms for name, t in form.tensors.items()}
         free = {n: t for n, t in formed.items() if n not in dict(choice.widths)}
@@ -241,19 +244,29 @@ class InputMaker:
         return replace(choice, widths=(*choice.widths, *((name, length) for name in names)))
 
     def tensors(self, choice: InputChoice) -> dict[str, Tensor]:
-        """Tokens, the chosen forms, whose placeholders are among the tokens, and what else is required.
+        """Return the tokens, with placeholders for the chosen forms, the forms, and other required tensors.
 
         Raises:
-            SolveError: nothing is known of a required parameter.
+            SolveError: if nothing is known of a required parameter.
         """
         tensors = self._known(choice)
-        tensors |= {n: self._unknown(n) for n in self._required(tensors)}
+        for name in self._required(tensors):  # nothing is known of these except that they are tensors
+            annotation = self.parameters[name].annotation
+            is_tensor = annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
+            if name in FORMED or not is_tensor:
+                raise self.refusal([name])
+            tensors[name] = self._random(self.batch, _UNKNOWN_WIDTH)
         if not tensors:
             raise self.refusal(self.parameters)
-        return tensors | {name: self._of_width(tensors[name], width) for name, width in choice.widths}
+        for name, width in choice.widths:  # cut the last dim, or add random numbers, or ones to a mask
+            tensor = tensors[name]
+            missing = *tensor.shape[:-1], max(0, width - tensor.shape[-1])
+            more = self._random(*missing) if tensor.is_floating_point() else tensor.new_ones(missing)
+            tensors[name] = torch.cat([tensor, more], dim=-1)[..., :width]
+        return tensors
 
     def unknown(self, choice: InputChoice) -> list[str]:
-        """The required parameters of which no more is known than that they are tensors."""
+        """Return the required parameters of which nothing is known except that they are tensors."""
         return self._required(self._known(choice))
 
     def _known(self, choice: InputChoice) -> dict[str, Tensor]:
@@ -261,7 +274,9 @@ class InputMaker:
             return dict(self.example[0])
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
-            length = choice.length or self._text_length(choice)
+            # With the placeholders, the number of tokens is a multiple.
+            num_placeholders = sum(count for _, count in choice.placeholders)
+            length = choice.length or self.length + -(self.length + num_placeholders) % self.multiple
             tensors = {**self.token_maker.tensors(choice.placeholders, length), **tensors}
             for form in choice.forms:
                 tensors |= self.token_maker.seen(form, tensors[self.tokens])
@@ -280,56 +295,35 @@ class InputMaker:
         return tensors | self._other_ids(self.parameters, tensors)
 
     def _required(self, given: Collection[str]) -> list[str]:
-        """The parameters that the model cannot be called without, beside those that are given."""
+        """Return the parameters that the model cannot be called without, except the given ones."""
         return required_arguments(self.parameters, given)
 
     def _other_ids(
         self, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
     ) -> dict[str, Tensor]:
-        """Ids for the required parameters that are named as such: those of a part of the model."""
+        """Return ids for required parameters that are named as ids of a part of the model."""
         names = [n for n in required_arguments(parameters, given) if n.endswith("_input_ids")]
         return {n: self.token_maker.ids_of_part(n, self._decoder_length()) for n in names}
-
-    def _unknown(self, name: str) -> Tensor:
-        """Numbers ``[B, width]`` for a required parameter of which nothing else is known."""
-        annotation = self.parameters[name].annotation
-        is_tensor = annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
-        if name in FORMED or not is_tensor:
-            raise self.refusal([name])
-        return self._random(self.batch, _UNKNOWN_WIDTH)
-
-    def _of_width(self, tensor: Tensor, width: int) -> Tensor:
-        """A tensor whose last dim is cut, or gets more random numbers; more ones if it is a mask."""
-        missing = *tensor.shape[:-1], max(0, width - tensor.shape[-1])
-        more = self._random(*missing) if tensor.is_floating_point() else tensor.new_ones(missing)
-        return torch.cat([tensor, more], dim=-1)[..., :width]
 
     def _random(self, *shape: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(shape, generator=generator).to(_dtype(self.model))
 
-    def _text_length(self, choice: InputChoice) -> int:
-        """So many tokens that there is a multiple of them, with the placeholders."""
-        return self.length + -(self.length + sum(count for _, count in choice.placeholders)) % self.multiple
-
     def _decoder_length(self) -> int:
-        """Another length than that of the text, and a multiple as well."""
+        """Return another length than the text's, which is also a multiple."""
         shorter = self.length - max(self.multiple, 5 - 5 % self.multiple)
         return shorter if shorter > 0 else self.length + self.multiple
 
     def options(self) -> dict[str, Any]:
-        """With a cache: its sizes may be read off attributes that no other code reads."""
+        """Return the options. They ask for a cache, since its sizes may depend on attributes that no other
+        code reads."""
         cache = {"use_cache": self.cache} if "use_cache" in self.parameters else {}
         given = self.example[1] if self.example is not None else {}
         return cache | dict.fromkeys(self.extras, True) | given
 
-    def _can_return(self, name: str) -> bool:
-        """Whether the model knows an argument that asks for more outputs."""
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        return (takes_any or name in self.parameters) and any(hasattr(n, name) for n in nodes(self.config))
-
     def refusal(self, names: Iterable[str]) -> SolveError:
-        """Nothing is known of these parameters, or the model has no forward method."""
+        """Return the error that nothing is known of these parameters, or that the model has no forward
+        method."""
         name = type(self.model).__name__
         if type(self.model).forward is nn.Module.forward:
             parts = [f"{n} ({type(m).__name__})" for n, m in self.model.named_children()]
@@ -346,8 +340,8 @@ class InputMaker:
         """Trace the forward pass.
 
         Raises:
-            SolveError: it fails.
-            NotReadError: it does not read a form's tensor.
+            SolveError: if it fails.
+            NotReadError: if it does not read a form's tensor.
         """
         tape = trace(self.model, tensors, self.keep, self.options(), None, on_numbers, self.few_chosen)
         for form in forms:
@@ -357,16 +351,17 @@ class InputMaker:
         return tape
 
     def num_placeholders(self, form: InputForm) -> int:
-        """In each row; as the config says where the model does not tell. 0 if it is unknown."""
+        """Return the number in each row, from the model or its config; 0 if it is unknown."""
         if not self.token_maker.has_placeholders(form.kind):
             return 0
         known = self._num_features(form) // self.batch
         return known or (first_int(self.config, _NUM_PLACEHOLDERS) if form.kind in ("image", "video") else 0)
 
     def _num_features(self, form: InputForm) -> int:
-        """Number of features that the model makes of a form: the product of all dims but the last.
+        """Return the number of features that the model computes from a form: the product of all dims except
+        the last.
 
-        0 if it is unknown: the model may lack such a method, or want more than the form has.
+        0 if it is unknown: the model may lack such a method, or need more than the form has.
         """
         kinds = (form.kind, "video") if form.kind == "image" else (form.kind,)
         found = ((m, f"get_{k}_features") for k in kinds for m in self.model.modules())
@@ -388,19 +383,19 @@ class InputMaker:
 
 @dataclass(frozen=True)
 class _CountedForm:
-    """A form, and how many placeholders of it every row has: as many as the model makes features."""
+    """A form, and the number of its placeholders in each row, which is computed on demand."""
 
     maker: InputMaker
     form: InputForm
 
     @cached_property
     def placeholders(self) -> int:
-        """0 if it is unknown."""
+        """Return the number of placeholders; 0 if it is unknown."""
         return self.maker.num_placeholders(self.form)
 
 
 class _Features(nn.Module):
-    """A method of a model, or of a part of it, that turns images or sounds into features, as a module."""
+    """A method that computes features from images or sounds, as a module."""
 
     def __init__(self, part: nn.Module, method: str) -> None:
         super().__init__()
@@ -414,7 +409,7 @@ class _Features(nn.Module):
 
 
 def _is_read(tape: Tape, tid: int) -> bool:
-    """Whether any operator reads a tensor."""
+    """Return whether any operator reads a tensor."""
     names = {tid}
     for event in tape.events:
         if isinstance(event, Mark):

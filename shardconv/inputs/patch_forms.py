@@ -1,4 +1,4 @@
-"""Images that come in patches: in one list with their rows and columns, in a row, or pooled by places."""
+"""Make images as patches: in one list with their rows and columns, in a row, or pooled by positions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from .config_sizes import ImageSizes, first_int, nodes, pair
 from .input_forms import Asked
 
-# Images that come in tiles, each of the size that the config says.
+# Images in tiles: each tile has the size from the config.
 #
-# The size of an image is among those that the config lists, and its tiles are as many as cover it; or each
-# image has the number of a ratio that the config lists.
+# An image has one of the sizes in the config, and as many tiles as cover it; or it has the number of one of
+# the ratios in the config.
 
 SEEN_TILES = ("cross_attention_mask",)
-"""Names of the parameter that says which tiles a token sees."""
+"""Names of the parameter with the tiles that a token sees."""
 _RATIOS = "aspect_ratio_ids"
 _RATIO_MASK = "aspect_ratio_mask"
 _RESOLUTIONS = ("image_grid_pinpoints",)
@@ -28,22 +28,26 @@ _SIZES = "image_sizes"
 
 @dataclass(frozen=True, slots=True)
 class TileForms:
-    """Makes the forms of one model's images in tiles."""
+    """Make the forms of one model's images in tiles."""
 
     asked: Asked
     image: ImageSizes
 
     def tiles(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Tiles ``[B, 1, T, C, H, W]`` with the number of a ratio, or ``[B, T, C, H, W]`` with a size."""
+        """Yield tiles ``[B, 1, T, C, H, W]`` with the number of a ratio, or ``[B, T, C, H, W]`` with a
+        size."""
         if _RATIOS in self.asked.parameters:
             yield self._of_ratio(name)
         elif _SIZES in self.asked.parameters:
             resolutions = _listed(self.asked.config, _RESOLUTIONS)
-            if resolutions:
-                yield self._of_size(name, resolutions)
+            if resolutions:  # the size with fewest tiles, after a small image of all of it
+                size = min(resolutions, key=lambda s: (s[0] * s[1], s[bool(self.asked.seed)]))
+                rows, columns = -(-size[0] // self.image.height), -(-size[1] // self.image.width)
+                tiles = self._random(rows * columns + 1)
+                yield {name: tiles, _SIZES: torch.tensor([size] * self.asked.batch)}
 
     def _of_ratio(self, name: str) -> dict[str, Tensor]:
-        """The image has the ratio of most tiles, another one for another seed."""
+        """Make an image with the ratio of most tiles, or another one for another seed."""
         ratios = _listed(self.asked.config, _LISTED_RATIOS) or [(1, 1)]
         number = sorted(range(len(ratios)), key=lambda k: ratios[k][0] * ratios[k][1])[
             -1 - bool(self.asked.seed)
@@ -59,75 +63,88 @@ class TileForms:
         }
         return {n: t for n, t in tensors.items() if n in self.asked.parameters}
 
-    def _of_size(self, name: str, resolutions: list[tuple[int, int]]) -> dict[str, Tensor]:
-        """The image has the listed size of fewest tiles, behind a small one of all of it."""
-        size = min(resolutions, key=lambda s: (s[0] * s[1], s[bool(self.asked.seed)]))
-        rows, columns = -(-size[0] // self.image.height), -(-size[1] // self.image.width)
-        return {name: self._random(rows * columns + 1), _SIZES: torch.tensor([size] * self.asked.batch)}
-
     def _random(self, *counts: int) -> Tensor:
         image = self.image
         return self.asked.random(self.asked.batch, *counts, image.channels, image.height, image.width)
 
 
 def _listed(config: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    """The pairs that a config lists under one of some names."""
+    """Return the pairs in a config under one of the names."""
     lists = (getattr(node, name, None) for node in nodes(config) for name in names)
     found = next((value for value in lists if isinstance(value, (list, tuple)) and value), ())
     return [p for p in map(pair, found) if p is not None]
 
 
 GRIDS_OF_FRAMES = ("image_grid_thw", "grid_thw")
-"""Names of the parameter that says how many frames, rows and columns of patches each image has."""
+"""Names of the parameter with the frames, rows and columns of patches of each image."""
 GRIDS = (*GRIDS_OF_FRAMES, "image_grid_hw", "target_sizes")
-"""The same and those that say rows and columns alone."""
+"""Names of the same parameter, and of one with only rows and columns."""
 PATCH_POSITIONS = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
-"""Names of the parameter that says where patches are."""
+"""Names of the parameter with the positions of patches."""
 FLATTENED = "flattened_patches"
-"""Patches of an image, with the row and the column of each in front."""
+"""Patches of an image, each with its row and column in front."""
 PIXEL_MASK = "pixel_attention_mask"
 _IN_A_ROW = "target_sizes"
-"""Name of a grid whose patches lie side by side in one image."""
+"""Name of a grid whose patches are side by side in one image."""
 _MERGES_OF_IMAGES = "image_merge_sizes"
 _POOLED = "image_token_pooling"
 PLACES = (*GRIDS, *PATCH_POSITIONS, _POOLED)
-"""Names of parameters without which patches are not where they should be."""
+"""Names of parameters with positions of patches."""
 _GRIDS_OF_POOLED = "image_grids"
 
 
 @dataclass(frozen=True, slots=True)
 class PatchForms:
-    """Makes the forms of one model's images in patches, likelier ones first."""
+    """Make the forms of one model's images in patches, likelier ones first."""
 
     asked: Asked
     image: ImageSizes
 
     def named(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """The forms that further parameters ask for."""
-        if name == FLATTENED:
-            yield self._with_places()
-        if _POOLED in self.asked.parameters:
+        """Yield the forms that other parameters ask for."""
+        asked, image = self.asked, self.image
+        rows, columns = image.grid(asked.seed)
+        if name == FLATTENED:  # [B, N, 2 + C]
+            width = first_int(asked.config, ("patch_embed_hidden_size",)) or image.patch_numel
+            places = _places(rows, columns).to(asked.dtype) + 1
+            patches = asked.random(asked.batch, rows * columns, width)
+            yield {FLATTENED: torch.cat([places.expand(asked.batch, -1, -1), patches], dim=-1)}
+        if _POOLED in asked.parameters:
             yield self._pooled(name)
-        if _IN_A_ROW in self.asked.parameters:
-            yield self._in_a_row(name)
-        elif self.asked.first(GRIDS):
-            yield from self._in_a_list(name)
-        if self.asked.first(PATCH_POSITIONS):
+        grid = asked.first(GRIDS)
+        if (
+            _IN_A_ROW in asked.parameters
+        ):  # all images side by side [1, C, H, N * W], patches are merged twice
+            sides = [rows * image.merge, columns * image.merge]
+            height, width = image.patch
+            pixels = asked.random(1, image.channels, height, asked.batch * sides[0] * sides[1] * width)
+            yield {name: pixels, _IN_A_ROW: torch.tensor([sides] * asked.batch)}
+        elif grid:  # patches of all images, flat, [N, C, H, W], or merged pixels
+            shape = [1, rows, columns] if grid in GRIDS_OF_FRAMES else [rows, columns]
+            grids = {grid: torch.tensor([shape] * asked.batch)}
+            if _MERGES_OF_IMAGES in asked.parameters:
+                grids[_MERGES_OF_IMAGES] = torch.full((asked.batch,), image.merge)
+            count = asked.batch * rows * columns
+            yield {name: asked.random(count, image.patch_numel * image.patch_frames), **grids}
+            if image.patch_frames == 1:
+                yield {name: asked.random(count, image.channels, *image.patch), **grids}
+                yield {name: self._channels_last(count, 1, image.merge), **grids}
+        if asked.first(PATCH_POSITIONS):
             yield self.of_images(name)
 
     def unnamed(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Those that no other parameter tells of."""
+        """Yield the forms for which there are no other parameters."""
         patches = self.of_images(name)
         yield {name: patches[name].flatten(0, 1)}
         yield patches
 
     def of_frames(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Two patches of each image in one list, where patches have several frames."""
+        """Yield two patches of each image in one list, if patches have several frames."""
         if self.image.patch_frames > 1:
             yield {name: self._channels_last(2 * self.asked.batch, self.image.patch_frames, 1)}
 
     def of_images(self, name: str) -> dict[str, Tensor]:
-        """Patches of each image in a list ``[B, N, C * H * W]``, and where they are."""
+        """Return patches of each image in a list ``[B, N, C * H * W]``, and their positions."""
         asked, (rows, columns) = self.asked, self.image.grid(self.asked.seed)
         tensors = {name: asked.random(asked.batch, rows * columns, self.image.patch_numel)}
         if "spatial_shapes" in asked.parameters:
@@ -139,31 +156,11 @@ class PatchForms:
                 tensors[positions] = _places(rows, columns).flip(-1).expand(asked.batch, -1, -1).contiguous()
         return tensors
 
-    def _in_a_list(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Patches of all images, flat, ``[N, C, H, W]`` or merged ones of pixels, and how many each has."""
-        asked, image, (rows, columns) = self.asked, self.image, self.image.grid(self.asked.seed)
-        grid = asked.first(GRIDS)
-        shape = [1, rows, columns] if grid in GRIDS_OF_FRAMES else [rows, columns]
-        grids = {grid: torch.tensor([shape] * asked.batch)}
-        if _MERGES_OF_IMAGES in asked.parameters:
-            grids[_MERGES_OF_IMAGES] = torch.full((asked.batch,), image.merge)
-        yield {name: asked.random(self._count(), image.patch_numel * image.patch_frames), **grids}
-        if image.patch_frames == 1:
-            yield {name: asked.random(self._count(), image.channels, *image.patch), **grids}
-            yield {name: self._channels_last(self._count(), 1, image.merge), **grids}
-
-    def _in_a_row(self, name: str) -> dict[str, Tensor]:
-        """Patches of all images side by side ``[1, C, H, N * W]``, which are merged twice."""
-        asked, image = self.asked, self.image
-        rows, columns = (n * image.merge for n in image.grid(asked.seed))
-        height, width = image.patch
-        pixels = asked.random(1, image.channels, height, asked.batch * rows * columns * width)
-        return {name: pixels, _IN_A_ROW: torch.tensor([[rows, columns]] * asked.batch)}
-
     def _pooled(self, name: str) -> dict[str, Tensor]:
-        """All patches of each image ``[B, N, H * W * C]``, and those of each feature ``[T, merge ** 2]``.
+        """Return all patches of each image ``[B, N, H * W * C]``, and the patches of each feature ``[T, merge
+        ** 2]``.
 
-        Of the rows and columns of features, the first ones are those of the small image, none of a large one.
+        There are rows and columns of features for a small image, and none for a large one.
         """
         asked, image = self.asked, self.image
         rows, columns = image.height // image.patch[0], image.width // image.patch[1]
@@ -178,25 +175,12 @@ class PatchForms:
         }
         return {n: t for n, t in tensors.items() if n in asked.parameters}
 
-    def _with_places(self) -> dict[str, Tensor]:
-        """Patches of each image, each behind its row and its column, ``[B, N, 2 + C]``."""
-        rows, columns = self.image.grid(self.asked.seed)
-        width = first_int(self.asked.config, ("patch_embed_hidden_size",)) or self.image.patch_numel
-        places = _places(rows, columns).to(self.asked.dtype) + 1
-        patches = self.asked.random(self.asked.batch, rows * columns, width)
-        return {FLATTENED: torch.cat([places.expand(self.asked.batch, -1, -1), patches], dim=-1)}
-
     def _channels_last(self, count: int, frames: int, merge: int) -> Tensor:
-        """Pixels ``[N, T, H, W, C]`` of squares of patches."""
+        """Return pixels ``[N, T, H, W, C]`` of squares of patches."""
         height, width = (merge * n for n in self.image.patch)
         return self.asked.random(count, frames, height, width, self.image.channels)
 
-    def _count(self) -> int:
-        """Of the patches of all images."""
-        rows, columns = self.image.grid(self.asked.seed)
-        return self.asked.batch * rows * columns
-
 
 def _places(rows: int, columns: int) -> Tensor:
-    """Row and column ``[rows * columns, 2]``."""
+    """Return row and column ``[rows * columns, 2]`` of all patches."""
     return torch.cartesian_prod(torch.arange(rows), torch.arange(columns))

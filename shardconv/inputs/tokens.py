@@ -1,4 +1,4 @@
-"""Token ids to call a model with, and the masks and boxes that belong to them."""
+"""Make token ids to call a model with, and the masks and boxes that belong to them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .config_sizes import first_int, nodes
 from .input_forms import IMAGES, SOUNDS, STATES, VIDEOS, InputForm
 
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
-"""Type of the placeholders of an image, a video or a sound."""
+"""Type id of the placeholders of an image, a video or a sound."""
 _TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
-"""Names of the parameter that says the type of each token."""
+"""Names of the parameter with the type of each token."""
 _POSITION_MASKS = {"image": "image_embeds_position_mask"}
-"""Names of the parameter that says where the features of an image go, in place of an id that says it."""
-_FAR_SEEING = "global_attention_mask"
-"""Name of the parameter that says which tokens see all others, where most see their neighbors alone."""
+"""Names of the parameter with the positions of an image's features, if no token id marks them."""
+_GLOBAL_ATTENTION_MASK = "global_attention_mask"
+"""Name of the parameter with the tokens that see all others, while most see only their neighbors."""
 _PAGE = 1000
-"""Of boxes, where a page ends."""
+"""Largest coordinate of boxes."""
 _FIRST_PLACEHOLDER = 3
 """Position of the first placeholder: behind the padding and one token."""
 
 
 def token_parameter(model: nn.Module, parameters: Collection[str]) -> str:
-    """The parameter of a model's forward method that takes token ids; empty if there is none."""
+    """Return the parameter of a model's forward method that takes token ids; empty if there is none."""
     if "input_ids" in parameters:
         return "input_ids"
     main: str = getattr(model, "main_input_name", "input_ids")
@@ -38,16 +38,16 @@ def token_parameter(model: nn.Module, parameters: Collection[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenMaker:
-    """Makes the token inputs of one model for one seed.
+    """Make the token inputs of one model for one seed.
 
-    Placeholders are tokens that stand for the features of an image or a sound.
+    Placeholders are tokens whose embeddings are replaced by the features of an image or a sound.
     """
 
     model: nn.Module
     parameters: Collection[str]
     """Names of the forward method's parameters."""
     name: str
-    """Of the parameter that takes token ids; empty if there is none."""
+    """Name of the parameter that takes token ids; empty if there is none."""
     batch: int
     seed: int
 
@@ -57,11 +57,11 @@ class TokenMaker:
         return getattr(self.model, "config", None)
 
     def tensors(self, placeholders: Sequence[tuple[str, int]], length: int) -> dict[str, Tensor]:
-        """Ids, and the masks, types and boxes that the model takes beside them.
+        """Return ids, and the masks, types and boxes that the model takes with them.
 
         Args:
             placeholders: (kind of input, number of its placeholders in each row).
-            length: of the text.
+            length: number of tokens of the text.
 
         Returns:
             int64 tensors ``[B, S]`` by parameter, ``bbox`` ``[B, S, 4]``; S counts the placeholders too.
@@ -80,35 +80,49 @@ class TokenMaker:
             mask = torch.ones(self.batch, ids.shape[1], dtype=torch.long)
             mask[0, :2] = 0
             tensors["attention_mask"] = mask
-        if _FAR_SEEING in self.parameters:
-            tensors[_FAR_SEEING] = self._far_seeing(ids)
+        if _GLOBAL_ATTENTION_MASK in self.parameters:
+            mask = torch.zeros_like(ids)  # one token of each row sees all, and one more of the last row
+            mask[:, _FIRST_PLACEHOLDER - 1] = 1
+            mask[-1, -1] = 1
+            tensors[_GLOBAL_ATTENTION_MASK] = mask
         tensors |= {name: types for name in _TYPES if name in self.parameters}
         for kind, name in _POSITION_MASKS.items():
             if name in self.parameters:
                 tensors[name] = types == _TYPE_IDS[kind]
         if "bbox" in self.parameters:
             pages = first_int(self.config, ("max_2d_position_embeddings",)) or _PAGE
-            tensors["bbox"] = self._boxes(ids.shape[1], pages)
+            generator = torch.Generator().manual_seed(self.seed)
+            shape = self.batch, ids.shape[1], 2, 2
+            corners = torch.randint(0, min(pages, _PAGE), shape, generator=generator)
+            tensors["bbox"] = corners.sort(dim=2).values.flatten(2)  # left, top, right, bottom
         return tensors
 
     def ids(self, length: int, seed: int) -> Tensor:
-        """Random ids, int64 ``[B * streams, S]``, none of which the config gives a meaning."""
+        """Return random ids, int64 ``[B * streams, S]``, without ids that have a meaning in the config."""
         rows, streams = self._vocabulary()
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(min(3, rows - 1), rows, (self.batch * streams, length), generator=generator)
-        special = self._special_ids()
+        found = (  # placeholders, and other ids that code may look for
+            value
+            for node in nodes(self.config)
+            for name, value in getattr(node, "__dict__", {}).items()
+            if name.endswith(("_token_id", "_token_index"))
+        )
+        lists = (value if isinstance(value, (list, tuple)) else [value] for value in found)
+        special = {i for each in lists for i in each if isinstance(i, int)}
         plain = next((i for i in range(min(3, rows - 1), rows) if i not in special), rows - 1)
         return ids.masked_fill(torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long)), plain)
 
     def ids_of_part(self, name: str, length: int) -> Tensor:
-        """Random ids, int64 ``[B, S]``, for the part of the model that ``name`` begins with."""
+        """Return random ids, int64 ``[B, S]``, for the part of the model that ``name`` begins with."""
         part = getattr(self.config, f"{name.removesuffix('_input_ids')}_config", None)
         rows = first_int(part, ("vocab_size",)) or self._smallest_vocabulary()
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(min(3, rows - 1), rows, (self.batch, length), generator=generator)
 
     def seen(self, form: InputForm, ids: Tensor) -> dict[str, Tensor]:
-        """Which images of a form each token of ``ids`` ``[B, S]`` sees: all, but for the first token.
+        """Return which images of a form each token of ``ids`` ``[B, S]`` sees: all, except for the first
+        token.
 
         Returns:
             int64 tensors ``[B, S, *dims of the images]`` by parameter.
@@ -119,59 +133,37 @@ class TokenMaker:
         return masks
 
     def codes(self, length: int, streams: int, seed: int) -> Tensor:
-        """Random ids of several streams, int64 ``[B, S, streams]``, which are in each of the vocabularies."""
+        """Return random ids of several streams, int64 ``[B, S, streams]``, valid in each of the
+        vocabularies."""
         rows = self._smallest_vocabulary()
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(min(3, rows - 1), rows, (self.batch, length, streams), generator=generator)
 
     def end(self, ids: Tensor) -> None:
-        """Put one end of text in each row of ``ids`` ``[B, S]``, at its end, in place."""
+        """Put an end of text at the end of each row of ``ids`` ``[B, S]``, and nowhere else, in place."""
         end = getattr(self.config, "eos_token_id", None)
         if isinstance(end, int):
             ids[ids == end] = end + 1
             ids[:, -1] = end
 
     def placeholder_id(self, kind: str) -> int | None:
-        """The id of a kind's placeholders; None if the config names none."""
+        """Return the id of a kind's placeholders; None if the config names none."""
         kinds = (kind, "video") if kind == "image" else (kind,)  # frames may come as images do
         names = [f"{k}_{name}" for k in kinds for name in ("token_id", "token_index")]
         found = (getattr(n, name, None) for name in names for n in nodes(self.config))
         return next((i for i in found if isinstance(i, int)), None)
 
     def has_placeholders(self, kind: str) -> bool:
-        """Whether tokens stand for the features of a kind."""
+        """Return whether tokens are placeholders of a kind."""
         return self.placeholder_id(kind) is not None or _POSITION_MASKS.get(kind) in self.parameters
-
-    def _special_ids(self) -> set[int]:
-        """Those that the config names: placeholders, and what code may look for."""
-        found = (
-            value
-            for node in nodes(self.config)
-            for name, value in getattr(node, "__dict__", {}).items()
-            if name.endswith(("_token_id", "_token_index"))
-        )
-        lists = (value if isinstance(value, (list, tuple)) else [value] for value in found)
-        return {i for ids in lists for i in ids if isinstance(i, int)}
-
-    def _far_seeing(self, ids: Tensor) -> Tensor:
-        """Which tokens of ``ids`` ``[B, S]`` see all others: one of each row, and one more of the last."""
-        mask = torch.zeros_like(ids)
-        mask[:, _FIRST_PLACEHOLDER - 1] = 1
-        mask[-1, -1] = 1
-        return mask
-
-    def _boxes(self, length: int, pages: int) -> Tensor:
-        """Corners ``[B, S, 4]``: left and top, right and bottom."""
-        generator = torch.Generator().manual_seed(self.seed)
-        corners = torch.randint(0, min(pages, _PAGE), (self.batch, length, 2, 2), generator=generator)
-        return corners.sort(dim=2).values.reshape(self.batch, length, 4)
 
     def _smallest_vocabulary(self) -> int:
         known = [n for node in nodes(self.config) for k, n in vars(node).items() if k.endswith("vocab_size")]
         return min([n for n in known if isinstance(n, int) and n > 3] or [self._vocabulary()[0]])
 
     def _vocabulary(self) -> tuple[int, int]:
-        """Rows of the embedding, and how many streams of ids are stacked in the batch."""
+        """Return the rows of the embedding, and the number of streams of ids that are stacked in the
+        batch."""
         try:
             table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         except (AttributeError, NotImplementedError):

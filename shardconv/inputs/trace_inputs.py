@@ -1,8 +1,8 @@
-"""Inputs for one traced forward pass: real values, of sizes that coincide with nothing else.
+"""Find inputs for one traced forward pass: real values, with sizes that coincide with no other size.
 
-The inputs of a model are read off its forward method and its config. A model that takes tokens alone is given
-tokens. For one that takes images or sounds as well, several forms are possible: they are tried, richest
-first, and the first with which the forward pass runs is taken. The plan names the inputs that are left out.
+The inputs of a model are derived from its forward method and its config. A model that takes only tokens gets
+tokens. For images or sounds, several forms are possible. They are tried, richest first, and the first form
+with which the forward pass runs is used. The plan names the inputs that are left out.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from torch import Tensor, nn
 
 from ..arguments import ExampleInputs
 from ..tracing.tape import Tape, tensors_read
+from ..tracing.trace import trace
 from .error_hints import is_about_tokens, release
 from .example_inputs import example_call_of
 from .input_forms import FORMED, NAMES, STATES
 from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
 
-# Experts to which a traced call sent no token, because it had fewer tokens than there are experts.
-
 
 def left_out_experts(model: nn.Module, tape: Tape) -> int:
-    """How many tokens it would take to give each expert one; 0 if none was left out.
+    """Return how many tokens are needed so that each expert gets one; 0 if all experts got some.
 
-    Experts that code chose by a guess are modules that are named alike but for a number, some of whose
-    parameters were read.
+    Experts that code chose by a guess are modules whose names differ only in a number. Parameters of some of
+    them were read.
 
     Args:
-        model: that was traced.
+        model: the traced model.
         tape: of the call.
     """
     if not tape.guesses:
@@ -44,45 +43,39 @@ def left_out_experts(model: nn.Module, tape: Tape) -> int:
     read = {tape.tensors[tid].name for tid in tensors_read(tape) if tape.tensors[tid].kind == "parameter"}
     groups: dict[str, list[bool]] = {}
     for name, _ in model.named_parameters():
-        for alike in _alike(name):
-            groups.setdefault(alike, []).append(name in read)
+        # The last number may be the number of a layer inside of an expert, so the number before is tried as
+        # well.
+        for number in list(re.finditer(r"\d+", name))[-2:]:
+            starred = f"{name[: number.start()]}*{name[number.end() :]}"
+            groups.setdefault(starred, []).append(name in read)
     return max((len(group) for group in groups.values() if any(group) and not all(group)), default=0)
 
 
-def _alike(name: str) -> list[str]:
-    """A parameter's name with a star for the last number in it, and with one for the number before.
-
-    The last one may be that of a layer inside of an expert.
-    """
-    numbers = list(re.finditer(r"\d+", name))[-2:]
-    return [f"{name[: number.start()]}*{name[number.end() :]}" for number in numbers]
-
-
 _MOST_STEPS = 16
-"""So often errors are followed that say what an input should be."""
+"""Most errors in a row whose hints are followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceInputs:
-    """The arguments of a call of the model, all by keyword."""
+    """The keyword arguments of a call of the model."""
 
     tensors: dict[str, Tensor]
     """Real CPU tensors; ids and masks ``[B, S]``."""
     options: dict[str, Any]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Inputs that the call is made without, since no form of them was found with which it runs: why."""
+    """Inputs that are left out, since the call fails with all their forms -> the reason."""
     few_chosen: bool = False
-    """A trace chooses few of many experts, since all of them run the same code with the same parameters."""
+    """Whether a trace chooses few of many experts, since all of them run the same code."""
 
     def with_labels(self) -> TraceInputs:
-        """The same with labels: the tokens themselves, but for a few that no loss counts."""
+        """Return the inputs with labels: the tokens themselves, some of which no loss counts."""
         name = "decoder_input_ids" if "decoder_input_ids" in self.tensors else "input_ids"
         tokens = self.tensors[name].clone()
         tokens[:, ::5] = -100
         return replace(self, tensors={**self.tensors, "labels": tokens})
 
     def to(self, dtype: torch.dtype) -> TraceInputs:
-        """The same in which floating point tensors have this dtype."""
+        """Return the inputs with this dtype for floating point tensors."""
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
         return replace(self, tensors=tensors)
 
@@ -94,28 +87,35 @@ def trace_inputs(
     multiple: int = 1,
     example: ExampleInputs | None = None,
 ) -> tuple[TraceInputs, Tape]:
-    """Token ids with a left-padded attention mask, and the other inputs that the model's forward asks for.
+    """Find inputs of a model: token ids with a left-padded attention mask, and other inputs that its forward
+    takes.
 
-    Or the inputs of an example, as they are.
+    The inputs of an example are used as they are.
 
     Args:
         model: on meta; floating point inputs get the dtype of its parameters.
         keep: operators that are recorded as one even if they are composite.
-        seed: other values, and other sizes than those of seed 0, for a second run on numbers.
-        multiple: the length of the sequence is a multiple of it, if the model allows that.
-        example: of a call; nothing is made up then but ``use_cache`` and arguments that ask for more outputs.
+        seed: another seed gives other values and other sizes, for a second run on numbers.
+        multiple: the length of the sequence is a multiple of it, if the model allows this.
+        example: arguments of a call. Only ``use_cache`` and arguments that ask for more outputs are added.
 
     Returns:
         The first inputs with which the forward pass can be traced, and the tape.
 
     Raises:
-        SolveError: it cannot be traced with any inputs that can be made up, or with the example.
-        SourceError: the example does not fit the model.
+        SolveError: if it cannot be traced with any inputs, or with the example.
+        SourceError: if the example does not fit the model.
     """
     if example is not None:
         return _traced_example(model, keep, example)
     found = _traced(model, keep, seed, multiple)
-    offers_states = _may_be_offered_states(model, *found)
+    # A call that left weights unread may need the states of an encoder.
+    known, (inputs, tape) = inspect.signature(model.forward).parameters, found
+    can_take = not set(STATES).isdisjoint(known) and DECODER_IDS not in known
+    offers_states = False
+    if can_take and set(STATES).isdisjoint(inputs.tensors):
+        read = {tape.tensors[tid].name for tid in tensors_read(tape)}
+        offers_states = any(p.dim() > 1 and name not in read for name, p in model.named_parameters())
     if offers_states:
         offered = _traced(model, keep, seed, multiple, offers_states=True)
         found = offered if not set(STATES).isdisjoint(offered[0].tensors) else found
@@ -135,18 +135,29 @@ def _traced(
     experts: int = 0,
     offers_states: bool = False,
 ) -> tuple[TraceInputs, Tape]:
-    """The same, with a token for each of so many experts (0: for few of those that have no modules).
+    """Trace the model with the first inputs that it accepts.
 
-    With states of an encoder if these are offered.
+    Args:
+        model, keep, seed, multiple: see ``trace_inputs``.
+        experts: number of experts that each need a token; 0 if a few are enough.
+        offers_states: give the model the states of an encoder.
     """
     make = partial(InputMaker, model, keep, seed, multiple, experts=experts, offers_states=offers_states)
     maker = make()
     makers = _with_other_options(make, maker)
     lone = InputMaker(model, keep, seed, multiple, batch=1, cache=False, extras=())
     problems: list[tuple[InputChoice, Exception]] = []
+
+    def widened() -> Iterator[InputChoice]:
+        """Yield the choices with a width that a layer asked for, once all forms have failed."""
+        for choice, error in {str(error): (choice, error) for choice, error in reversed(problems)}.values():
+            wider = maker.widened(choice, error, of_forms=True)
+            if wider is not None:
+                yield wider
+
     attempts = itertools.chain(
         ((choice, makers) for choice in maker.choices()),
-        ((choice, makers) for choice in _widened(maker, problems)),
+        ((choice, makers) for choice in widened()),
         ((choice, makers) for choice in maker.plain_choices()),
         ((choice, [lone]) for choice in lone.plain_choices()[:1] if maker.tokens),
     )
@@ -155,12 +166,26 @@ def _traced(
         found = _attempt(each, choice, seen, problems)
         if found is not None:
             inputs, tape = found
-            return replace(inputs, left_out=_left_out(maker, choice, problems)), tape
-    raise _why(maker, problems)
+            given = {form.kind for form in choice.forms}
+            out: dict[str, str] = {}
+            for other, error in problems:
+                for form in other.forms:
+                    names = (next(iter(form.tensors)), *NAMES.get(form.kind, ()))
+                    for name in names if form.kind not in given else ():
+                        if name in maker.parameters:
+                            out.setdefault(name, " ".join(str(error).split())[:200])
+            return replace(inputs, left_out=out), tape
+    # Nothing is known of an input, or the model's first error with the fewest inputs.
+    plain = [(choice, error) for choice, error in problems if not choice.forms]
+    for choice, error in plain or problems:
+        unknown = maker.unknown(choice)
+        raise maker.refusal(unknown) if unknown else error
+    raise maker.refusal(maker.parameters)
 
 
 def _with_other_options(make: Callable[..., InputMaker], maker: InputMaker) -> list[InputMaker]:
-    """The options of a maker, then fewer: without a cache, without further outputs, without both."""
+    """Return makers with fewer options: all of them, without a cache, without further outputs, without
+    both."""
     return [
         make(cache=cache, extras=extras)
         for extras in dict.fromkeys((maker.extras, ()))
@@ -171,11 +196,11 @@ def _with_other_options(make: Callable[..., InputMaker], maker: InputMaker) -> l
 def _traced_example(
     model: nn.Module, keep: Collection[str], example: ExampleInputs
 ) -> tuple[TraceInputs, Tape]:
-    """The example, and the tape of a call with it.
+    """Return the example, and the tape of a call with it.
 
     Raises:
-        SolveError: the model cannot be traced with it, or it leaves out experts.
-        SourceError: it does not fit the model.
+        SolveError: if the model cannot be traced with it, or it leaves out experts.
+        SourceError: if it does not fit the model.
     """
     call = example_call_of(example, model)
     missing = 0
@@ -198,40 +223,14 @@ def _traced_example(
     )
 
 
-def _may_be_offered_states(model: nn.Module, inputs: TraceInputs, tape: Tape) -> bool:
-    """Whether a call that left weights unread could have been given the states of an encoder."""
-    known = inspect.signature(model.forward).parameters
-    if DECODER_IDS in known or not set(STATES).isdisjoint(inputs.tensors) or set(STATES).isdisjoint(known):
-        return False
-    read = {tape.tensors[tid].name for tid in tensors_read(tape)}
-    return any(p.dim() > 1 and name not in read for name, p in model.named_parameters())
-
-
-def _widened(maker: InputMaker, problems: Sequence[tuple[InputChoice, Exception]]) -> Iterator[InputChoice]:
-    """Once all forms have failed: those of which a layer told a width that it could take."""
-    for choice, error in {str(error): (choice, error) for choice, error in reversed(problems)}.values():
-        wider = maker.widened(choice, error, of_forms=True)
-        if wider is not None:
-            yield wider
-
-
-def _why(maker: InputMaker, problems: Sequence[tuple[InputChoice, Exception]]) -> Exception:
-    """The error to raise: that nothing is known of an input, or what the model said first of the fewest."""
-    plain = [(choice, error) for choice, error in problems if not choice.forms]
-    for choice, error in plain or problems:
-        unknown = maker.unknown(choice)
-        return maker.refusal(unknown) if unknown else error
-    return maker.refusal(maker.parameters)
-
-
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What earlier attempts showed of errors."""
+    """Errors of earlier attempts."""
 
     on_numbers: set[str] = field(default_factory=set)
-    """Those that are raised on numbers as well."""
+    """Errors that are also raised on numbers."""
     with_all_options: set[str] = field(default_factory=set)
-    """Those that are raised whatever the options are."""
+    """Errors that are raised with any options."""
 
 
 def _attempt(
@@ -240,17 +239,23 @@ def _attempt(
     seen: _Seen,
     problems: list[tuple[InputChoice, Exception]],
 ) -> tuple[TraceInputs, Tape] | None:
-    """What the first of some makers, with other options each, can call the model with.
+    """Return the inputs of the first maker with which the model runs. Makers differ in options.
 
-    Modules that fail are run on numbers where no size is right without: that takes time and memory. If there
-    are too many or too few tokens for the features of an image, numbers do not help.
+    Modules that fail are run on numbers if the model runs with no size otherwise, since this takes time and
+    memory. Numbers do not help if there are too many or too few tokens for the features of an image.
     """
     texts: list[set[str]] = []
     for maker in makers:
         failed: list[tuple[InputChoice, Exception]] = []
         found = _first(maker, [choice], (), failed, on_numbers=False)
         texts.append({str(e) for _, e in failed})
-        again = [c for c, e in failed if str(e) not in seen.on_numbers and not _is_certain(c, e)]
+        again = [
+            c
+            for c, e in failed
+            if str(e) not in seen.on_numbers
+            and not isinstance(e, NotReadError)
+            and not (c.forms and is_about_tokens(e))
+        ]
         if found is None and again:
             on_numbers: list[tuple[InputChoice, Exception]] = []
             found = _first(maker, again, texts[-1], on_numbers, on_numbers=True)
@@ -273,18 +278,17 @@ def _first(
     *,
     on_numbers: bool,
 ) -> tuple[TraceInputs, Tape] | None:
-    """The first choice with which the model runs.
+    """Return the first choice with which the model runs.
 
-    Where an error says the width of an input, a divisor of it, or how many tokens there should be, it is
-    followed; where the error of the first choice names numbers, they are tried as sizes, unless it is a
-    known one.
+    If an error names the width of an input, a divisor of it, or the number of tokens, this is tried next. If
+    the error of the first choice is new and names numbers, they are tried as sizes.
 
     Args:
         maker: of the inputs.
-        choices: to be tried.
-        known: errors.
+        choices: choices to try.
+        known: errors for which no sizes are tried.
         failed: gets the choices with which the model does not run, and its errors.
-        on_numbers: modules that fail are run on numbers.
+        on_numbers: run modules that fail on numbers.
     """
     todo, before = list(choices), ""
     while todo:
@@ -304,26 +308,63 @@ def _first(
             if not before and str(error) not in known:
                 todo = list(maker.resized(current, error)) or todo
             elif str(error) == before and not is_about_tokens(error):
-                return None  # sizes do not matter
+                return None  # another size did not change the error
             before = str(error)
     return None
 
 
-def _is_certain(choice: InputChoice, error: Exception) -> bool:
-    """Whether the error would be the same on numbers: there are more or fewer tokens than features."""
-    return isinstance(error, NotReadError) or (bool(choice.forms) and is_about_tokens(error))
+def not_in_training(
+    tape: Tape, model: nn.Module, inputs: TraceInputs, shown_by: Callable[[str], str] = str
+) -> frozenset[str]:
+    """Return the FQNs of modules that are only called in evaluation, so that steps at their boundaries miss
+    in training.
+
+    Code that bypasses a module in training reads its parameters itself. The result is empty if the forward
+    pass cannot be traced in training mode.
+
+    Args:
+        tape: of the forward pass in evaluation.
+        model: on meta; it does not change.
+        inputs: of the trace.
+        shown_by: maps a module's FQN to the FQN of a module that does the same. The model may only run the
+            latter.
+    """
+    was_training = model.training
+    model.train()
+    try:
+        other = trace(model, inputs.tensors, (), inputs.options, few_chosen=inputs.few_chosen)
+    except SolveError:
+        return frozenset()
+    finally:
+        model.train(was_training)
+    called = {shown_by(call.fqn) for call in other.calls}
+    return frozenset(call.fqn for call in tape.calls if shown_by(call.fqn) not in called)
 
 
-def _left_out(
-    maker: InputMaker, choice: InputChoice, problems: Sequence[tuple[InputChoice, Exception]]
-) -> dict[str, str]:
-    """The inputs of the kinds that others than the chosen inputs have, and how the model failed with them."""
-    given = {form.kind for form in choice.forms}
-    out: dict[str, str] = {}
-    for other, error in problems:
-        for form in other.forms:
-            names = (next(iter(form.tensors)), *NAMES.get(form.kind, ()))
-            for name in names if form.kind not in given else ():
-                if name in maker.parameters:
-                    out.setdefault(name, " ".join(str(error).split())[:200])
-    return out
+def returns_its_loss_function(model: nn.Module, inputs: TraceInputs) -> bool:
+    """Return whether the model returns the result of its ``loss_function``, and calls it once.
+
+    Some models have the function and compute another loss. The result is False if the model cannot be traced
+    with labels.
+
+    Args:
+        model: on meta; it cannot be used afterwards.
+        inputs: of a trace, without labels.
+    """
+    made: list[Tensor] = []
+    returned: list[Any] = []
+
+    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(torch.zeros((), device="meta"))
+        return made[-1]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        returned.append(getattr(output, "loss", None))
+
+    model.loss_function = stand_in  # type: ignore[assignment]
+    model.register_forward_hook(keep)
+    try:
+        trace(model, inputs.with_labels().tensors, (), inputs.options, few_chosen=inputs.few_chosen)
+    except SolveError:
+        return False
+    return len(made) == 1 and len(returned) == 1 and returned[0] is made[0]

@@ -1,12 +1,12 @@
-"""Proves by numbers that a module of experts is a sum of modules of fewer experts.
+"""Prove by numbers that a module of experts is a sum of modules of fewer experts.
 
-The hypothesis: with the rows of its parameters that belong to some of the experts, ids that count from
-the first of these, and a weight of zero wherever an id is that of another expert, the module computes the
-term of these experts. How it is made a module of fewer experts is searched: which int attributes are the
-number of experts, and whether it leaves out an id past its last expert (some do when a bool attribute
-says so), which spares the work on other ranks' tokens. Every candidate is compared with the full module in
-float64, for even and uneven shards and all ways in which transformers runs experts. A large module is made
-narrower first: the hypothesis does not depend on its widths.
+The hypothesis: with the rows of its parameters for some of the experts, ids that count from the first of
+these, and a weight of zero for ids of other experts, the module computes the term of these experts. A search
+finds out how to make it a module of fewer experts: which int attributes are the number of experts, and
+whether the module skips ids past its last expert (some do if a bool attribute is set), which saves the work
+on tokens of other ranks. Every candidate is compared with the full module in float64, for even and uneven
+shards and all implementations of experts in transformers. A large module is made narrower first, since the
+hypothesis does not depend on its widths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,24 +31,24 @@ from ..tracing.tape import Tape
 
 TOLERANCE = 1e-11
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-"""The ways in which transformers runs experts on any device; a plan must hold for each."""
+"""Implementations of experts in transformers that run on any device. A plan must be right for each."""
 
 _MAX_ATTRIBUTES = 6
 _MAX_CHOICES = 3
 _NUM_TOKENS = 6
 _SMALL = 1 << 18
-"""Elements of all experts up to which their widths stay as they are."""
+"""Elements of all experts up to which their widths are kept."""
 _TOO_LARGE = 1 << 26
 _NARROW = 8
-"""The greatest common divisor of the widths becomes this."""
+"""The greatest common divisor of the widths after narrowing."""
 
 
 class NotProven(Exception):
-    """No way to shard the module was found; the message has the last failure."""
+    """No way to shard the module was found. The message has the last failure."""
 
 
 def prove_experts(module: nn.Module, where: ExpertCall, tape: Tape) -> ExpertSharding:
-    """How a module of experts is made one of fewer experts, proven on numbers.
+    """Find a way to make a module of experts one of fewer experts, proven on numbers.
 
     Args:
         module: the candidate's module; its parameters may be on meta.
@@ -56,12 +56,17 @@ def prove_experts(module: nn.Module, where: ExpertCall, tape: Tape) -> ExpertSha
         tape: the traced forward pass.
 
     Raises:
-        NotProven: no candidate is the sum over shards of its leading dims.
+        NotProven: if no candidate is the sum over shards of its leading dims.
     """
     if any(b.device.type == "meta" for b in module.buffers()):
         raise NotProven("it has buffers that the checkpoint holds")
     problem = "its parameters have no common leading dim"
-    for num_experts in _counts(module):
+    # The number of experts is the leading dim, or an int attribute that divides it.
+    rows = {p.shape[0] for p in module.parameters()}
+    shared = list(rows) if len(rows) == 1 else []
+    owned = sorted({v for m in module.modules() for v in vars(m).values() if type(v) is int}, reverse=True)
+    divisors = [n for n in owned if n > 1 and all(r % n == 0 for r in rows)]
+    for num_experts in (n for n in dict.fromkeys([*shared, *divisors]) if n > 1):
         try:
             trial = _first_trial(module, where, tape, num_experts)
         except _Failed as failure:
@@ -77,7 +82,7 @@ def prove_experts(module: nn.Module, where: ExpertCall, tape: Tape) -> ExpertSha
 
 
 def _first_trial(module: nn.Module, where: ExpertCall, tape: Tape, num_experts: int) -> _Trial:
-    """Of the module as it is if it is small, else of the first narrower one that runs."""
+    """Make a trial of the module if it is small, otherwise of the first narrower module that runs."""
     problem = _Failed("it is too large to be tried, and could not be made narrower")
     width = tape.tensors[where.inputs[0]].shape[-1]
     for narrower, divisor in _narrower(module, num_experts, width):
@@ -89,7 +94,8 @@ def _first_trial(module: nn.Module, where: ExpertCall, tape: Tape, num_experts: 
 
 
 def _narrower(module: nn.Module, num_experts: int, width: int) -> Iterator[tuple[nn.Module, int]]:
-    """The module with all widths divided, and by what; int attributes of these widths stay, or follow."""
+    """Yield the module with all widths divided, and the divisor. Int attributes of these widths stay, or
+    follow."""
     numel = sum(p.numel() for p in module.parameters())
     inner = [(p.shape[0] // num_experts, *p.shape[1:]) for p in module.parameters()]
     widths = {n for shape in inner for n in shape if n > 1} | {width}
@@ -102,7 +108,8 @@ def _narrower(module: nn.Module, num_experts: int, width: int) -> Iterator[tuple
 
 
 def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int], depth: int) -> nn.Module:
-    """Parameters, and attributes (``depth`` 1) and those of configs (2), with their widths divided."""
+    """Divide the widths of parameters, of attributes (``depth`` 1), and of attributes of configs (``depth``
+    2)."""
     out = copy.deepcopy(module)
     for owner in out.modules():
         for name, parameter in owner._parameters.items():
@@ -118,17 +125,8 @@ def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int]
     return out
 
 
-def _counts(module: nn.Module) -> list[int]:
-    """Numbers of experts that it may have: the leading dim, or an int attribute that divides it."""
-    rows = {p.shape[0] for p in module.parameters()}
-    shared = list(rows) if len(rows) == 1 else []
-    owned = sorted({v for m in module.modules() for v in vars(m).values() if type(v) is int}, reverse=True)
-    divisors = [n for n in owned if n > 1 and all(r % n == 0 for r in rows)]
-    return [n for n in dict.fromkeys([*shared, *divisors]) if n > 1]
-
-
 def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
-    """Leaving out-of-shard ids out comes first; of the rest, the fewest edits."""
+    """Yield ways to shard: first those that skip out-of-shard ids, then those with the fewest edits."""
     attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
     unset = [k for k, v in vars(module).items() if v is False and k != "training"]
     ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]
@@ -139,7 +137,7 @@ def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
 
 
 def _attributes(module: nn.Module, value: int) -> Iterator[tuple[str, str]]:
-    """Int attributes of this value: those of modules first, then those of their configs."""
+    """Yield int attributes with this value, first of modules, then of their configs."""
     configs: list[tuple[str, str]] = []
     for path, owner in module.named_modules():
         for name, item in vars(owner).items():
@@ -152,12 +150,12 @@ def _attributes(module: nn.Module, value: int) -> Iterator[tuple[str, str]]:
 
 
 class _Failed(Exception):
-    """One candidate does not compute the same."""
+    """A candidate does not compute the same."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One input ``x``, ``ids``, ``weights``, and the result of the full module."""
+    """The inputs of one call, and the result of the full module."""
 
     x: Tensor
     ids: Tensor
@@ -166,7 +164,7 @@ class _Call:
 
 
 class _Trial:
-    """The full module on random numbers, to compare sums of shards with."""
+    """The full module on random numbers, with which sums of shards are compared."""
 
     def __init__(
         self, module: nn.Module, where: ExpertCall, tape: Tape, num_experts: int, width: int
@@ -180,7 +178,7 @@ class _Trial:
         self.calls: dict[str, list[_Call]] = {}
         inputs = [self._inputs(tape, kind) for kind in ("spread", "first")]
         problem: _Failed | None = None
-        for name in _implementations(module):
+        for name in IMPLEMENTATIONS if _implementation(module) else ("",):
             full = self._shard(name, ExpertSharding(num_experts, False, (), ()), range(num_experts))
             try:
                 self.calls[name] = [_Call(*i, self._run(full, *i)) for i in inputs]
@@ -193,8 +191,17 @@ class _Trial:
             raise problem or _Failed("it cannot be run by itself")
 
     def check(self, sharding: ExpertSharding) -> None:
-        """Raises ``_Failed`` unless shards of the module add up to the full one."""
-        for bounds in _bounds(self.num_experts):
+        """Check that shards of the module add up to the full one.
+
+        Raises:
+            _Failed: if they do not.
+        """
+        count = self.num_experts
+        half, third = (count + 1) // 2, (count + 2) // 3
+        even_and_uneven: list[tuple[int, ...]] = [(0, half, count), (0, 1, count), (0, count - 1, count)]
+        if count > 2:
+            even_and_uneven.append((0, third, min(2 * third, count - 1), count))
+        for bounds in dict.fromkeys(even_and_uneven):
             parts = [range(a, b) for a, b in itertools.pairwise(bounds)]
             for name, calls in self.calls.items():
                 modules = [self._shard(name, sharding, part) for part in parts]
@@ -202,7 +209,17 @@ class _Trial:
                     terms = [
                         self._term(m, sharding, part, call) for m, part in zip(modules, parts, strict=True)
                     ]
-                    _require_equal(sum(terms[1:], terms[0]), call.want)
+                    got, want = sum(terms[1:], terms[0]), call.want
+                    if got.shape != want.shape:
+                        raise _Failed(
+                            f"its shards return {list(got.shape)} where the full module returns "
+                            f"{list(want.shape)}"
+                        )
+                    error = float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
+                    if not error <= TOLERANCE:
+                        raise _Failed(
+                            f"the sum over shards of its experts differs by {error:.1e} of its largest output"
+                        )
 
     def _term(self, module: nn.Module, sharding: ExpertSharding, part: range, call: _Call) -> Tensor:
         out_of_shard = (call.ids < part.start) | (call.ids >= part.stop)
@@ -211,7 +228,7 @@ class _Trial:
         return self._run(module, call.x, ids, call.weights.masked_fill(mask, 0.0))
 
     def _shard(self, implementation: str, sharding: ExpertSharding, part: range) -> nn.Module:
-        """A module of the experts in ``part``."""
+        """Make a module of the experts in ``part``."""
         local = copy.deepcopy(self.module)
         if implementation:
             local.config._experts_implementation = implementation  # type: ignore[union-attr]
@@ -231,29 +248,27 @@ class _Trial:
 
     def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         slots = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
-        # By position as far as that goes: the ways to run experts name their parameters differently.
-        values = {slot.partition(".")[2]: value for slot, value in slots.items()}
+        # Arguments go by position where possible, since implementations of experts name them differently.
+        named = {slot.partition(".")[2]: value for slot, value in slots.items()}
         args = []
         for position, name in enumerate(forward_signature(module).parameters):
-            key = next((k for k in (name, str(position)) if k in values), None)
+            key = next((k for k in (name, str(position)) if k in named), None)
             if key is None:
                 break
-            args.append(values.pop(key))
-        args, named = args, values
+            args.append(named.pop(key))
         try:
             with torch.inference_mode(), Float64():
                 result = module(*args, **named)
-        except Exception as error:  # whatever a module that was changed may raise
+        except Exception as error:  # a changed module may raise anything
             raise _Failed(f"{type(error).__name__}: {error}") from error
         if not isinstance(result, Tensor) or not bool(result.isfinite().all()):
             raise _Failed("it returns values that are not finite")
         return result
 
     def _require_no_more_experts(self, full: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """Some modules give a meaning to ids beyond their matrices, which each rank would add.
+        """Reject modules that compute something for ids beyond their matrices, since each rank would add it.
 
-        To take the last expert for them gives no new one: code clamps ids that no router makes, as that of
-        transformers 5.17 does.
+        Clamping such ids to the last expert is fine, as transformers 5.17 does: no router returns them.
         """
         for beyond in (self.num_experts, self.num_experts + 1):
             try:
@@ -269,7 +284,8 @@ class _Trial:
         return numbers / math.sqrt(shape[-1])
 
     def _inputs(self, tape: Tape, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Few tokens in the shapes of the traced call; ``first``: the first experts only."""
+        """Draw a few tokens in the shapes of the traced call. With ``first``, they choose only the first
+        experts."""
         x, ids, weights = (tape.tensors[t].shape for t in self.where.inputs)
         one_each = math.prod(ids[:-1]) != math.prod(x[:-1])
         choices = 1 if one_each else min(ids[-1], self.num_experts, _MAX_CHOICES)
@@ -284,35 +300,9 @@ class _Trial:
 
 
 def _lead(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape ``[1, ..., tokens]`` in place of one of other batch and length."""
+    """Return the shape ``[1, ..., tokens]`` instead of one with another batch and length."""
     return (*(1 for _ in shape[1:]), _NUM_TOKENS)
 
 
 def _implementation(module: nn.Module) -> str:
     return str(getattr(getattr(module, "config", None), "_experts_implementation", None) or "")
-
-
-def _implementations(module: nn.Module) -> tuple[str, ...]:
-    """Those that the module may be run by; one without a name where it knows none."""
-    return IMPLEMENTATIONS if _implementation(module) else ("",)
-
-
-def _bounds(num_experts: int) -> Iterable[tuple[int, ...]]:
-    """The bounds of even and uneven shards."""
-    half, third = (num_experts + 1) // 2, (num_experts + 2) // 3
-    bounds: list[tuple[int, ...]] = [
-        (0, half, num_experts),
-        (0, 1, num_experts),
-        (0, num_experts - 1, num_experts),
-    ]
-    if num_experts > 2:
-        bounds.append((0, third, min(2 * third, num_experts - 1), num_experts))
-    return dict.fromkeys(bounds)
-
-
-def _require_equal(got: Tensor, want: Tensor) -> None:
-    if got.shape != want.shape:
-        raise _Failed(f"its shards return {list(got.shape)} where the full module returns {list(want.shape)}")
-    error = float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
-    if not error <= TOLERANCE:
-        raise _Failed(f"the sum over shards of its experts differs by {error:.1e} of its largest output")

@@ -1,9 +1,9 @@
-"""Finds the formula of a norm module by trying: the norm of the runtime must equal the module.
+"""Find the formula of a norm module by trying: a norm of the runtime must equal the module.
 
-A norm over a sharded dim is replaced at run time by one that reduces its statistic over the ranks. Which
-one (RMS or layer norm, where it casts, whether it stores its weight less one) is not read from the
-code: every variant is compared with the module itself, on random weights and inputs, in three dtypes.
-An L2 norm divides by the length of its input: it is an RMS norm of another scale.
+A norm over a sharded dim is replaced at run time by one that reduces its statistic over the ranks. Its
+formula (RMS or layer norm, where it casts, whether it stores its weight minus one) is not read from the code.
+Instead, every variant is compared with the module on random weights and inputs, in three dtypes. An L2 norm
+divides by the length of its input, so it is an RMS norm with another scale.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..tracing.tape import Op, Tape
 
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 _WIDE = 1 << 16
-"""Elements of a row; of wider ones, fewer are compared."""
+"""Elements of a row. For wider rows, fewer rows are compared."""
 
 
 def fit_norm(module: nn.Module, site: NormSite, tape: Tape) -> NormInfo | None:
-    """The formula of a norm module, as if on one rank, or None if no variant computes the same.
+    """Return the formula of a norm module, as on one rank, or None if no variant computes the same.
 
     Args:
         module: the norm; its parameters may be on meta.
@@ -59,9 +59,17 @@ def fit_norm(module: nn.Module, site: NormSite, tape: Tape) -> NormInfo | None:
 
 
 def _variants(kinds: Sequence[str], site: NormSite, tape: Tape, size: int) -> Iterator[NormInfo]:
-    for weight, bias in _roles(site, tape):
+    names = [tape.tensors[t].name.rpartition(".")[2] for t in site.parameters]
+    roles: list[tuple[str, str]] = [(names[0] if names else "", "")]
+    if len(names) > 1:  # (weight, bias) in every order
+        roles = list(itertools.permutations(names, 2))
+    # Candidates for eps are the small numbers among the operators' arguments, defaults too.
+    ops = [op for index in site.events if isinstance(op := tape.events[index], Op)]
+    numbers = (value for op in ops for value in Arguments(op).values.values())
+    epsilons = list(dict.fromkeys(v for v in numbers if isinstance(v, float) and 0 <= v < 1e-2)) or [0.0]
+    for weight, bias in roles:
         for kind, offset, dtype, early, eps in itertools.product(
-            kinds, (0.0, 1.0), ("float32", "input"), (False, True), _epsilons(site, tape)
+            kinds, (0.0, 1.0), ("float32", "input"), (False, True), epsilons
         ):
             info = NormInfo(
                 kind=kind, eps=eps, size=size // site.groups, axes=(), weight=weight, bias=bias,
@@ -70,17 +78,8 @@ def _variants(kinds: Sequence[str], site: NormSite, tape: Tape, size: int) -> It
             yield from _gated(info, site, tape) if len(site.inputs) > 1 else (info,)
 
 
-def _roles(site: NormSite, tape: Tape) -> list[tuple[str, str]]:
-    """Names of the parameters as (weight, bias), in every order."""
-    names = [tape.tensors[t].name.rpartition(".")[2] for t in site.parameters]
-    if len(names) < 2:
-        return [(names[0] if names else "", "")]
-    pairs: list[tuple[str, str]] = list(itertools.permutations(names, 2))
-    return pairs
-
-
 def _gated(info: NormInfo, site: NormSite, tape: Tape) -> Iterator[NormInfo]:
-    """Either argument as the gate, before and after the norm."""
+    """Yield the formula with either argument as the gate, before and after the norm."""
     used = {op.name.rsplit(".", 1)[0] for i in site.events if isinstance(op := tape.events[i], Op)}
     activations = [name for op, name in ACTIVATIONS.items() if op in used] or ["identity"]
     for names, activation, first in itertools.product(
@@ -89,22 +88,10 @@ def _gated(info: NormInfo, site: NormSite, tape: Tape) -> Iterator[NormInfo]:
         yield replace(info, input=names[0], gate=names[1], gate_activation=activation, gate_first=first)
 
 
-def _epsilons(site: NormSite, tape: Tape) -> list[float]:
-    """Small numbers among the operators' arguments, defaults too."""
-    found: dict[float, None] = {}
-    for index in site.events:
-        op = tape.events[index]
-        if isinstance(op, Op):
-            for value in Arguments(op).values.values():
-                if isinstance(value, float) and 0 <= value < 1e-2:
-                    found[value] = None
-    return list(found) or [0.0]
-
-
 def _case(
     module: nn.Module, site: NormSite, size: int, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor]:
-    """The module with random weights, its arguments and its output."""
+    """Return the module with random weights, its arguments, and its output."""
     generator = torch.Generator().manual_seed(size)
     real = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
     for parameter in real.parameters():
@@ -119,7 +106,7 @@ def _case(
 
 
 def _call(module: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Call with named arguments; unnamed ones have their position for a name."""
+    """Call with named arguments. Unnamed ones have their position as a name."""
     result: torch.Tensor = module(
         *(x for name, x in given.items() if name.isdigit()),
         **{name: x for name, x in given.items() if not name.isdigit()},
@@ -128,12 +115,12 @@ def _call(module: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """In float64, casts to float32 are left out on both sides: their effect shows in the other dtypes."""
+    """Leave out casts to float32 in float64, on both sides. Their effect shows in the other dtypes."""
     return Float64() if dtype == torch.float64 else nullcontext()
 
 
 def _error(info: NormInfo, real: nn.Module, given: dict[str, torch.Tensor], want: torch.Tensor) -> float:
-    """Largest difference from the module's output, relative to its largest value."""
+    """Return the largest difference from the module's output, relative to its largest value."""
 
     def compute(comm: Communicator) -> torch.Tensor:
         with torch.inference_mode(), _precision(want.dtype):

@@ -1,8 +1,8 @@
 """The bytes of live tensors while a model runs on the meta device.
 
-A ``TorchDispatchMode`` sees each operator, and a weak reference to each new storage tells when Python lets go
-of it. Nothing is computed: a run of any length costs the time of its Python code. Memory that a kernel
-allocates for itself is not seen.
+A ``TorchDispatchMode`` sees each operator, and a weak reference to each new storage tells when Python frees
+it. Nothing is computed: a run of any length costs the time of its Python code. Memory that a kernel allocates
+internally is not seen.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..tracing.identities import META
 from ..tracing.operators import MetaResults, OperatorFacts, mutated_arguments, result_on_meta, tensors_in
 
-# A table whose keys are tensors or their memory, by identity; it keeps none of them alive.
-
 Value = TypeVar("Value")
 Key = torch.Tensor | torch.UntypedStorage
 
 
 class WeakTable(Generic[Value]):
-    """A dict by identity: comparing tensors would be a call of torch, which an active mode sees."""
+    """A dict with weak keys, by identity. Comparing tensors would call torch, which an active mode sees."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Key], Value]] = {}
@@ -45,34 +43,35 @@ class WeakTable(Generic[Value]):
         entries[number] = reference, value
 
     def get(self, key: Key, default: Value) -> Value:
-        """The value of a key, or the default."""
+        """Return the value of a key, or the default."""
         known = self._entries.get(id(key))
         return known[1] if known else default
 
 
-# Values of tensors that no parameter decides, for code that asks while a model runs on the meta device.
+# Values of tensors that depend on no parameter, for code that reads them while a model runs on the meta
+# device.
 #
-# Each such tensor has a node: the operator that made it, and the nodes of what that read. It is evaluated
-# when somebody asks. Nodes hold no tensor of the run, so that these live as long as they would without.
+# Each such tensor has a node: the operator that made it, and the nodes of its operands. It is evaluated when
+# code reads it. Nodes hold no tensors of the run, so they do not change how long these live.
 
 MAX_NUMEL = 1 << 24
-"""Elements of the largest tensor that is evaluated."""
+"""Largest number of elements that is evaluated."""
 _CPU = torch.device("cpu")
 
 
 class AsksForValues(Exception):
-    """The model's code asks for values that parameters decide, or for very many."""
+    """The model's code reads values that depend on parameters, or too many values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """How to compute a tensor, on the CPU."""
+    """The operator that computes a tensor, on the CPU."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: int
-    """Which of the operator's results it is."""
+    """Index of the tensor among the operator's results."""
     numel: int
 
     def compute(self) -> Tensor:
@@ -87,22 +86,22 @@ class _Node:
 
 
 class KnownValues:
-    """The tensors of one run whose values can be computed."""
+    """The tensors of a run whose values can be computed."""
 
     def __init__(self) -> None:
         self._nodes: WeakTable[tuple[_Node, int]] = WeakTable()
-        """Tensor -> its node, and the number of writes to its memory before."""
+        """Tensor -> its node, and the number of earlier writes to its memory."""
         self._writes: WeakTable[int] = WeakTable()
-        """Storage -> number of writes to it so far."""
+        """Storage -> number of writes to it."""
 
     def fill(self, tensor: Tensor, value: int) -> None:
-        """An input of any shape is this number, repeated."""
+        """Set all values of an input to a number."""
         full = torch.ops.aten.full.default
         node = _Node(full, (list(tensor.shape), value), {"dtype": tensor.dtype}, 0, tensor.numel())
         self._nodes[tensor] = node, 0
 
     def made(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """An operator that was given ``tensors`` ran on meta."""
+        """Note that an operator with the operands ``tensors`` ran on meta."""
         is_mutable = func._schema.is_mutable
         is_known = all(self._operand(t) is not None for t in tensors)
         if not is_mutable and not is_known:
@@ -119,10 +118,10 @@ class KnownValues:
                 self._nodes[tensor] = _Node(func, args, kwargs, index, tensor.numel()), writes
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The value, on the CPU and of the tensor's shape.
+        """Return the values of a tensor, on the CPU.
 
         Raises:
-            AsksForValues: it is not known.
+            AsksForValues: if it is not known.
         """
         operand = self._operand(tensor)
         if operand is None:
@@ -133,7 +132,7 @@ class KnownValues:
             return operand.compute()
 
     def _operand(self, tensor: Tensor) -> Tensor | _Node | None:
-        """A tensor with values, or its node, unless the memory was written through another tensor."""
+        """Return a tensor with values, or its node, unless the memory was written through another tensor."""
         if tensor.device != META:
             return tensor
         if tensor not in self._nodes:
@@ -143,24 +142,24 @@ class KnownValues:
 
 
 _ATTENTION = "aten.scaled_dot_product_attention"
-"""Composite, but all devices have kernels for it that need no memory for the scores."""
+"""A composite operator, but all devices have kernels that allocate no memory for the scores."""
 _KEPT = (_ATTENTION, "aten.linear", "aten.matmul")
-"""Composite operators that are counted as one: they make nothing but their result."""
+"""Composite operators that are counted as one, since they allocate only their result."""
 
 
 class TooLong(Exception):
-    """A run has more operators than it may have."""
+    """A run exceeds its number of operators."""
 
 
 class OperatorMemo:
-    """What was learned about operators; several runs share it."""
+    """Cached facts of operators, which several runs share."""
 
     def __init__(self) -> None:
         self.facts: dict[Any, OperatorFacts] = {}
         self.results = MetaResults()
 
     def facts_of(self, func: Any) -> OperatorFacts:
-        """The facts of an ATen overload."""
+        """Return the facts of an ATen overload."""
         found = self.facts.get(func)
         if found is None:
             found = self.facts[func] = OperatorFacts.of(func, _KEPT)
@@ -168,19 +167,20 @@ class OperatorMemo:
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that are made while it is active, and when they are gone.
+    """Record the storages that are made while it is active, and when they are freed.
 
     Args:
         max_operators: most operators of the run.
-        where: told for each storage that is made; the answer is kept in ``places``.
-        before: tensors that are there already, and are not counted.
-        memo: of these runs.
+        where: is called for each new storage, and names the place for ``places``.
+        before: existing tensors, which are not counted.
+        memo: shared by the runs of a model.
 
     Attributes:
         sizes: bytes of each storage, in the order in which they were made.
-        places: what ``where`` said when it was made.
-        lives: (index of a storage, whether it was made or is gone), in the order of these events.
-        operators_left: how many more operators the run may have.
+        places: the place of each storage.
+        lives: (index of a storage, True if it was made and False if it was freed), in the order of these
+            events.
+        operators_left: number of operators that the run may still have.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memo = memo
 
     def index(self, tensor: Tensor) -> int | None:
-        """The number of the storage under a tensor of any shape; None if it was made before."""
+        """Return the number of the storage under a tensor; None if it was made before."""
         return self._indices.get(tensor.untyped_storage(), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,7 +219,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in(args) + tensors_in(kwargs.values())
         is_constant = [t.device != META for t in tensors]
         if tensors and all(is_constant) and "device" not in kwargs:
-            return func(*args, **kwargs)  # of the code's constants
+            return func(*args, **kwargs)  # all operands are constants of the code
         if "device" in kwargs or (facts.takes_device and not tensors):
             kwargs = {**kwargs, "device": META}
         if facts.takes_device:
@@ -237,7 +237,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result on meta; None if that cannot be known."""
+        """Return the result on meta; None if it depends on values."""
         if facts.name.startswith(_ATTENTION):
             return self._attention(args, kwargs)
         result = result_on_meta(facts.name, args)
@@ -251,7 +251,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
 
     def _attention(self, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Laid out as the kernels do it, like the queries; a bool mask becomes numbers while they run."""
+        """Allocate the result in the kernels' layout. A bool mask is converted to numbers while they run."""
         query, value = args[0], args[2]
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         numbers = None

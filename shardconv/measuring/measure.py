@@ -1,15 +1,15 @@
-"""What a rank needs beside its weights, measured on its own model without memory.
+"""Measure the memory that a rank needs in addition to its weights, on its own model without data.
 
-The runtime's code makes the model of rank 0, which has the largest share of everything. It is run on the
-meta device at a few batches and lengths, and the bytes of its cache and of its live tensors are put into
-formulas. Layers that others stand for are left out, and counted.
+The runtime's code builds the model of rank 0, which has the largest share of everything. It runs on the meta
+device at a few batches and lengths, and the bytes of its cache and of its live tensors become formulas.
+Layers that are represented by others are left out, and counted.
 
-The cache is the outputs of a call that are arguments of the next one. It is compared after a decoding
-step at short and long lengths and for two batches: each tensor is constant, grows with each token, or
-stops growing at a window. The moments of six runs (two batches, three lengths) are matched one by one,
-and each becomes a polynomial; those that are the largest somewhere are kept. Code that loops over tokens
-or chunks is run at smaller lengths. If code asks for values that depend on parameters, nothing is
-measured, and a note in the plan says why.
+The cache consists of the outputs of a call that are arguments of the next one. It is compared after a
+decoding step at short and long lengths and for two batches: each tensor is constant, grows with each token,
+or stops growing at a window. The moments of six runs (two batches, three lengths) are matched one by one, and
+each becomes a polynomial; polynomials that are the largest at some size are kept. Code that loops over tokens
+or chunks is run at smaller lengths. If code asks for values that depend on parameters, nothing is measured,
+and a note in the plan says why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.comm.stage_link import Crossing, StageLink, Transport
 from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan, cache_bytes, moment_bytes
 from shardconv_runtime.format.plan import Plan
@@ -33,25 +32,23 @@ from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike
+from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.identities import META
-from .memory_run import CachedTensor, Calls, MemoryRun, Runner, Size
-
-# From bytes at a few sizes to formulas: of the moments of a run, and of the tensors of a cache.
-
+from .memory_run import CachedTensor, Calls, Runner, Size
 
 Points = Mapping[tuple[int, int], int]
 """(batch, length) -> bytes, for two batches and three lengths."""
 
 _PROBES = tuple((batch, length) for batch in (1, 64) for length in (16, 128, 1024, 8192, 65536, 1 << 20))
-"""Sizes at which some moment may need most."""
+"""Sizes at which formulas of moments are compared."""
 
 
 def largest_moments(runs: Mapping[tuple[int, int], Sequence[int]]) -> tuple[LiveBytes, ...]:
-    """The moments of a run that need most at some size.
+    """Return the moments of a run that need most memory at some size.
 
     Args:
-        runs: (batch, length) -> bytes at each moment, for two batches and three lengths. Where the number of
-            moments depends on the length (a loop over tokens), the largest ones are taken for one.
+        runs: (batch, length) -> bytes at each moment, for two batches and three lengths. If the number of
+            moments depends on the length (a loop over tokens), only the largest moment of each run is used.
     """
     if len({len(run) for run in runs.values()}) > 1:
         runs = {size: (max(run, default=0),) for size, run in runs.items()}
@@ -64,7 +61,7 @@ def largest_moments(runs: Mapping[tuple[int, int], Sequence[int]]) -> tuple[Live
 
 
 def live_bytes(points: Points) -> LiveBytes:
-    """The polynomial through these points; bytes and bytes for each token are rounded up."""
+    """Return the polynomial through these points; bytes and bytes per token are rounded up."""
     batches, lengths = (sorted({size[i] for size in points}) for i in range(2))
     low, high = batches
     each = {n: Fraction(points[high, n] - points[low, n], high - low) for n in lengths}
@@ -73,10 +70,10 @@ def live_bytes(points: Points) -> LiveBytes:
 
 
 def _quadratic(points: Mapping[int, Fraction]) -> tuple[int, int, int]:
-    """Coefficients of 1, n and n * n through three points (Newton's form).
+    """Return the coefficients of 1, n and n * n through three points (Newton's form).
 
-    A small fraction of n * n, as of code that pads to blocks, is not one of pairs of tokens: then the line
-    through the outer points is taken.
+    A small fraction of n * n comes from code that pads to blocks, not from pairs of tokens. It is rounded to
+    0, and the line goes through the outer points.
     """
     (x, a), (y, b), (z, c) = sorted(points.items())
     slope = (b - a) / (y - x)
@@ -92,11 +89,11 @@ class Growth:
     constant: int
     token_bytes: int
     window: int = 0
-    """Tokens after which it does not grow; 0: it always does."""
+    """Number of tokens after which it stops growing; 0 if it never does."""
 
 
 def growth(short: tuple[int, int, int], long: tuple[int, int, int]) -> Growth:
-    """The formula of a tensor.
+    """Return the formula of a tensor.
 
     Args:
         short: a length, and the bytes of the tensor at this length and at one token more.
@@ -112,13 +109,11 @@ def growth(short: tuple[int, int, int], long: tuple[int, int, int]) -> Growth:
     return Growth(max(short[1] - mean * short[0], 0), mean)
 
 
-# One stage of a pipeline, run without the others: what it receives is memory without values.
-
-
 class UnansweredTransport(Transport):
-    """Sends nothing, and allocates what is received."""
+    """Run one stage of a pipeline without the others: nothing is sent, and received values are only
+    allocated."""
 
-    may_miss_values = True  # a layer that is left out, and counted, hands on none itself
+    may_miss_values = True  # a layer that is left out, and counted, passes on none itself
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Drop a value."""
@@ -132,11 +127,11 @@ class UnansweredTransport(Transport):
 
 
 def bypassed_on(plan: Plan, stage: int, bypassed: Mapping[str, Bypass]) -> dict[str, Bypass]:
-    """The layers of one stage that can be left out, where the first one of each kind on it stands for them.
+    """Return the layers of one stage to leave out. The first layer of each kind on it represents them.
 
     Args:
         plan: with stages.
-        stage: its number.
+        stage: number of the stage.
         bypassed: layers of all stages.
     """
     absent = absent_modules(plan, stage)
@@ -156,34 +151,18 @@ def bypassed_on(plan: Plan, stage: int, bypassed: Mapping[str, Bypass]) -> dict[
 
 
 _SHORT = 6
-"""Tokens of the shortest sequence whose cache is looked at, shorter than windows."""
+"""Length of the shortest sequence whose cache is measured, shorter than windows."""
 _LONG = (1 << 17, 1 << 15, 1 << 12, 1 << 9, 1 << 7, 1 << 5)
-"""Lengths beyond windows; the first is taken at which the model's code can run."""
+"""Lengths beyond windows. The first one that the model's code can run is used."""
 _LONGEST_PROMPT = 1 << 15
 _MAX_OPERATORS = 50_000
-"""Of the first run."""
+"""Most operators of the first run."""
 _MORE_OPERATORS = 10_000
-"""How many more than twice as many a longer run may have: code may loop over tokens or chunks of them."""
+"""Longer runs may have twice as many operators as the first, and this many more for loops over chunks."""
 
 
 class NotMeasured(Exception):
     """The model cannot be run without values."""
-
-
-class _MemoryCommunicator(Communicator):
-    """Collectives that allocate what those of processes do."""
-
-    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(x)
-
-    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x
-
-    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
-
-    def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x.new_empty((x.shape[0] // len(self.group(axes)), *x.shape[1:]))
 
 
 def measure_memory(
@@ -193,27 +172,27 @@ def measure_memory(
     bypassed: Mapping[str, Bypass],
     stage: int | None = None,
 ) -> MemoryPlan:
-    """The bytes of caches and activations of rank 0.
+    """Return the bytes of caches and activations of rank 0.
 
     Args:
         plan: of the model.
         model: global, on meta; it is copied.
-        inputs: with which it was traced.
-        bypassed: layers that others stand for.
-        stage: whose rank is measured; None: of a plan without stages.
+        inputs: inputs of its trace.
+        bypassed: layers that are represented by others.
+        stage: stage whose rank is measured; None for a plan without stages.
 
     Raises:
-        NotMeasured: the model cannot be run on meta tensors.
+        NotMeasured: if the model cannot be run on meta tensors.
     """
     bypassed = planned_alike(plan, bypassed)
     names = argument_names(model, plan)
-    local = parallelize(copy.deepcopy(model), plan, _MemoryCommunicator(0, plan.mesh))
+    local = parallelize(copy.deepcopy(model), plan, MetaCommunicator(0, plan.mesh))
     if stage is not None:
         bypassed = bypassed_on(plan, stage, bypassed)
         link = StageLink(stage, num_stages(plan), UnansweredTransport())
         keep_stage(local, plan, link, 0, META, getattr(torch, plan.model.dtype), names)
     counts = Counter(how.like for how in bypassed.values())
-    # Of the buffers that are not among the stored tensors.
+    # Buffers that are not stored are memory in addition to the weights.
     stored = {id(tensor) for _, tensor in stored_tensors(local)}
     buffer_bytes = sum(buffer.nbytes for buffer in local.buffers() if id(buffer) not in stored)
     bypass(local, bypassed)
@@ -240,56 +219,48 @@ class _Measurement:
         self.has_source = runner.calls.has_source
         first = runner.prompt(self._size(2, _SHORT), _MAX_OPERATORS)
         self.max_operators = 2 * first.num_operators + _MORE_OPERATORS
-        self.longest = self._longest()
-
-    def memory(self) -> MemoryPlan:
-        """All formulas."""
-        cache = self._cache()
-        runs = self._prompts()
-        logits = max(run.logits_token_bytes for run in runs.values())
-        return replace(cache, prefill=self._moments(runs, cache), logits_token_bytes=logits)
-
-    def _longest(self) -> int:
-        """The longest prompt that the model's code can read."""
         for length in _LONG:
             try:
                 self.runner.prompt(self._size(2, length), self.max_operators)
-            except Exception:  # of the model's code, or too long
+            except Exception:  # the model's code fails at this length, or has too many operators
                 continue
-            return length
-        raise NotMeasured(f"its code runs for {_SHORT} tokens, not for {_LONG[-1]}")
+            self.longest = length
+            break
+        else:
+            raise NotMeasured(f"its code runs for {_SHORT} tokens, not for {_LONG[-1]}")
+
+    def memory(self) -> MemoryPlan:
+        """Return all formulas."""
+        cache = self._cache()
+        longest = min(self.longest, _LONGEST_PROMPT)
+        sizes = {
+            (batch, length): self._size(batch, length)
+            for batch in (1, 2)
+            for length in (longest // 4, longest // 2, longest)
+        }
+        runs = {key: self.runner.prompt(size, self.max_operators) for key, size in sizes.items()}
+        moments = largest_moments({key: run.live for key, run in runs.items()})
+        # A tensor of the cache may be a view of a larger one until the next token is read. Then the larger
+        # one counts.
+        more = {}
+        for key, size in sizes.items():
+            counted = cache_bytes(cache, size.batch, size.length, size.source_length)
+            more[key] = self.runner.kept_bytes(runs[key].cache) - counted
+        if max(more.values()) > 0:
+            extra = live_bytes(more)
+            moments += tuple(
+                LiveBytes(_sum(each.sequence, extra.sequence), _sum(each.once, extra.once))
+                for each in moments
+            )
+        logits = max(run.logits_token_bytes for run in runs.values())
+        return replace(cache, prefill=moments, logits_token_bytes=logits)
 
     def _size(self, batch: int, length: int) -> Size:
-        """A prompt of so many tokens, for an encoder if there is one."""
+        """Return the size of a prompt, which goes to the encoder if there is one."""
         return Size(batch, 1, length) if self.has_source else Size(batch, length)
 
-    # Activations -----------------------------------------------------------------------------
-
-    def _prompts(self) -> dict[tuple[int, int], MemoryRun]:
-        longest = min(self.longest, _LONGEST_PROMPT)
-        sizes = [(batch, length) for batch in (1, 2) for length in (longest // 4, longest // 2, longest)]
-        return {size: self.runner.prompt(self._size(*size), self.max_operators) for size in sizes}
-
-    def _moments(self, runs: Mapping[tuple[int, int], MemoryRun], cache: MemoryPlan) -> tuple[LiveBytes, ...]:
-        """Live bytes beside the cache.
-
-        A tensor of the cache may be a view of a larger one, until the next token is read: that one counts.
-        """
-        moments = largest_moments({size: run.live for size, run in runs.items()})
-        kept = {size: self.runner.kept_bytes(run.cache) for size, run in runs.items()}
-        more = {size: num_bytes - self._cache_bytes(cache, *size) for size, num_bytes in kept.items()}
-        if max(more.values()) <= 0:
-            return moments
-        return (*moments, *(_added(each, live_bytes(more)) for each in moments))
-
-    def _cache_bytes(self, cache: MemoryPlan, batch: int, length: int) -> int:
-        size = self._size(batch, length)
-        return cache_bytes(cache, size.batch, size.length, size.source_length)
-
-    # The cache -------------------------------------------------------------------------------
-
     def _cache(self) -> MemoryPlan:
-        """The formulas of the cache alone."""
+        """Return the formulas of the cache."""
         source = _SHORT if self.has_source else 0
         short, more, long, longer = (
             self.runner.continued(Size(2, length, source), self.max_operators)
@@ -316,7 +287,7 @@ class _Measurement:
         )
 
     def _by_source(self, short: Mapping[str, CachedTensor]) -> dict[str, Growth]:
-        """How the tensors grow with the tokens that the encoder reads."""
+        """Return how the tensors grow with the tokens that the encoder reads."""
         more, long, longer = (
             self.runner.continued(Size(2, _SHORT, length), self.max_operators)
             for length in (_SHORT + 1, self.longest, self.longest + 1)
@@ -332,8 +303,5 @@ def _bytes(run: Mapping[str, CachedTensor], path: str) -> int:
     return run[path].num_bytes if path in run else 0
 
 
-def _added(first: LiveBytes, second: LiveBytes) -> LiveBytes:
-    def plus(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
-        return a[0] + b[0], a[1] + b[1], a[2] + b[2]
-
-    return LiveBytes(plus(first.sequence, second.sequence), plus(first.once, second.once))
+def _sum(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]

@@ -1,9 +1,9 @@
-"""One run of a rank's model on meta tensors: what was alive when, and what stayed in the cache."""
+"""Run a rank's model on meta tensors, to find which tensors are alive when, and which the cache keeps."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,9 @@ from ..inputs.trace_inputs import TraceInputs
 from ..tracing.identities import META
 from .live_memory import LiveMemory, OperatorMemo
 
-# Calls of a model on meta tensors: a prompt of any length and batch, and one more token.
-
 DECODER = "decoder_input_ids"
 _LAST_LOGITS = "logits_to_keep"
-"""For how many tokens the model computes logits; ``generate`` asks for one."""
+"""Number of tokens for which the model computes logits; ``generate`` asks for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +27,18 @@ class Size:
 
     batch: int
     length: int
-    """Tokens of the prompt; of the decoder's, where there is an encoder too."""
+    """Tokens of the prompt, or of the decoder's prompt if there is an encoder."""
     source_length: int = 0
     """Tokens that the encoder reads."""
 
 
 class Calls:
-    """Makes the arguments of calls of one model.
+    """Make the arguments of calls of one model on meta: a prompt of any size, and one more token.
 
     Args:
-        model: its forward method is looked at.
-        inputs: with which it was traced.
-        with_all: give it all kinds of inputs with which it was traced, not tokens alone.
+        model: the model, for the signature of its forward.
+        inputs: inputs of its trace.
+        with_all: pass all kinds of inputs of the trace instead of only tokens.
     """
 
     def __init__(self, model: nn.Module, inputs: TraceInputs, *, with_all: bool) -> None:
@@ -52,8 +50,15 @@ class Calls:
         self._with_all = with_all or not self.tokens
 
     def prompt(self, size: Size) -> dict[str, Any]:
-        """Arguments of a prefill as ``generate`` makes it, by keyword; tensors on meta."""
-        tensors = self._others(size.batch) if self._with_all else {}
+        """Return the keyword arguments of a prefill by ``generate``, on meta."""
+        tensors: dict[str, Any] = {}
+        if self._with_all:  # inputs of the trace that are not made of tokens, with another batch
+            tokens = self._traced.get(self.tokens or DECODER)
+            for name, tensor in self._traced.items():
+                is_like_tokens = tokens is not None and tensor.shape[:2] == tokens.shape[:2]
+                if name not in (self.tokens, DECODER) and not is_like_tokens:
+                    rows = self._per_row(tensor) * size.batch
+                    tensors[name] = torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=META)
         if self.tokens:
             length = size.source_length if self.has_source else size.length
             tensors[self.tokens] = self._ids(self.tokens, size.batch, length)
@@ -62,14 +67,14 @@ class Calls:
         return tensors | self._options()
 
     def next_token(self, size: Size, cache: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the call that continues a cache by one token."""
+        """Return the arguments of the call that continues a cache by one token."""
         name = DECODER if self.has_decoder else self.tokens
         prompt = self.prompt(size)
         kept = prompt if self.has_decoder else self._options()
         return {**kept, name: self._ids(name, size.batch, 1), **cache}
 
     def handed_back(self, outputs: Any) -> dict[str, Any]:
-        """The outputs that are arguments of the next call: a cache, states."""
+        """Return the outputs that are arguments of the next call, such as a cache."""
         if not isinstance(outputs, Mapping):
             return {}
         return {name: value for name, value in outputs.items() if name in self.parameters}
@@ -79,24 +84,12 @@ class Calls:
         return cache | ({_LAST_LOGITS: 1} if _LAST_LOGITS in self.parameters else {})
 
     def _ids(self, name: str, batch: int, length: int) -> Tensor:
-        """Ids ``[B, S]``; several streams of ids may be stacked in the batch."""
+        """Return ids ``[B, S]``; several streams of ids may be stacked in the batch."""
         rows = batch * self._per_row(self._traced.get(name))
         return torch.empty(rows, length, dtype=torch.long, device=META)
 
-    def _others(self, batch: int) -> dict[str, Any]:
-        """The inputs of the trace that are not made of tokens, with another batch."""
-        tokens = self._traced.get(self.tokens or DECODER)
-        found: dict[str, Any] = {}
-        for name, tensor in self._traced.items():
-            is_like_tokens = tokens is not None and tensor.shape[:2] == tokens.shape[:2]
-            if name in (self.tokens, DECODER) or is_like_tokens:
-                continue
-            rows = self._per_row(tensor) * batch
-            found[name] = torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=META)
-        return found
-
     def _per_row(self, tensor: Tensor | None) -> int:
-        """Entries of dim 0 for each sequence of the batch of the trace."""
+        """Return the entries of dim 0 for each sequence of the batch of the trace."""
         batch = next(iter(self._traced.values())).shape[0]
         return 1 if tensor is None or tensor.shape[0] % batch else tensor.shape[0] // batch
 
@@ -107,33 +100,33 @@ class CachedTensor:
 
     num_bytes: int
     place: str
-    """The layer that made it; empty if none did."""
+    """The layer that made it; empty if it was made outside of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRun:
-    """What a call of one size needs."""
+    """The memory of a call of one size."""
 
     live: tuple[int, ...]
-    """Bytes of the live tensors less those of the cache afterwards, whenever a tensor was made.
+    """Bytes of the live tensors minus the cache after the call, whenever a tensor was made.
 
-    They are negative while most of the cache is not there yet.
+    They are negative while most of the cache does not exist yet.
     """
     cache: Mapping[str, CachedTensor]
-    """Path of a tensor in the outputs -> its memory; each memory under one path."""
+    """Path of a tensor in the outputs -> its memory; shared memory has only one path."""
     logits_token_bytes: int
     num_operators: int
     has_views: bool
-    """Whether a tensor of the cache is only a part of its memory."""
+    """Whether a tensor of the cache is a view of a larger one."""
 
 
 class Runner:
-    """Runs one rank's model.
+    """Run the model of one rank.
 
     Args:
         model: of one rank, on meta.
         calls: of this model.
-        counts: FQN of a layer -> number of layers that it stands for, beside itself.
+        counts: FQN of a layer -> number of other layers that it represents.
     """
 
     def __init__(self, model: nn.Module, calls: Calls, counts: Mapping[str, int]) -> None:
@@ -147,22 +140,33 @@ class Runner:
         for fqn in sorted(counts):
             module = model.get_submodule(fqn)
             module.register_forward_pre_hook(lambda *_, fqn=fqn: self._stack.append(fqn))
-            module.register_forward_hook(lambda *_: self._leave())
+            module.register_forward_hook(self._leave)
 
     def prompt(self, size: Size, max_operators: int) -> MemoryRun:
-        """Read a prompt for the logits of its last token; an error is that of the model's code.
+        """Read a prompt for the logits of its last token. Errors of the model's code are passed on.
 
         Raises:
-            TooLong: there are more operators.
+            TooLong: if there are more operators.
         """
         if size not in self._known:
             mode = self._mode(max_operators)
             outputs = self._call(mode, self.calls.prompt(size))
             cached = dict(_cached(self.calls.handed_back(outputs), mode))
+            # The cache of a layer that represents others comes with the caches of all of them.
+            kept = {index: mode.sizes[index] * self.count(mode.places[index]) for index in cached}
+            now, live = -sum(kept.values()), []
+            for index, is_made in mode.lives:
+                num_bytes = kept.get(index, mode.sizes[index])
+                now += num_bytes if is_made else -num_bytes
+                if is_made:
+                    live.append(now)
+            logits = getattr(outputs, "logits", None)
+            if not isinstance(logits, Tensor) or logits.dim() != 3:  # [B, S, V]
+                logits = None
             self._known[size] = MemoryRun(
-                live=self._live(mode, cached),
+                live=tuple(live),
                 cache=_by_path(cached, mode),
-                logits_token_bytes=_logits_token_bytes(outputs),
+                logits_token_bytes=0 if logits is None else logits.shape[2] * logits.element_size(),
                 num_operators=max_operators - mode.operators_left,
                 has_views=any(
                     tensor.nbytes < tensor.untyped_storage().nbytes()
@@ -172,9 +176,9 @@ class Runner:
         return self._known[size]
 
     def continued(self, size: Size, max_operators: int) -> Mapping[str, CachedTensor]:
-        """The cache of ``size``, of which the last token was read alone, as in decoding.
+        """Return the cache of ``size`` if the last token is read separately, as in decoding.
 
-        Where tensors are views after a prompt, they are others then.
+        Tensors that are views after a prompt are replaced then.
         """
         whole = self.prompt(size, max_operators)
         if not whole.has_views:
@@ -189,6 +193,12 @@ class Runner:
     def _mode(self, max_operators: int) -> LiveMemory:
         return LiveMemory(max_operators, self._place, self._stored, self._memo)
 
+    def _place(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def _leave(self, *_: Any) -> None:
+        self._stack.pop()
+
     def _call(self, mode: LiveMemory, arguments: Mapping[str, Any]) -> Any:
         self._stack.clear()
         for value in arguments.values():
@@ -202,33 +212,8 @@ class Runner:
         return sum(held.num_bytes * self.count(held.place) for held in cache.values())
 
     def count(self, place: str) -> int:
-        """The number of layers for which one counts."""
+        """Return the number of layers for which one counts."""
         return 1 + self._counts.get(place, 0)
-
-    def _live(self, mode: LiveMemory, cached: Mapping[int, str]) -> tuple[int, ...]:
-        """A tensor of the cache of a layer that stands for others comes with those of all of them."""
-        kept = {index: mode.sizes[index] * self.count(mode.places[index]) for index in cached}
-        live, found = -sum(kept.values()), []
-        for index, is_made in mode.lives:
-            num_bytes = kept.get(index, mode.sizes[index])
-            live += num_bytes if is_made else -num_bytes
-            if is_made:
-                found.append(live)
-        return tuple(found)
-
-    def _place(self) -> str:
-        return self._stack[-1] if self._stack else ""
-
-    def _leave(self) -> None:
-        self._stack.pop()
-
-
-def _logits_token_bytes(outputs: Any) -> int:
-    """Of one token's logits, in ``[B, S, V]``; 0 where the model gives none."""
-    logits = getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        return 0
-    return logits.shape[2] * logits.element_size()
 
 
 def _by_path(cached: Mapping[int, str], mode: LiveMemory) -> dict[str, CachedTensor]:
@@ -236,7 +221,7 @@ def _by_path(cached: Mapping[int, str], mode: LiveMemory) -> dict[str, CachedTen
 
 
 def _cached(cache: Mapping[str, Any], mode: LiveMemory) -> Iterator[tuple[int, str]]:
-    """(number of a storage, path) of each memory under the tensors in a cache, once each."""
+    """Yield (number of a storage, path) once for each memory under the tensors in a cache."""
     seen: set[int] = set()
     for path, tensor in tensors_of(cache):
         index = mode.index(tensor)
@@ -246,7 +231,7 @@ def _cached(cache: Mapping[str, Any], mode: LiveMemory) -> Iterator[tuple[int, s
 
 
 def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """(path, tensor) of all tensors in a value, in containers and in the attributes of objects."""
+    """Yield (path, tensor) of all tensors in a value, in containers and in attributes of objects."""
     todo: list[tuple[str, Any]] = [("", value)]
     seen: list[Any] = []
     known: set[int] = set()
@@ -258,15 +243,16 @@ def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
         if id(current) in known:
             continue
         known.add(id(current))
-        seen.append(current)  # alive as long as its id is known
-        todo += [(f"{path}.{name}" if path else str(name), item) for name, item in _items(current)]
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What is in a container or an object; not in modules, classes and functions."""
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    elif not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__") and not callable(value):
-        yield from vars(value).items()
+        seen.append(current)  # keeps it alive, so that its id stays unique
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(current, Mapping):
+            items = current.items()
+        elif isinstance(current, (list, tuple)):
+            items = enumerate(current)
+        elif (
+            not isinstance(current, (nn.Module, type))
+            and hasattr(current, "__dict__")
+            and not callable(current)
+        ):
+            items = vars(current).items()
+        todo += [(f"{path}.{name}" if path else str(name), item) for name, item in items]

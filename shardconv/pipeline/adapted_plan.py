@@ -1,4 +1,4 @@
-"""The plan of a model with an adapter: that of the model, and what the adapter adds."""
+"""Plan a model with an adapter: keep the plan of the model, and add the adapter."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, DrawPlan)
 
 @dataclass(frozen=True)
 class Adaptation:
-    """An adapter, and the plan of the model that it is for."""
+    """An adapter, and the plan of its base model."""
 
     base: Plan
-    """Its shards stay as they are."""
+    """Plan of the base model, whose shards stay as they are."""
     adapter: Adapter
 
     def attached(self, model: nn.Module) -> AdaptedModel:
-        """The model with the adapter.
+        """Attach the adapter to the model.
 
         Args:
             model: of the plan, on meta; it is changed in place.
@@ -57,7 +57,7 @@ class AdaptedModel:
 
     @property
     def given(self) -> Given:
-        """The layouts of the model's parameters, and of copies that are trained in place of some."""
+        """Return the layouts of the model's parameters, and of copies that are trained instead of some."""
         entries = parameter_plans(self.base)
         names = {**self.attached.base_names, **self.attached.copies}
         parameters = {now: entries[old] for now, old in names.items() if old in entries}
@@ -66,10 +66,10 @@ class AdaptedModel:
         return Given(self.base.mesh, parameters, unread)
 
     def planned(self, plan: Plan) -> Plan:
-        """The plan, if it keeps the shards of the model.
+        """Return the plan if it keeps the shards of the model.
 
         Raises:
-            SolveError: a parameter of the model would have to be laid out in another way.
+            SolveError: if a parameter of the model would have to be laid out in another way.
         """
         if plan.mesh != self.base.mesh:
             raise SolveError(
@@ -83,9 +83,9 @@ class AdaptedModel:
         return plan
 
     def with_copied_modules(self, plan: Plan) -> Plan:
-        """The plan, which says of modules that the adapter copies what it says of the copies.
+        """Extend the plan from copies that the adapter makes of modules to the modules themselves.
 
-        The trace calls the copies alone. The modules themselves are called where the adapter is disabled.
+        The trace only calls the copies. The modules themselves are called if the adapter is disabled.
 
         Args:
             plan: of the model, or of a smaller one of the same code.
@@ -98,8 +98,8 @@ class AdaptedModel:
             form = training.sequence
             form = replace(form, modules=_extended(form.modules, pairs), draws=_extended(form.draws, pairs))
             training = replace(training, sequence=form)
-        # Of a tensor and its copy, the one that no call reads is laid out as the other. A tied tensor may be
-        # read under its other names.
+        # A tensor and its copy get the same layout, from the one that is read by some call. A tied tensor may
+        # be read under its other names.
         parameters = dict(by_name("parameters", plan.parameters))
         for name in list(parameters):
             for ours, theirs in pairs.items():
@@ -115,10 +115,10 @@ class AdaptedModel:
         )
 
     def stored(self, plan: Plan) -> Plan:
-        """The plan, whose parameters of the model are stored as they were: laid out, packed, and cast so.
+        """Return the plan with the model's parameters stored as they were, with layouts, packing and dtypes.
 
         Raises:
-            SolveError: a module that the adapter copies would have to be laid out in another way.
+            SolveError: if a module that the adapter copies would have to be laid out in another way.
         """
         given = self.given.parameters
 
@@ -143,7 +143,7 @@ def _require_kept(name: str, old: ParameterPlan, new: ParameterPlan) -> None:
 
 
 def _extended(entries: tuple[_Entry, ...], pairs: Mapping[str, str]) -> tuple[_Entry, ...]:
-    """Entries by name, with those of the first modules of pairs for the second ones too."""
+    """Copy the entries of the first modules of pairs to the second ones."""
     found = by_name("entries", entries)
     for name, entry in list(found.items()):
         for ours, theirs in pairs.items():
@@ -153,7 +153,7 @@ def _extended(entries: tuple[_Entry, ...], pairs: Mapping[str, str]) -> tuple[_E
 
 
 def _joined(entries: Iterable[tuple[str, _Entry]]) -> tuple[_Entry, ...]:
-    """Entries by name; alike ones, whose names differ in numbers alone, are one."""
+    """Group entries by name; equal entries whose names differ only in numbers become one."""
     grouped: dict[tuple[str, _Entry], list[str]] = {}
     for name, entry in entries:
         grouped.setdefault((starred(name), replace(entry, names=())), []).append(name)

@@ -1,9 +1,9 @@
-"""The numerical check of a plan: its ranks are simulated, and forms that differ are taken out of it."""
+"""Check a plan numerically: simulate its ranks, and remove the parts that are wrong."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -39,7 +39,7 @@ from ..verifying.token_tables import beyond_tables
 from .plan_forms import without_extra_outputs
 
 MOST_BYTES = 4 * 2**30
-"""Of float64 weights of the unsharded model and of all ranks, beyond which a model is not simulated."""
+"""Most bytes of float64 weights of the unsharded model and all ranks. Larger models are not simulated."""
 TOO_LARGE = "no smaller model of its code was found: shapes and positions were checked, not numbers"
 
 
@@ -56,20 +56,20 @@ class _Shrunk:
     complete: Callable[[Plan], Plan]
 
     def case(self, plan: Plan) -> Case:
-        """What the plan says of it.
+        """Translate the plan to this model.
 
         Raises:
-            PlanError: the plan cannot be said of it.
+            PlanError: if the plan cannot be translated.
         """
         plan = self.complete(small_plan(plan, self.small, self.skipped))
         return Case(plan, self.small.model, self.small.inputs)
 
 
 def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) -> _Shrunk:
-    """The smaller model for a plan.
+    """Find the smaller model for a plan.
 
     Raises:
-        PlanError: the plan does not fit.
+        PlanError: if the plan does not fit.
     """
 
     def case(small: SmallModel) -> Case:
@@ -79,15 +79,15 @@ def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) 
 
 
 class NumericCheck:
-    """A traced model, to simulate the ranks of its plans on a smaller model of the same code.
+    """Simulate the ranks of plans of a traced model, on a smaller model of the same code.
 
     Args:
         full: the model at its true size.
-        bypassed: layers to leave out, where a plan says of them what it says of those that stand for them.
-        tell: is called with what is simulated next.
-        with_fewer_positions: gives a model of the same code that sees smaller images or sounds, and its
-            layers to leave out, if there is one; asked where the activations of the full one are large.
-        complete: adds to the plan of a smaller model what will be added to that of the full one.
+        bypassed: layers to leave out if their plan equals the plan of the layers that represent them.
+        tell: is called with a description of the next simulation.
+        with_fewer_positions: returns a model of the same code for smaller images or sounds, with its layers
+            to leave out, or None. It is called if the activations of the full model are large.
+        complete: adds entries to the plan of a smaller model that will also be added to the plan.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class NumericCheck:
         self._complete = complete
         self._small: dict[frozenset[str], _Shrunk] = {}
         self._numbers = 0
-        """Which of ``other_numbers`` the unsharded model was found to run on."""
+        """Index into ``other_numbers`` of the numbers on which the unsharded model runs."""
 
     def checked(self, plan: Plan) -> Plan:
-        """The plan, proven on numbers; for inference only if a gradient is not that of the unsharded model.
+        """Return the plan, proven on numbers. It becomes inference-only if a gradient is wrong.
 
         Raises:
-            SolveError: the ranks compute something else.
+            SolveError: if the ranks compute something else.
         """
         case = self._case_that_fits(plan)
         if case is None:
@@ -134,12 +134,13 @@ class NumericCheck:
         )
 
     def _proof(self, case: Case) -> tuple[Proof, tuple[str, ...]]:
-        """The proof on the first numbers on which the unsharded model runs, and a note on those before.
+        """Return the proof on the first numbers on which the unsharded model runs, with a note if others
+        failed.
 
         Raises:
-            Unprovable: there are none.
-            SourceError: ids of the config lie beyond the vocabulary.
-            SolveError: the ranks compute something else.
+            Unprovable: if it runs on none of the numbers.
+            SourceError: if ids of the config lie beyond the vocabulary.
+            SolveError: if the ranks compute something else.
         """
         failed: list[str] = []
         without_gradients: tuple[int, str, Proof] | None = None
@@ -161,27 +162,24 @@ class NumericCheck:
             break
         else:
             if without_gradients is None:
-                raise self._unproven(failed)
+                tensors = self.full.inputs.tensors
+                if beyond := beyond_tables(self.full.analysis.tape, list(tensors), tensors):
+                    raise SourceError(beyond)
+                raise Unprovable(
+                    "the unsharded model fails on random weights, so that the plan cannot be proven "
+                    f"on numbers; tried {'; '.join(failed)}; pass --no-check (check=False) to rely on "
+                    "shapes and positions"
+                )
             index, name, proof = without_gradients
         self._numbers = index
         note = f"proven with {name}; the unsharded model fails with {'; '.join(failed)}"
         return proof, (note,) if failed else ()
 
-    def _unproven(self, failed: Sequence[str]) -> SolveError | SourceError:
-        """The error of a model that fails on all numbers that were tried."""
-        tensors = self.full.inputs.tensors
-        if beyond := beyond_tables(self.full.analysis.tape, list(tensors), tensors):
-            return SourceError(beyond)
-        return Unprovable(
-            "the unsharded model fails on random weights, so that the plan cannot be proven on numbers; "
-            f"tried {'; '.join(failed)}; pass --no-check (check=False) to rely on shapes and positions"
-        )
-
     def require_right_when_disabled(self, plan: Plan) -> None:
         """Compare calls in which the adapters of the model are disabled.
 
         Raises:
-            SolveError: the ranks compute something else.
+            SolveError: if the ranks compute something else.
         """
         case = self._case_that_fits(plan)
         if case is not None:
@@ -190,10 +188,11 @@ class NumericCheck:
             simulate(case.with_model(model), logits=Logits.GATHERED)
 
     def wrong_sequence_form(self, plan: Plan) -> str | None:
-        """What is wrong with the sequence-parallel form, such as a gradient; nothing if it was not compared.
+        """Say what is wrong with the sequence-parallel form, for example a gradient; None if it was not
+        compared.
 
         Raises:
-            SolveError: the ranks compute something else in that form.
+            SolveError: if the ranks compute something else in that form.
         """
         case = self._case_that_fits(of_sequence(plan))
         if case is None:
@@ -203,32 +202,33 @@ class NumericCheck:
         return simulate(case, gradients=True).gradients
 
     def with_right_stages(self, plan: Plan) -> Plan:
-        """The plan, of whose stages the last one returned what it should in a prefill and a step of decoding;
-        for inference only if a gradient is not that of the unsharded model.
+        """Check the stages of a plan in a prefill and a decoding step.
+
+        The plan becomes inference-only if a gradient is wrong.
 
         Raises:
-            SolveError: the last stage returned something else.
+            SolveError: if the outputs of the last stage are wrong.
         """
         problem = self._wrong_stages(plan, calls=2)
         return inference_only(plan, f"with stages, {problem}") if problem else plan
 
     def wrong_sequence_stages(self, plan: Plan) -> str:
-        """What is wrong with the gradients of stages in the sequence-parallel form; empty without stages.
+        """Say what is wrong with the gradients of stages in the sequence-parallel form; empty without stages.
 
         Raises:
-            SolveError: the last stage returned something else.
+            SolveError: if the outputs of the last stage are wrong.
         """
         return "" if plan.stages is None else self._wrong_stages(of_sequence(plan), calls=1)
 
     def _wrong_stages(self, plan: Plan, calls: int) -> str:
-        """What is wrong with the gradients of stages.
+        """Say what is wrong with the gradients of stages.
 
         Args:
             plan: in one form.
-            calls: 2: with a step of decoding behind a prefill.
+            calls: with 2, a decoding step follows the prefill.
 
         Raises:
-            SolveError: the last stage returned something else.
+            SolveError: if the outputs of the last stage are wrong.
         """
         case = self._case_that_fits(plan)
         if case is None:
@@ -247,7 +247,7 @@ class NumericCheck:
         return case.simulation.wrong_stage_gradient(inputs)
 
     def with_padding(self, plan: Plan) -> Plan:
-        """The plan, whose sequence-parallel form may pad if that changes no token's results."""
+        """Return the plan; its sequence-parallel form may pad if that changes no token's results."""
         case = self._case_that_fits(plan)
         if case is None or not may_be_padded(case):
             return plan
@@ -257,7 +257,7 @@ class NumericCheck:
         return replace(plan, training=replace(plan.training, sequence=sequence))
 
     def case(self, plan: Plan) -> Case:
-        """What is simulated for a plan: the smaller model, and what the plan says of it."""
+        """Return the case that is simulated for a plan: the plan translated to the smaller model."""
         skipped = planned_alike(plan, self.bypassed)
         known = self._small.get(frozenset(skipped))
         if known is None:
@@ -265,7 +265,7 @@ class NumericCheck:
         return next(islice(other_numbers(known.case(plan)), self._numbers, None))[1]
 
     def _shrunk(self, plan: Plan, skipped: Mapping[str, Bypass]) -> _Shrunk:
-        """The smaller model for a plan, with fewer positions if it has many and that is possible."""
+        """Find the smaller model for a plan, with fewer positions if it has many and that is possible."""
         shrinking = Shrinking.of(self.full, plan.tp, skipped)
         found = None if shrinking.has_many_positions else _shrink(plan, shrinking, self._complete)
         if found is not None and not shrinking.is_much(found.small.shapes):
@@ -276,20 +276,20 @@ class NumericCheck:
             try:
                 fewer_shrinking = Shrinking.of(full, plan.tp, planned_alike(plan, bypassed))
                 smaller = _shrink(plan, fewer_shrinking, self._complete)
-                if runs(smaller.case(plan)):  # code may know how long a sound is
+                if runs(smaller.case(plan)):  # code may require a fixed length of sounds
                     return smaller
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
         return found or _shrink(plan, shrinking, self._complete)
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
-        """The case of a plan; None where even the smaller model is too large."""
+        """Return the case of a plan; None if even the smaller model is too large."""
         case = self.case(plan)
         return None if case.simulation.needed_bytes() > MOST_BYTES else case
 
 
 def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Plan:
-    """The plan, with the loss of sharded logits where that may be the model's own; numbers prove it.
+    """Enable the loss of sharded logits if it may equal the model's own. The numerical check decides.
 
     Args:
         plan: of the model.

@@ -1,9 +1,10 @@
-"""The forms of a plan: plain, with activations sharded over the sequence, and cut into stages."""
+"""Make the forms of a plan: plain, with activations sharded over the sequence, and cut into stages."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from textwrap import shorten
 
@@ -34,23 +35,21 @@ from ..planning.parameter_plans import find_divided_step, gradient_plans, parame
 from ..planning.solution import Solution
 from ..solving.pins import Pins, pins_of
 from ..solving.sequence_dims import sequence_leaves, solve_sequence
-from ..solving.solve import Assignment, solve
+from ..solving.solve import solve
 from ..tracing.tape import Tape, draws, starred
 from ..tracing.trace import trace
 from ..verifying.retrace import retrace
 from .rounds import MAX_ROUNDS, PlanProblem, RuledOut, in_rounds
 
-# The stages of a plan, cut from the tape of the model that was solved.
-
 
 def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
-    """The inputs of a call that does not collect what layers compute: no stage would have all of it."""
+    """Return the inputs of a call that does not collect outputs of layers, which no stage has all of."""
     options = {name: value for name, value in inputs.options.items() if name not in EXTRA_OUTPUTS}
     return replace(inputs, options=options)
 
 
 class StagedForm:
-    """A model that is to be cut into stages, traced as they run it.
+    """A model to cut into stages, traced as stages run it.
 
     Args:
         problem: of its plan.
@@ -62,33 +61,39 @@ class StagedForm:
         inputs = without_extra_outputs(problem.inputs)
         if inputs.options != problem.inputs.options:
             tape = trace(problem.model, inputs.tensors, RULES, inputs.options, few_chosen=inputs.few_chosen)
-        if not tape.given_caches:
-            tape = _given_a_cache(problem.model, inputs) or tape
+        # If the model makes no cache itself, it is traced with an empty one, as ``generate`` passes it.
+        taken = forward_signature(problem.model).parameters
+        name = next((name for name in CACHE_ARGUMENTS if name in taken), None)
+        if not tape.given_caches and name is not None and "input_ids" in inputs.tensors:
+            options = {**inputs.options, name: DynamicCache()}
+            with suppress(SolveError):  # the model may need another kind of cache
+                cached = trace(problem.model, inputs.tensors, RULES, options, few_chosen=inputs.few_chosen)
+                tape = cached if cached.given_caches else tape
         self._tape, self._inputs = tape, inputs
         self._second = second_call(problem.model, inputs)
 
     def with_stages(self, plan: Plan, solution: Solution) -> Plan:
-        """The plan with the stages that its options ask for.
+        """Add the stages that the options ask for to a plan.
 
         Args:
             plan: of one stage.
-            solution: that it was made of.
+            solution: the solution of the plan.
 
         Raises:
-            SolveError: the model cannot be cut into stages.
-            ShardconvError: it cannot be cut into so many, or not at the given layers.
+            SolveError: if the model cannot be cut into stages.
+            ShardconvError: if it cannot be cut into this number of stages, or not at the given layers.
         """
         return replace(plan, stages=self._stages(plan, solution))
 
     def with_sequence_stages(self, plan: Plan, solution: Solution) -> Plan:
-        """The plan with stages, with those of its sequence-parallel form.
+        """Add the stages of its sequence-parallel form to a plan with stages.
 
         Args:
             plan: with that form.
-            solution: that the form was made of.
+            solution: the solution of the form.
 
         Raises:
-            SolveError: a placeholder cannot make what the ranks have parts of.
+            SolveError: if a placeholder cannot return a tensor with the ranks' shards.
         """
         assert plan.training is not None
         assert plan.training.sequence is not None
@@ -109,80 +114,49 @@ class StagedForm:
         return with_capped_sizes(stages, problem.model, self._inputs)
 
 
-def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:
-    """The tape of a call with an empty cache, as ``generate`` makes it of models that make none themselves.
-
-    Returns:
-        None if the model takes no cache, cannot be called so, or gives none to its modules.
-    """
-    name = next((name for name in CACHE_ARGUMENTS if name in forward_signature(model).parameters), None)
-    if name is None or "input_ids" not in inputs.tensors:
-        return None
-    options = {**inputs.options, name: DynamicCache()}
-    try:
-        tape = trace(model, inputs.tensors, RULES, options, few_chosen=inputs.few_chosen)
-    except SolveError:
-        return None
-    return tape if tape.given_caches else None
-
-
 def stored_bytes(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """Global bytes of each parameter and persistent buffer, under the first of its names."""
+    """Return the global bytes of each parameter and persistent buffer, under the first of its names."""
     aliases = dict(plan.tied)
     return {name: tensor.nbytes for name, tensor in stored_tensors(model) if name not in aliases}
 
 
-# What a reader of a plan should know and its tables do not show.
-
-
 def plan_notes(solution: Solution) -> tuple[str, ...]:
-    """Notes in the order of how much they matter."""
-    analysis = solution.analysis
-    return (
-        *_opaque(analysis.tape),
-        *(
-            f"no rule for {name} (in {fqn}): all that it touches is replicated"
-            for name, fqn in sorted(analysis.unknown.items())
-        ),
-        *(
-            f"could not be localized; its inputs are replicated: {shorten(where, 160)}"
-            for where in dict.fromkeys(map(starred, solution.ruled_out.values()))
-        ),
-        *_random_numbers(analysis.tape),
-        *(f"guessed: {guess}" for guess in dict.fromkeys(analysis.tape.guesses)),
-        *_replicated(solution.layouts.assignment),
-    )
-
-
-def _opaque(tape: Tape) -> list[str]:
-    modules = {starred(fqn): why for (fqn, _), why in reversed(tape.opaque.items())}
-    return [
+    """Return notes for readers of the plan, the most important first."""
+    analysis, tape = solution.analysis, solution.analysis.tape
+    opaque = {
+        starred(fqn): why for (fqn, _), why in reversed(tape.opaque.items())
+    }  # the first reason of each
+    notes = [
         f"opaque: {name} could not be traced ({shorten(why, 120)}): it is replicated"
-        for name, why in reversed(modules.items())
+        for name, why in reversed(opaque.items())
     ]
-
-
-def _random_numbers(tape: Tape) -> list[str]:
+    notes += [
+        f"no rule for {name} (in {fqn}): all that it touches is replicated"
+        for name, fqn in sorted(analysis.unknown.items())
+    ]
+    notes += [
+        f"could not be localized; its inputs are replicated: {shorten(where, 160)}"
+        for where in dict.fromkeys(map(starred, solution.ruled_out.values()))
+    ]
     drawing = sorted({starred(tape.calls[op.call].fqn) for op in draws(tape)})
-    names = ", ".join(name or "the model" for name in drawing)
-    return [f"random numbers are drawn in {names}: seed all ranks alike"] if drawing else []
-
-
-def _replicated(assignment: Assignment) -> list[str]:
-    now, fewest = assignment.replicated
-    if now >= fewest:
-        return []
-    return [
-        f"with the fewest collectives, {fewest:.0%} of the matrices would be replicated; more collectives "
-        f"were accepted, so that {now:.0%} are"
-    ]
+    if drawing:
+        names = ", ".join(name or "the model" for name in drawing)
+        notes.append(f"random numbers are drawn in {names}: seed all ranks alike")
+    notes += [f"guessed: {guess}" for guess in dict.fromkeys(tape.guesses)]
+    now, fewest = solution.layouts.assignment.replicated
+    if now < fewest:
+        notes.append(
+            f"with the fewest collectives, {fewest:.0%} of the matrices would be replicated; more "
+            f"collectives were accepted, so that {now:.0%} are"
+        )
+    return tuple(notes)
 
 
 def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
-    """The plan without sequence parallelism, and the solution that it was made of.
+    """Find the plan without sequence parallelism, and its solution.
 
     Raises:
-        SolveError: obstacles are met in every round.
+        SolveError: if obstacles are met in every round.
     """
     forbidden = problem.forbidden()
     forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
@@ -212,18 +186,19 @@ def _attempt(
     if isinstance(plan, Obstacle):
         return plan
     obstacle = find_divided_step(solution, plan.parameters, problem.steps)
-    if obstacle is None:
-        if problem.expert_parallel:
-            notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
-            plan = replace(plan, experts="ep", notes=notes)
-        fused = replace(plan, fused=fused_plans(plan, problem.model, solution.folded))
-        found = _retraced(problem, fused, solution)
-        return found if isinstance(found, Obstacle) else (found, solution)
-    return obstacle
+    if obstacle is not None:
+        return obstacle
+    if problem.expert_parallel:
+        notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
+        plan = replace(plan, experts="ep", notes=notes)
+    fused = replace(plan, fused=fused_plans(plan, problem.model, solution.folded))
+    found = _retraced(problem, fused, solution)
+    return found if isinstance(found, Obstacle) else (found, solution)
 
 
 def _retraced(problem: PlanProblem, plan: Plan, solution: Solution) -> Plan | Obstacle:
-    """The plan, with those groups of fused layers whose results the code can use: parts of larger tensors."""
+    """Return the plan with the groups of fused layers whose results the code can use as parts of larger
+    tensors."""
 
     def obstacle_of(tried: Plan) -> Obstacle | None:
         return retrace(tried, solution.layouts, problem.model, problem.inputs, problem.bypassed)
@@ -240,19 +215,29 @@ def _retraced(problem: PlanProblem, plan: Plan, solution: Solution) -> Plan | Ob
 
 
 def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
-    """The plan of a solution."""
+    """Return the plan of a solution."""
     modules = module_plans(solution)
     if isinstance(modules, Obstacle):
         return modules
     model, options = problem.model, problem.inputs.options
+    # The plan depends on the source of the model's classes and of the functions that it calls. Code of a
+    # model repository is copied beside the plan, and the manifest has its checksums.
+    sources = set(problem.analysis.tape.sources()) | {type(m).__module__ for m in model.modules()}
+    left_out = ("torch.", "shardconv", "transformers_modules.", "__main__")
+    code = sorted(n for n in sources if not n.startswith(left_out) and n in sys.modules)
     refusal = solution.gradients.refusal
     extra_outputs = tuple(name for name in EXTRA_OUTPUTS if options.get(name))
     training = TrainingPlan(draws=draw_plans(solution, model), extra_outputs=extra_outputs)
     return Plan(
         tp=problem.options.tp,
         mesh=solution.layouts.mesh,
-        model=_model_info(problem),
-        code=code_info(_code_modules(model, problem.analysis.tape)),
+        model=ModelInfo(
+            class_name=problem.spec.class_name,
+            dtype=problem.spec.dtype,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            trust_remote_code=problem.spec.trust_remote_code,
+        ),
+        code=code_info(code),
         parameters=parameter_plans(solution, model),
         modules=modules,
         tied=tuple(tied_names(model).items()),
@@ -263,41 +248,19 @@ def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
     )
 
 
-def _model_info(problem: PlanProblem) -> ModelInfo:
-    return ModelInfo(
-        class_name=problem.spec.class_name,
-        dtype=problem.spec.dtype,
-        num_parameters=sum(p.numel() for p in problem.model.parameters()),
-        trust_remote_code=problem.spec.trust_remote_code,
-    )
-
-
-def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
-    """Python modules whose source the plan depends on: those of the model's classes and of its calls.
-
-    Code of a model repository is copied beside the plan, and the manifest has its checksums.
-    """
-    names = set(tape.sources()) | {type(m).__module__ for m in model.modules()}
-    left_out = ("torch.", "shardconv", "transformers_modules.", "__main__")
-    return sorted(n for n in names if not n.startswith(left_out) and n in sys.modules)
-
-
-# The sequence-parallel form of a plan: the same shards, with activations sharded over the sequence.
-
-
 def with_sequence_form(
     problem: PlanProblem, plan: Plan, plain: Solution, staged: StagedForm | None = None
 ) -> Plan:
-    """The plan with its sequence-parallel form.
+    """Add the sequence-parallel form to a plan: the same shards, with activations sharded over the sequence.
 
     Args:
         problem: of the plan.
         plan: its plain form.
-        plain: the solution that this was made of.
-        staged: of a plan with stages.
+        plain: the solution of the plain form.
+        staged: for a plan with stages.
 
     Raises:
-        SolveError: there is no such form.
+        SolveError: if there is no such form.
     """
     if plan.training is None:
         raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
@@ -324,7 +287,7 @@ def with_sequence_form(
 
 
 def no_sequence_form(problem: PlanProblem, why: str) -> SolveError:
-    """The error of a model that was to have a sequence-parallel form."""
+    """Return the error of a model for which there is no sequence-parallel form."""
     return SolveError(
         f"{problem.spec.name}: its activations cannot be sharded over the sequence: {why}; convert without "
         "sequence parallelism"
@@ -360,7 +323,8 @@ def _sequence_attempt(
 
 
 def _of_sequence_alone(obstacle: Obstacle, sequence: Collection[Node]) -> Obstacle:
-    """The obstacle, blamed on the sequence if that is among its dims; others were none in the plain form."""
+    """Blame an obstacle only on the sequence, if this is among its dims. Other dims worked in the plain
+    form."""
     blamed = [find(x) for node in obstacle.nodes for x in leaves(node)]
     own = tuple(dict.fromkeys(x for x in blamed if x in sequence))
     others = tuple(_of_sequence_alone(other, sequence) for other in obstacle.others)
@@ -370,12 +334,13 @@ def _of_sequence_alone(obstacle: Obstacle, sequence: Collection[Node]) -> Obstac
 def _stored_alike(
     problem: PlanProblem, plan: Plan, parameters: Sequence[ParameterPlan]
 ) -> list[ParameterPlan]:
-    """Parameters of the sequence-parallel form, which are stored as the plan says.
+    """Return the parameters of the sequence-parallel form, stored as in the plain form.
 
-    A bias that is added before a reduction there may be added behind it here; then it is not partial.
+    A bias that is added before a reduction in the plain form may be added behind it here. Then it is not
+    partial.
 
     Raises:
-        SolveError: one would have to be stored in another way.
+        SolveError: if a parameter would have to be stored in another way.
     """
     stored = entries_of(plan)
     unread = frozenset[str]() if problem.given is None else problem.given.unread

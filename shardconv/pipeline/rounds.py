@@ -1,4 +1,4 @@
-"""A problem to solve, and its rounds: each obstacle rules out leaves, or differences between calls."""
+"""Solve a problem in rounds: each obstacle rules out leaves, or different steps in calls of a module."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from ..solving.pins import Given
 from ..solving.solve import Assignment
 from ..tracing.fold import Folded
 
-# A traced model and the demands on its plan: the same in every round.
-
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """A model, its analysis, and the options of its plan."""
+    """A model, its analysis, and the options of its plan. It is the same in every round."""
 
     spec: ModelSpec
     options: SolveOptions
@@ -45,20 +43,20 @@ class PlanProblem:
     expert_parallel: ExpertParallel | None
     steps: Steps
     given: Given | None
-    """Layouts of parameters that are settled: those of the model of adapters."""
+    """Layouts of parameters that are fixed, since the model already has shards (for adapters)."""
     bypassed: Mapping[str, Bypass]
-    """Layers that others stand for, and how to leave them out."""
+    """Layers that are represented by others, and how to bypass them."""
 
     def with_calls_alike(self, fqns: Collection[str]) -> PlanProblem:
-        """The problem of a plan in which the calls of these modules have the same steps."""
+        """Return the problem of a plan in which all calls of each of these modules have the same steps."""
         return replace(self, analysis=with_calls_alike(self.analysis, fqns)) if fqns else self
 
     def solution(self, assignment: Assignment, reasons: Mapping[Node, str]) -> Solution | Obstacle:
-        """The assignment with all that a plan says.
+        """Complete an assignment by everything that a plan contains.
 
         Args:
             assignment: the placement of every tensor.
-            reasons: of the leaves that were ruled out for it.
+            reasons: leaves that were ruled out -> where.
         """
         layouts = Layouts(self.analysis, assignment)
         norms = norm_plans(self.model, layouts)
@@ -73,7 +71,7 @@ class PlanProblem:
         return Solution(layouts, edits, norms, self.folded, reasons, gradients)
 
     def forbidden(self) -> list[Node]:
-        """Dims that no solution may shard."""
+        """Return dims that no solution may shard."""
         return self.expert_parallel.forbidden() if self.expert_parallel else []
 
 
@@ -84,51 +82,48 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RuledOut:
-    """What no solution of the next round may have."""
+    """Constraints that earlier rounds put on the solution."""
 
     nodes: Sequence[Node]
     """Dims that must stay replicated."""
     reasons: Mapping[Node, str] = field(default_factory=dict)
-    """Leaves that an obstacle ruled out -> where it was met."""
+    """Leaves that an obstacle ruled out -> where the obstacle was."""
     alike: frozenset[str] = frozenset()
     """Modules whose calls must get the same steps."""
 
     def and_also(self, obstacle: Obstacle) -> RuledOut:
-        """This, and the dims that an obstacle, and those that were met with it, are blamed on.
+        """Add the dims that caused an obstacle, and the obstacles that were found with it.
 
         Raises:
-            SolveError: the obstacle is blamed on nothing that was sharded.
+            SolveError: if the obstacle is blamed on nothing that was sharded.
         """
-        out = self._with(obstacle)
-        for other in obstacle.others:
-            out = out._with(other)
-        return out
-
-    def _with(self, obstacle: Obstacle) -> RuledOut:
-        module = obstacle.several_calls_of
-        if module and module not in self.alike:
-            return replace(self, alike=self.alike | {module})
-        if not obstacle.nodes:
-            raise SolveError(f"{obstacle.where}: no attribute edit makes this call local")
-        reasons = {find(x): obstacle.where for node in obstacle.nodes for x in leaves(node)}
-        return replace(self, nodes=(*self.nodes, *obstacle.nodes), reasons={**self.reasons, **reasons})
+        nodes, reasons, alike = list(self.nodes), dict(self.reasons), set(self.alike)
+        for each in (obstacle, *obstacle.others):
+            if each.several_calls_of and each.several_calls_of not in alike:
+                alike.add(each.several_calls_of)
+            elif not each.nodes:
+                raise SolveError(f"{each.where}: no attribute edit makes this call local")
+            else:
+                nodes += each.nodes
+                reasons |= {find(x): each.where for node in each.nodes for x in leaves(node)}
+        return RuledOut(tuple(nodes), reasons, frozenset(alike))
 
     def last_reason(self) -> str:
-        """Where the last obstacle was met; empty if there was none."""
+        """Return where the last obstacle was; empty if there was none."""
         return list(self.reasons.values())[-1] if self.reasons else ""
 
 
 def in_rounds(
     attempt: Callable[[RuledOut], T | Obstacle | None], forbidden: Sequence[Node]
 ) -> tuple[T | None, RuledOut]:
-    """Attempt, and again with more ruled out after each obstacle, until there is none.
+    """Call ``attempt``, and again with more ruled out after each obstacle, until it returns no obstacle.
 
     Args:
-        attempt: solves with some dims ruled out; None means that it gives up.
+        attempt: solves with some dims ruled out. It returns None to give up.
         forbidden: dims that must stay replicated from the first round on.
 
     Returns:
-        The first result, and the dims that were ruled out for it; None if there is none in ``MAX_ROUNDS``.
+        The result, and what was ruled out for it. The result is None if ``MAX_ROUNDS`` were not enough.
     """
     ruled_out = RuledOut(forbidden)
     for _ in range(MAX_ROUNDS):

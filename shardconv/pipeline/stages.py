@@ -1,4 +1,4 @@
-"""Solving, stage by stage: build, trace, fold, analyze, solve, check."""
+"""Solve stage by stage: build, trace, fold, analyze, solve, check."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
 from ..inputs.config_sizes import smaller_configs
 from ..inputs.example_inputs import stored_example
-from ..inputs.trace_inputs import TraceInputs, trace_inputs
-from ..inputs.training_code import not_in_training, returns_its_loss_function
+from ..inputs.trace_inputs import TraceInputs, not_in_training, returns_its_loss_function, trace_inputs
 from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.parameter_plans import Steps
@@ -50,17 +49,17 @@ def solve_plan(
     progress: Tell | None = None,
     adaptation: Adaptation | None = None,
 ) -> Plan:
-    """The plan of a model.
+    """Solve a model and return its plan.
 
     Args:
-        spec: the resolved model; only its config is used.
-        options: what to solve for.
-        steps: of packed parameters; no rank's part of them begins or ends inside of a step.
-        progress: told the name of each stage.
-        adaptation: an adapter of the model; the plan is that of both; the adapter's name is ``ANY_NAME``.
+        spec: the resolved model. Only its config is used.
+        options: options of the plan.
+        steps: steps of packed parameters. No rank's shard begins or ends inside of a step.
+        progress: is called with the name of each stage.
+        adaptation: an adapter of the model, to be planned with it under the name ``ANY_NAME``.
 
     Raises:
-        SolveError: the model cannot be traced, its plan failed the check, or memory ran out.
+        SolveError: if the model cannot be traced, its plan failed the check, or memory ran out.
     """
     try:
         with _no_collection(), _without_validation(), _one_thread():
@@ -81,9 +80,9 @@ def solve_plan(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector: a tape is a million small objects that all stay.
+    """Disable the cyclic garbage collector, since a tape is a million small objects that all stay.
 
-    What runs on numbers collects what it left behind, and does not search what is frozen by then.
+    Simulations collect their own garbage, without the objects that are frozen by then.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -97,9 +96,9 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def _without_validation() -> Iterator[None]:
-    """Without checks of what distributions are given: torch turns them off when it first compiles something.
+    """Disable checks of arguments of distributions, which torch disables when it first compiles something.
 
-    Attention may compile itself, and traces from before and after would differ by the operators of a check.
+    Attention may compile itself, and traces before and after would differ in the operators of these checks.
     """
     before = Distribution._validate_args  # nothing public reads it
     Distribution.set_default_validate_args(False)
@@ -111,8 +110,10 @@ def _without_validation() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Without threads inside of operators: the models that are run are small, and each simulated rank is a
-    thread with helpers of its own, which spin while they wait. On two cores they double the processor time.
+    """Disable threads inside of operators.
+
+    The models are small, and each simulated rank is a thread with its own pool, whose threads spin while they
+    wait. On two cores they double the CPU time.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -137,9 +138,17 @@ def _solved(
 
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
     tell("building the model")
-    model = _built(spec)
+    try:
+        model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+    except ShardconvError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {error}; "
+            "correct config.json"
+        ) from error
     adapted = adaptation.attached(model) if adaptation is not None else None
-    # Raises ``SolveError`` if every rank but some would hold nothing of any matrix.
+    # With more ranks than this, some ranks would hold nothing of any matrix.
     tp = options.tp
     largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
     if tp > largest:
@@ -157,7 +166,7 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
 def _with_fewer_positions(
     full: _Run, spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None
 ) -> Source | None:
-    """The first model from a config with smaller sizes that does what ``full`` does, and its bypasses."""
+    """Return the first model from a config with smaller sizes that has the same code, with its bypasses."""
     for config in smaller_configs(spec.config):
         try:
             run = _traced(replace(spec, config=config), options, adaptation, lambda what: None)
@@ -179,11 +188,11 @@ class _Run:
     inputs: TraceInputs
     tape: Tape
     adapted: AdaptedModel | None
-    """The model's adapter, and the model's own plan."""
+    """The model's adapter, and the plan of the model without it."""
     folded: Folded
-    """Of the tape."""
+    """The folded tape."""
     bypasses: Mapping[str, Bypass]
-    """How the layers that others stand for can be left out."""
+    """How to bypass the layers that are represented by others."""
 
     @classmethod
     def of(
@@ -194,13 +203,13 @@ class _Run:
         adapted: AdaptedModel | None,
         first_apart: bool,
     ) -> _Run:
-        """A model that was traced; see ``fold`` for ``first_apart``."""
+        """Fold a traced model. See ``fold`` for ``first_apart``."""
         folded = fold(tape, first_apart=first_apart)
         bypasses = working_bypasses(model, inputs, tape, folded.representatives())
         return cls(model, inputs, tape, adapted, folded, bypasses)
 
     def as_in_training(self) -> _Run:
-        """The same, knowing which modules are not called in training."""
+        """Return the same model, with the modules that are not called in training."""
         shown_by = partial(stand_in, stand_ins=self.folded.representatives())
         model = bypassed_copy(self.model, self.bypasses)
         found = not_in_training(self.tape, model, self.inputs, shown_by)
@@ -231,7 +240,13 @@ def _solved_run(
     plan, solution = plain_form(problem)
     if adapted is not None:
         plan = adapted.planned(plan)
-    plan = with_parallel_loss(_without_left_out(plan, inputs), model, inputs)
+    notes = tuple(
+        f"traced without {name} ({why}): a loaded model refuses it, and parameters that only it reaches are "
+        "replicated"
+        for name, why in inputs.left_out.items()
+    )
+    plan = replace(plan, left_out=tuple(inputs.left_out), notes=(*notes, *plan.notes))
+    plan = with_parallel_loss(plan, model, inputs)
     if not options.check and plan.training is not None and plan.training.parallel_loss:
         is_known = returns_its_loss_function(bypassed_copy(model, bypassed), inputs)
         plan = replace(plan, training=replace(plan.training, parallel_loss=is_known))
@@ -268,25 +283,17 @@ def _solved_run(
         tell("solving for sequence parallelism")
         plan = with_sequence_form(problem, plan, solution, staged)
         if check is not None:
-            plan = _checked_sequence_form(problem, plan, check)
+            if wrong := check.wrong_sequence_form(plan) or check.wrong_sequence_stages(plan):
+                raise no_sequence_form(problem, wrong)
+            plan = check.with_padding(plan)
             if adapted is not None:
                 check.require_right_when_disabled(of_sequence(plan))
     return plan if adapted is None else adapted.stored(plan)
 
 
-def _without_left_out(plan: Plan, inputs: TraceInputs) -> Plan:
-    """The plan, which tells the runtime and its reader with which inputs the model could not be traced."""
-    notes = (
-        f"traced without {name} ({why}): a loaded model refuses it, and parameters that only it reaches are "
-        "replicated"
-        for name, why in inputs.left_out.items()
-    )
-    return replace(plan, left_out=tuple(inputs.left_out), notes=(*notes, *plan.notes))
-
-
 def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> Plan:
-    """The plan, with what a rank needs beside its weights if that can be measured."""
-    plain = replace(plan, fused=())  # as large inputs are computed
+    """Add the memory of caches and activations to the plan, if it can be measured."""
+    plain = replace(plan, fused=())  # large inputs are not fused at run time
     try:
         if plan.stages is None:
             return replace(plan, memory=measure_memory(plain, model, inputs, bypassed))
@@ -296,27 +303,3 @@ def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Ma
     except NotMeasured as error:
         note = f"the memory of caches and activations could not be measured: {shorten(str(error), 200)}"
         return replace(plan, notes=(*plan.notes, note))
-
-
-def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck) -> Plan:
-    """The plan, whose sequence-parallel form was proven on numbers.
-
-    Raises:
-        SolveError: a gradient is not that of the unsharded model.
-    """
-    problem_found = check.wrong_sequence_form(plan) or check.wrong_sequence_stages(plan)
-    if problem_found:
-        raise no_sequence_form(problem, problem_found)
-    return check.with_padding(plan)
-
-
-def _built(spec: ModelSpec) -> nn.Module:
-    try:
-        return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
-    except ShardconvError:
-        raise
-    except Exception as error:
-        raise SourceError(
-            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {error}; "
-            "correct config.json"
-        ) from error

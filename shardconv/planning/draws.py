@@ -1,15 +1,16 @@
-"""Which modules draw the same random numbers on all ranks, and which draw independent ones.
+"""Find which modules draw the same random numbers on all ranks, and which draw independent ones.
 
 A mask of dropout on a replicated tensor must be the same on all ranks; on shards, the ranks' masks must be
-independent. The runtime changes the stream of random numbers at module boundaries, so each
-operator that may draw (dropout rests on the tape, and is there all the same) is looked up between those.
+independent. The runtime changes the stream of random numbers at module boundaries, so each operator that may
+draw is assigned to the stretch between two boundaries. Dropout is on the tape although it does nothing in
+evaluation.
 
-What a module draws in training alone, on no tape, it draws as the code around it does.
+Modules that draw only in training, and are on no tape, draw like the code around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,17 +34,17 @@ class _Module:
     """The draws of a module's own code."""
 
     kinds: dict[str, set[Kind]] = field(default_factory=dict)
-    """By the module inside of it that returned last; empty before the first."""
+    """Kinds of draws by the inner module that returned last; empty before the first."""
     inside: list[str] = field(default_factory=list)
-    """The modules that its code calls."""
+    """Modules that its code calls."""
 
     def all_kinds(self) -> set[Kind]:
-        """Everywhere in its code."""
+        """Return the kinds of all draws in its code."""
         return set[Kind]().union(*self.kinds.values())
 
 
 def draw_plans(solution: Solution, model: nn.Module) -> tuple[DrawPlan, ...]:
-    """The modules at which the stream of random numbers changes; alike ones share an entry."""
+    """Return the modules at which the stream of random numbers changes; equal ones share an entry."""
     entries = _entries(_modules(solution, model))
     grouped: dict[tuple[str, DrawPlan], list[str]] = {}
     for fqn, entry in entries.items():
@@ -73,7 +74,7 @@ def _entries(modules: Mapping[str, _Module]) -> dict[str, DrawPlan]:
 
 
 def _following(fqn: str, module: _Module) -> dict[str, tuple[int, ...]] | None:
-    """The draws of a module behind each of those that it calls; None if they cannot be told apart."""
+    """Return the draws of a module after each module that it calls; None if they cannot be told apart."""
     out: dict[str, tuple[int, ...]] = {}
     for after, kinds in module.kinds.items():
         kind = next(iter(kinds))
@@ -90,17 +91,21 @@ def _only(module: _Module) -> tuple[int, ...]:
 
 
 def _modules(solution: Solution, model: nn.Module) -> dict[str, _Module]:
-    """Of each module on the tape, by FQN, in the order of their calls."""
+    """Find the draws of each module on the tape, by FQN, in the order of their calls."""
     tape = solution.analysis.tape
     found = {call.fqn: _Module() for call in tape.calls}
     last: dict[int, str] = {}
     drawing: set[int] = set()
     for event in tape.events:
-        for call, child in _around(tape.calls, event.call):
+        inner = event.call
+        while (call := tape.calls[inner].parent) >= 0:  # for each call around the event
+            child = tape.calls[inner].fqn
+            inner = call
             if last.get(call) != child:
                 last[call] = child
                 found[tape.calls[call].fqn].inside.append(child)
-        if isinstance(event, Op) and _may_draw(event):
+        may_draw = torch.Tag.nondeterministic_seeded
+        if isinstance(event, Op) and event.overload is not None and may_draw in event.overload.tags:
             drawing.add(event.call)
             _note(found, tape.calls, last, event.call, _of_op(solution, event))
         elif isinstance(event, Mark) and event.call not in drawing and _is_dropout(solution, model, event):
@@ -118,27 +123,15 @@ def _note(
     found[calls[call].fqn].kinds.setdefault(last.get(call, ""), set()).add(kind)
 
 
-def _around(calls: list[ModuleCall], call: int) -> Iterator[tuple[int, str]]:
-    """The calls around one, each with the FQN of the module inside of it that runs."""
-    while (parent := calls[call].parent) >= 0:
-        yield parent, calls[call].fqn
-        call = parent
-
-
-def _may_draw(op: Op) -> bool:
-    return op.overload is not None and torch.Tag.nondeterministic_seeded in op.overload.tags
-
-
 def _is_dropout(solution: Solution, model: nn.Module, mark: Mark) -> bool:
-    """Whether a tensor leaves a dropout (as of channels) of which no operator is on the tape."""
+    """Return whether a tensor leaves a dropout (for example of channels) that has no operator on the tape."""
     fqn = solution.analysis.tape.calls[mark.call].fqn
     return mark.is_output and isinstance(model.get_submodule(fqn), nn.modules.dropout._DropoutNd)
 
 
 def _of_op(solution: Solution, op: Op) -> Kind:
-    if (
-        _ATTENTION in op.name and op.inputs[0] in solution.analysis.dims
-    ):  # the mask is on the probabilities, which have the query's dims but its last
+    # The mask of attention is on the probabilities, which have all dims of the query except the last.
+    if _ATTENTION in op.name and op.inputs[0] in solution.analysis.dims:
         return _split(solution, op.inputs[0], slice(-1))
     kinds = {_of_tensor(solution, t) for t in op.outputs}
     return kinds.pop() if len(kinds) == 1 else None

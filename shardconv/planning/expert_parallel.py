@@ -1,8 +1,8 @@
-"""Full experts on each rank (``--experts ep``): how the tape changes, and which dims may not be sharded.
+"""Keep full experts on each rank (``--experts ep``): change the tape, and forbid to shard inside of experts.
 
-Modules that are called with ids are proven and become one operator each (``expert_sites``). Stacks that
-every token is multiplied by, as a batch of matrices whose products are summed later, need no ids: there the
-rules shard the dim of experts by themselves, once the other dims are ruled out.
+Modules that are called with ids are proven and become one operator each. Stacks that every token is
+multiplied with, as a batch of matrices whose products are summed later, need no ids: the rules shard the dim
+of experts by themselves once the other dims are ruled out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REMEDY = "use --experts tp, the default, which shards each expert"
 
 
 def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
-    """The folded tape on which each module of experts is one operator.
+    """Fold each module of experts on the tape into one operator.
 
     Raises:
-        SolveError: a module that is called like experts was not proven to be a sum over them.
+        SolveError: if a module that is called like experts was not proven to be a sum over them.
     """
     sites = []
     for candidate in find_experts(folded.tape):
@@ -50,19 +50,19 @@ def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
 class ExpertParallel:
     """The demands of ``--experts ep`` on the solution of one model.
 
-    Where modules are given ids, stacks that every token is multiplied by (shared experts) are left to the
-    solver.
+    If modules are called with ids, stacks that every token is multiplied with (shared experts) are left to
+    the solver.
 
     Args:
         analysis: of the tape that ``isolate_experts`` returned.
 
     Raises:
-        SolveError: the model has no experts, or some that cannot be distributed.
+        SolveError: if the model has no experts, or some that cannot be distributed.
     """
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
-        # Raises ``SolveError`` where single matrices are taken out of a stack, outside of proven modules.
+        # Code outside of proven modules that picks single matrices of a stack needs all of them on each rank.
         for stack in find_stacks(analysis.tape):
             if stack.is_picked:
                 raise _not_distributable(analysis.tape, stack.parameter)
@@ -73,11 +73,11 @@ class ExpertParallel:
             _join(analysis, tid)
 
     def forbidden(self) -> list[Node]:
-        """Dims inside of the experts."""
+        """Return the dims inside of experts."""
         return [dim for tid in self.dense for dim in self.analysis.dims[tid][1:]]
 
     def edits(self, layouts: Layouts) -> dict[Attribute, AttributeEdit]:
-        """Numbers of experts that become local."""
+        """Return the numbers of experts that become local."""
         out: dict[Attribute, AttributeEdit] = {}
         for site, count in self.analysis.experts:
             layout = layouts.dim(count)
@@ -91,14 +91,15 @@ class ExpertParallel:
         return out
 
     def notes(self, layouts: Layouts) -> tuple[str, ...]:
-        """Experts that more than one rank holds.
+        """Describe experts that several ranks hold.
 
         Raises:
-            SolveError: experts that every rank would hold.
+            SolveError: if every rank would hold all experts of a module.
         """
         found: dict[str, None] = {}
         num_ranks = math.prod(layouts.mesh)
-        for owner, count in self._counts():
+        dense = [(_owner(self.analysis.tape, tid), self.analysis.dims[tid][0]) for tid in self.dense]
+        for owner, count in [(site.where.fqn, count) for site, count in self.analysis.experts] + dense:
             layout = layouts.dim(count)
             num_shards = math.prod(layouts.mesh[a] for a in axes_of(layout))
             if num_ranks > 1 and num_shards == 1:
@@ -111,23 +112,18 @@ class ExpertParallel:
                 found[note] = None
         return tuple(found)
 
-    def _counts(self) -> list[tuple[str, Node]]:
-        """Each module of experts with the dim that counts them."""
-        dense = [(_owner(self.analysis.tape, tid), self.analysis.dims[tid][0]) for tid in self.dense]
-        return [(site.where.fqn, count) for site, count in self.analysis.experts] + dense
-
 
 def _dense_stacks(analysis: Analysis) -> list[int]:
-    """Stacks whose products are summed over the stack."""
-    # Leaves over which activations are summed, and those that become one of them behind marks.
-    # Sums over products with a weight do not count: such a weight may be a matrix that mixes heads.
+    """Return the stacks whose products are summed over the stack."""
+    # Leaves over which activations are summed, and leaves that become one of them behind marks. Sums over
+    # products with a weight do not count, since such a weight may be a matrix that mixes heads.
     before: dict[Node, list[Node]] = {}
     for a, b in _across_marks(analysis):
         before.setdefault(b, []).append(a)
     summed = set(_reached([find(x) for x in _contracted(analysis)], before))
     out = []
     for stack in find_stacks(analysis.tape):
-        if not summed.isdisjoint(leaves(analysis.dims[stack.parameter][0])):  # else matrices of heads
+        if not summed.isdisjoint(leaves(analysis.dims[stack.parameter][0])):  # others are matrices of heads
             out.append(stack.parameter)
     return out
 
@@ -144,12 +140,12 @@ def _owner(tape: Tape, tid: int) -> str:
 
 
 def _join(analysis: Analysis, tid: int) -> None:
-    """Make the dim of experts of a stack one dim wherever it may be sharded, on both sides of marks.
+    """Unify the dim of experts of a stack on both sides of marks, wherever it may be sharded.
 
-    Tensors that are multiplied by it, or read its size, then have the local one from the first mark on.
+    Tensors that are multiplied with it, or read its size, then have the local size from the first mark on.
 
     Raises:
-        SolveError: it may not be sharded all the way to where it is summed over.
+        SolveError: if it cannot be sharded up to the operator that sums over it.
     """
     counts = leaves(analysis.dims[tid][0])
     neighbors: dict[Node, list[Node]] = {}
@@ -166,7 +162,7 @@ def _join(analysis: Analysis, tid: int) -> None:
 
 
 def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
-    """Leaves before and after each mark."""
+    """Yield pairs of leaves before and after each mark."""
     for event in analysis.tape.events:
         if isinstance(event, Mark):
             for x, y in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
@@ -175,7 +171,7 @@ def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
 
 
 def _reached(start: list[Node], neighbors: Mapping[Node, list[Node]]) -> list[Node]:
-    """All leaves that can be reached from some, each once."""
+    """Return all leaves that can be reached from some leaves."""
     todo, found = list(start), dict[Node, None]()
     while todo:
         leaf = todo.pop()

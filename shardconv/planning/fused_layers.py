@@ -1,13 +1,13 @@
-"""Linear layers that the model's code calls with one and the same tensor: their products become one product.
+"""Find linear layers that the model's code calls with the same tensor. Their products become one product.
 
-They are found on the tape: marks at the inputs of modules have one source where the code passes one tensor
-on, and a write to it in between makes another one.
+On the tape, the marks at their inputs have the same source. A write to the tensor in between makes a new
+tensor.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,38 +29,37 @@ from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.fold import NUMBERED, Folded
 from ..tracing.layer_kinds import Segment, alike, segments_of
-from ..tracing.tape import Mark, Tape, prefixes, starred
+from ..tracing.tape import Mark, prefixes, starred
 from .obstacle import Obstacle, joined
 
-# An obstacle in one layer is met in every layer that does the same: all of them are ruled out at once.
+# An obstacle in one layer occurs in every layer that does the same, so all of them are ruled out at once.
 #
-# Layers of a stack that could be folded are solved as one anyway. Those of other stacks, such as layers that
-# write to states which the model made before, would each meet the obstacle in a round of their own.
+# Layers of a stack that was folded are solved as one anyway. In other stacks, such as layers that write to
+# states of the model, each layer would need another round for the obstacle.
 
 
 @dataclass(frozen=True)
 class PeerLayers:
-    """The layers of one model that do the same."""
+    """Layers of a model that do the same."""
 
     analysis: Analysis
 
     def widened(self, obstacle: Obstacle) -> Obstacle:
-        """The obstacle with the leaves that correspond to its own, in all layers like those of its own.
+        """Add the leaves that correspond to the obstacle's leaves in all layers that do the same.
 
-        Of those that were met with it, what blames some of these leaves is left out.
+        Other obstacles of the round that blame some of these leaves are dropped.
         """
-        each = (obstacle, *obstacle.others)
-        return joined(replace(one, nodes=self._widened(one.nodes), others=()) for one in each) or obstacle
-
-    def _widened(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        found = dict.fromkeys(find(x) for node in nodes for x in leaves(node))
-        for group in self._groups if found else ():
-            found |= self._corresponding(group, found)
-        return tuple(found) if found else tuple(nodes)
+        wider = []
+        for each in (obstacle, *obstacle.others):
+            found = dict.fromkeys(find(x) for node in each.nodes for x in leaves(node))
+            for group in self._groups if found else ():
+                found |= self._corresponding(group, found)
+            wider.append(replace(each, nodes=tuple(found) or each.nodes, others=()))
+        return joined(wider) or obstacle
 
     @cached_property
     def _groups(self) -> list[list[Segment]]:
-        """Calls of layers that do the same, inner ones first."""
+        """Return calls of layers that do the same, inner ones first."""
         tape = self.analysis.tape
         siblings: dict[str, list[int]] = {}
         for index, call in enumerate(tape.calls):
@@ -71,7 +70,7 @@ class PeerLayers:
         return [group for found in groups for group in found if len(group) > 1]
 
     def _corresponding(self, group: list[Segment], found: Iterable[Node]) -> dict[Node, None]:
-        """The leaves of all layers of a group at the places where one of them has one of these."""
+        """Return the leaves of all layers of a group at positions where one layer has one of these leaves."""
         wanted = set(found)
         places = {
             (position, dim, index)
@@ -87,7 +86,7 @@ class PeerLayers:
         }
 
     def _leaves(self, layer: Segment) -> Iterable[tuple[int, int, int, Node]]:
-        """Each leaf of what a layer makes and reads, after its tensor, its dim, and its number in that."""
+        """Yield each leaf of the tensors of a layer with the numbers of its tensor, its dim, and itself."""
         dims = self.analysis.dims
         for position, tid in enumerate((*layer.made, *layer.outside)):
             for number, dim in enumerate(dims.get(tid, ())):
@@ -100,7 +99,9 @@ Group = tuple[str, ...]
 
 
 def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan, ...]:
-    """The groups of exact ``nn.Linear`` modules that could be one layer with the parameters of all.
+    """Find groups of ``nn.Linear`` modules that could be one layer with the parameters of all.
+
+    Subclasses are left out, since their forward may do something else.
 
     Args:
         plan: without groups.
@@ -110,8 +111,16 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
     layers = _Layers(
         model, parameter_plans(plan), module_plans(plan), {n for pair in plan.tied for n in pair}
     )
+    # Linear layers that are called once, by the tensor with which they are called.
+    num_calls = Counter(call.fqn for call in folded.tape.calls)
+    by_source: dict[int, list[str]] = {}
+    for event in folded.tape.events:
+        if isinstance(event, Mark) and not event.is_output:
+            fqn = folded.tape.calls[event.call].fqn
+            if num_calls[fqn] == 1 and type(model.get_submodule(fqn)) is nn.Linear:
+                by_source.setdefault(event.source, []).append(fqn)
     found: list[Group] = []
-    for called in _called_alike(folded.tape, model):
+    for called in (fqns for fqns in by_source.values() if len(fqns) > 1):
         alike: dict[object, list[str]] = {}
         for fqn in called:
             names = folded.names(fqn)
@@ -123,20 +132,20 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
 
 
 def without_groups(plan: Plan, fqn: str) -> Plan:
-    """The plan without the groups in a module and in those that are named alike; if it has none, without any.
+    """Remove the groups in a module and in modules named like it. If it has none, remove all groups.
 
     Args:
         plan: with groups.
         fqn: the module, or one inside of it.
     """
     inside = {starred(name) for name in prefixes(fqn)}
-    kept = [g for g in fused_groups(plan) if starred(_parent(g)) not in inside]
+    kept = [g for g in fused_groups(plan) if starred(g[0].rpartition(".")[0]) not in inside]
     is_changed = len(kept) < len(fused_groups(plan))
     return replace(plan, fused=as_entries(kept) if is_changed else ())
 
 
 def as_entries(groups: Iterable[Group]) -> tuple[FusedPlan, ...]:
-    """Groups as they are written; those whose names differ in numbers alone share an entry."""
+    """Return groups as entries of a plan. Groups whose names differ only in numbers share an entry."""
     by_name: dict[tuple[str, ...], list[Group]] = {}
     for group in groups:
         by_name.setdefault(tuple(map(starred, group)), []).append(group)
@@ -152,25 +161,9 @@ def as_entries(groups: Iterable[Group]) -> tuple[FusedPlan, ...]:
     return tuple(entries)
 
 
-def _parent(group: Group) -> str:
-    return group[0].rpartition(".")[0]
-
-
-def _called_alike(tape: Tape, model: nn.Module) -> Iterator[list[str]]:
-    """Linear layers that are called once, by the tensor that the caller gives them."""
-    num_calls = Counter(call.fqn for call in tape.calls)
-    called: dict[int, list[str]] = {}
-    for event in tape.events:
-        if isinstance(event, Mark) and not event.is_output:
-            fqn = tape.calls[event.call].fqn
-            if num_calls[fqn] == 1 and type(model.get_submodule(fqn)) is nn.Linear:
-                called.setdefault(event.source, []).append(fqn)
-    yield from (fqns for fqns in called.values() if len(fqns) > 1)
-
-
 @dataclass(frozen=True)
 class _Layers:
-    """What a plan says of linear layers."""
+    """Linear layers of a plan."""
 
     model: nn.Module
     parameters: Mapping[str, ParameterPlan]
@@ -178,7 +171,7 @@ class _Layers:
     tied: set[str]
 
     def may_be_fused(self, fqn: str) -> bool:
-        """Whether a layer has a matrix, maybe a bias, of its own, and no steps but a gather of its output."""
+        """Return whether a layer is not tied, and its only step is a gather of its output."""
         names = [f"{fqn}.{attribute}" for attribute in FUSED_PARAMETERS]
         entries = [self.parameters[name] for name in names if name in self.parameters]
         return (
@@ -190,6 +183,6 @@ class _Layers:
         )
 
     def kind(self, fqn: str) -> object:
-        """What the members of a group have in common."""
+        """Return the properties that all members of a group must share."""
         weight, bias = (self.parameters.get(f"{fqn}.{attribute}") for attribute in FUSED_PARAMETERS)
         return weight and (weight.dtype, is_common(weight)), bias and (bias.dtype, is_common(bias))

@@ -1,4 +1,4 @@
-"""From trees and an assignment to the dims of the plan, and to the local shapes of each rank."""
+"""Turn trees and an assignment into the dims of the plan, and into local shapes of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..solving.solve import Assignment
 
 
 class Shapes(Protocol):
-    """The shapes that the tensors of a tape get: those of a rank, or those of a smaller model."""
+    """Shapes of the tensors of a tape: of a rank, or of a smaller model."""
 
     @property
     def analysis(self) -> Analysis:
@@ -26,29 +26,29 @@ class Shapes(Protocol):
 
     @property
     def divisors(self) -> Sequence[int]:
-        """By which an int attribute may have to be divided, largest first."""
+        """Divisors by which an int attribute may have to be divided, largest first."""
 
     def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
-        """The shape that a tensor gets on a rank."""
+        """Return the shape of a tensor on a rank."""
 
     def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """What becomes of the dims of a tensor, and of their leaves, that have this global size."""
+        """Yield the local sizes of dims of a tensor, and of their leaves, that have this global size."""
 
     def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """What becomes of multiples of changed leaves of a tensor that have this global size."""
+        """Yield the local sizes of multiples of changed leaves of a tensor that have this global size."""
 
     def is_changed(self, tid: int) -> bool:
-        """Whether a tensor gets another shape."""
+        """Return whether a tensor gets another shape."""
 
     def changed(self, leaf: Node) -> bool:
-        """Whether a leaf gets another size."""
+        """Return whether a leaf gets another size."""
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int | None:
-        """What becomes of a position along a dim of a tensor; None if nothing does."""
+        """Return the local position for a position along a dim of a tensor; None if there is none."""
 
 
 class Layouts:
-    """The dims of every tensor under an assignment; the ``Shapes`` of the ranks."""
+    """The layouts of every tensor's dims under an assignment, and the ``Shapes`` of the ranks."""
 
     def __init__(self, analysis: Analysis, assignment: Assignment) -> None:
         self.analysis = analysis
@@ -60,7 +60,7 @@ class Layouts:
         self.num_tokens = num_tokens(analysis.tape)
 
     def dim(self, node: Node) -> Dim:
-        """The layout of one dim."""
+        """Return the layout of one dim."""
         node = find(node)
         known = self._dims.get(node)
         if known is None:
@@ -68,7 +68,7 @@ class Layouts:
         return known
 
     def _tree(self, node: Node, open_leaves: Collection[Node]) -> Dim:
-        """The tree of a dim; ``open_leaves`` have no size."""
+        """Return the tree of a dim, in which ``open_leaves`` have no size."""
         node = find(node)
         if node.kind == LEAF:
             size = 0 if node in open_leaves else node.size
@@ -77,15 +77,16 @@ class Layouts:
         return Product(children) if node.kind == PRODUCT else Sum(children)
 
     def open_dim(self, node: Node) -> Dim:
-        """The layout of an activation's dim: parts that depend on the input's size are left open."""
+        """Return the layout of an activation's dim. Parts that depend on the input's size are open."""
         return _simplified(self._tree(node, open_leaves=self._open))
 
     def dims(self, tid: int) -> tuple[Dim, ...]:
-        """The layouts of a tensor's dims."""
+        """Return the layouts of a tensor's dims."""
         return tuple(self.dim(node) for node in self.analysis.dims[tid])
 
     def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
-        """The local shape of a tensor on a rank; tensors inside of norm modules count as replicated."""
+        """Return the local shape of a tensor on a rank. Tensors inside of norm modules count as
+        replicated."""
         nodes = self.analysis.dims.get(tid)
         if nodes is None:
             return self.analysis.tape.tensors[tid].shape
@@ -100,21 +101,21 @@ class Layouts:
         return known
 
     def is_sharded(self, tid: int) -> bool:
-        """Whether ranks hold different shards of a tensor."""
+        """Return whether ranks hold different shards of a tensor."""
         return any(axes_of(d) for d in self.dims(tid))
 
     # Shapes -------------------------------------------------------------------------------------
 
     @property
     def divisors(self) -> list[int]:
-        """Products of some of the mesh axes, largest first."""
+        """Return products of some of the mesh axes, largest first."""
         out = {1}
         for extent in self.mesh:
             out |= {p * extent for p in out}
         return sorted(out - {1}, reverse=True)
 
     def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """Local sizes of the dims of a tensor, and of their leaves, that have this global size."""
+        """Yield local sizes of the dims of a tensor, and of their leaves, that have this global size."""
         for dim, layout in zip(self.analysis.dims[tid], self.dims(tid), strict=True):
             if dim.size == value:
                 yield slices.local_size(layout, self.mesh, rank)
@@ -123,7 +124,8 @@ class Layouts:
                     yield slices.local_size(leaf, self.mesh, rank)
 
     def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """The value in proportion to sharded leaves of a tensor, or pairs in a product, that divide it."""
+        """Yield the value in proportion to sharded leaves of a tensor, or to pairs in a product, that divide
+        it."""
         for layout in self.dims(tid):
             found: list[Dim] = [leaf for leaf in dim_leaves(layout) if leaf.axes and leaf.size]
             if isinstance(layout, Product):
@@ -133,20 +135,20 @@ class Layouts:
                     yield value // size(part) * slices.local_size(part, self.mesh, rank)
 
     def is_changed(self, tid: int) -> bool:
-        """Whether a tensor is sharded."""
+        """Return whether a tensor is sharded."""
         return self.is_sharded(tid)
 
     def changed(self, leaf: Node) -> bool:
-        """Whether a leaf is sharded."""
+        """Return whether a leaf is sharded."""
         return bool(self.assignment.axes(leaf))
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int:
-        """How many positions below a global one the rank holds."""
+        """Return the number of positions below a global one that the rank holds."""
         held = slices.ranges(self.dims(tid)[dim], self.mesh, rank)
         return sum(max(0, min(stop, position) - start) for start, stop in held)
 
     def ranks_differ(self) -> bool:
-        """Whether some size is uneven, so that local shapes depend on the rank."""
+        """Return whether some size is uneven, so that local shapes depend on the rank."""
         for dims in self.analysis.dims.values():
             for node in dims:
                 for leaf in dim_leaves(self.dim(node)):
@@ -156,11 +158,18 @@ class Layouts:
 
 
 def _simplified(dim: Dim) -> Dim:
-    """The same positions, written with as few parts as possible."""
+    """Return the same positions with as few parts as possible."""
     if isinstance(dim, Leaf):
         return dim
     children = dim.factors if isinstance(dim, Product) else dim.segments
-    parts = [p for c in children for p in _spliced(_simplified(c), type(dim))]
+    parts: list[Dim] = []
+    for child in map(_simplified, children):  # a product in a product, or a sum in a sum, is spliced in
+        if isinstance(child, Product) and isinstance(dim, Product):
+            parts += child.factors
+        elif isinstance(child, Sum) and isinstance(dim, Sum):
+            parts += child.segments
+        else:
+            parts.append(child)
     if isinstance(dim, Product):
         parts = [p for p in parts if p != Leaf(1)] or [Leaf(1)]
     merged: list[Dim] = []
@@ -174,9 +183,3 @@ def _simplified(dim: Dim) -> Dim:
     if len(merged) == 1:
         return merged[0]
     return Product(tuple(merged)) if isinstance(dim, Product) else Sum(tuple(merged))
-
-
-def _spliced(dim: Dim, kind: type) -> tuple[Dim, ...]:
-    if isinstance(dim, kind) and not isinstance(dim, Leaf):
-        return dim.factors if isinstance(dim, Product) else dim.segments
-    return (dim,)

@@ -1,9 +1,9 @@
-"""Finds the attribute edits under which the model's own code runs on local shapes.
+"""Find the attribute edits with which the model's own code runs on local shapes.
 
-Every torch call whose arguments came from attributes or tensor sizes was recorded. On meta tensors of
-the local shapes it must give the local result: where it does not, attributes that it reads have to
-change. The smallest set of changes that makes every call right is searched among a few candidates for
-each attribute.
+Every torch call whose arguments come from attributes or tensor sizes is recorded in the trace. On meta
+tensors of the local shapes, it must return the local shapes. If it does not, attributes that it reads have to
+change. The smallest set of changes that makes every call right is searched among a few candidates for each
+attribute.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .obstacle import Obstacle, joined
 Attribute = tuple[str, str]
 """(module FQN, attribute)."""
 MAX_TRIALS = 4096
-"""Sets of edits that are tried for attributes which must be chosen together."""
+"""Most sets of edits that are tried for attributes that must be chosen together."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeEdit:
-    """An attribute's global value and its local one: for all ranks, or for each."""
+    """An attribute's global value and its local ones: one for all ranks, or one for each."""
 
     value: int
     local: tuple[int, ...]
 
 
 def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
-    """The edits for all ranks; an obstacle if no edits make some call right."""
+    """Find the edits for all ranks; an obstacle if no edits make some call right."""
     ranks = range(math.prod(layouts.mesh)) if layouts.ranks_differ() else range(1)
     per_rank: list[dict[Attribute, Change]] = []
     for rank in ranks:
@@ -59,12 +59,12 @@ def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
 def localized(
     shapes: Shapes, rank: int = 0, given: Mapping[Attribute, int] | None = None
 ) -> dict[Attribute, Change] | Obstacle:
-    """The changes under which every recorded call gives a rank's shapes; an obstacle if there are none.
+    """Find the changes with which every recorded call gives a rank's shapes; an obstacle if there are none.
 
     Args:
         shapes: of the tensors.
-        rank: whose.
-        given: changes that are settled, and not among those returned.
+        rank: the rank of the shapes.
+        given: values of attributes that are known. They are not returned.
     """
     return _Localizer(shapes, rank, given or {}).changes()
 
@@ -78,11 +78,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A recorded call that shards concern, and the attributes that its arguments came from."""
+    """A recorded call that shards affect, and the attributes that its arguments came from."""
 
     replay: TracedIntCall
     attributes: Mapping[Attribute, int]
-    """With their global values."""
+    """Attributes with their global values."""
 
 
 class _Localizer:
@@ -94,16 +94,20 @@ class _Localizer:
         self.tape: Tape = shapes.analysis.tape
         self.rank = rank
         self.given = given
-        known = [r for r in self.tape.replays if self._is_known(r)]
+        # Tensors that are made inside of norms have no dims.
+        known = [
+            r for r in self.tape.replays if all(t in self.analysis.dims for t in (*r.outputs, *_refs(r)))
+        ]
         self.calls = [_Call(r, _attributes(r, given)) for r in known if self._matters(r)]
         self.others = [_Call(r, a) for r in known if not self._matters(r) and (a := _attributes(r, given))]
-        """Calls whose tensors keep their shapes, which edits must leave as they are."""
+        """Calls whose tensors keep their shapes. Edits must not break them."""
         self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
         self.num_trials = 0
         self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
 
     def changes(self) -> dict[Attribute, Change] | Obstacle:
-        """The attributes whose local value is not the global one; an obstacle if no values are right."""
+        """Find the attributes whose local value differs from the global one; an obstacle if no values are
+        right."""
         failing = [call for call in self.calls if not self._holds(call, {})]
         obstacles = [self._obstacle(call) for call in failing if not call.attributes]
         out: dict[Attribute, Change] = {}
@@ -122,11 +126,11 @@ class _Localizer:
                 obstacles.append(chosen)
             else:
                 out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
-        return _of_several_layers(obstacles) or out
-
-    def _is_known(self, replay: TracedIntCall) -> bool:
-        """Whether the dims of all tensors are known: those made inside of norms have none."""
-        return all(t in self.analysis.dims for t in (*replay.outputs, *_refs(replay)))
+        # Keep the first obstacle of each layer: what it rules out may help other calls of the layer.
+        first: dict[str, Obstacle] = {}
+        for obstacle in obstacles:
+            first.setdefault(_layer_of(obstacle.where), obstacle)
+        return joined(first.values()) or out
 
     def _matters(self, replay: TracedIntCall) -> bool:
         known = self.analysis.dims
@@ -134,11 +138,11 @@ class _Localizer:
         return any(self.shapes.is_changed(t) for t in touched)
 
     def _concerned(self, group: set[Attribute]) -> list[_Call]:
-        """The calls that read some of these; they may hold only as long as nothing is edited."""
+        """Return the calls that read some of these attributes. They may be right only without edits."""
         return [call for call in (*self.calls, *self.others) if group & call.attributes.keys()]
 
     def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
-        """Attributes that must be chosen together: those that failing calls read with this one."""
+        """Return the attributes that must be chosen together, since failing calls read them with this one."""
         group = {start}
         grown = True
         while grown:
@@ -153,7 +157,7 @@ class _Localizer:
     # Search ----------------------------------------------------------------------------------
 
     def _search(self, group: Sequence[Attribute], calls: Sequence[_Call]) -> dict[Attribute, int] | Obstacle:
-        """The fewest changes that make every call right, among the first ``MAX_TRIALS``."""
+        """Return the fewest changes that make every call right, among the first ``MAX_TRIALS``."""
         candidates = {attribute: self._candidates(attribute, calls) for attribute in group}
         for edits in itertools.islice(_trials(candidates), MAX_TRIALS):
             self.num_trials += 1
@@ -162,7 +166,7 @@ class _Localizer:
         return self._obstacle(next(call for call in calls if not self._holds(call, {})))
 
     def _candidates(self, attribute: Attribute, calls: Sequence[_Call]) -> list[int]:
-        """Local sizes of dims of the attribute's value, and its quotients by parts of the mesh."""
+        """Return local sizes of dims of the attribute's value, and quotients by parts of the mesh."""
         value = self.values[attribute]
         found: dict[int, None] = {}
         for call in calls:
@@ -173,18 +177,15 @@ class _Localizer:
         for parts in self.shapes.divisors:
             if value % parts == 0:
                 found[value // parts] = None
-        found |= dict.fromkeys(self._multiples(attribute, calls))
+        # The value in proportion to changed leaves that divide it, for example heads in proportion to groups.
+        tids = {t for c in calls if attribute in c.attributes for t in (*c.replay.outputs, *_refs(c.replay))}
+        for tid in sorted(tids & self.analysis.dims.keys()):
+            found |= dict.fromkeys(self.shapes.local_multiples(tid, value, self.rank))
         found.pop(value, None)
         return [v for v in found if v > 0]
 
-    def _multiples(self, attribute: Attribute, calls: Sequence[_Call]) -> Iterator[int]:
-        """The attribute's value in proportion to changed leaves that divide it, as heads are to groups."""
-        tids = {t for c in calls if attribute in c.attributes for t in (*c.replay.outputs, *_refs(c.replay))}
-        for tid in sorted(tids & self.analysis.dims.keys()):
-            yield from self.shapes.local_multiples(tid, self.values[attribute], self.rank)
-
     def _holds(self, call: _Call, edits: Mapping[Attribute, int]) -> bool:
-        """Whether the call gives the local result under these edits."""
+        """Return whether the call returns the local shapes with these edits."""
         key = (call, tuple((a, edits[a]) for a in call.attributes if a in edits))
         known = self.memo.get(key)
         if known is None:
@@ -208,13 +209,13 @@ class _Localizer:
             with torch.inference_mode(), torch.device("meta"):
                 result = replay.function(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AssertionError):
-            return False  # torch asserts what some functions are given
+            return False  # some torch functions assert on their arguments
         results = result if isinstance(result, (tuple, list)) else (result,)
         got = [tuple(t.shape) for t in results if isinstance(t, torch.Tensor)]
         return got == [self.shapes.local_shape(t, self.rank) for t in replay.outputs]
 
     def _obstacle(self, call: _Call) -> Obstacle:
-        """The changed leaves of what a call reads and returns."""
+        """Return the changed leaves of the tensors that a call reads and returns."""
         replay = call.replay
         tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
         nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
@@ -222,21 +223,13 @@ class _Localizer:
         return Obstacle(changed, f"{replay.fqn}: {_name(replay)}")
 
 
-def _of_several_layers(obstacles: Sequence[Obstacle]) -> Obstacle | None:
-    """One obstacle of each layer, the first: what is ruled out for it may help other calls of that layer."""
-    first: dict[str, Obstacle] = {}
-    for obstacle in obstacles:
-        first.setdefault(_layer_of(obstacle.where), obstacle)
-    return joined(first.values())
-
-
 def _layer_of(where: str) -> str:
-    """The innermost numbered module around a call."""
+    """Return the innermost numbered module around a call."""
     return next((fqn for fqn in prefixes(where.partition(":")[0]) if NUMBERED.fullmatch(fqn)), "")
 
 
 def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attribute, int]]:
-    """All ways to change some attributes, fewest changes first."""
+    """Yield all ways to change some attributes, fewest changes first."""
     for changed in range(1, len(candidates) + 1):
         for subset in itertools.combinations(candidates, changed):
             for values in itertools.product(*(candidates[attribute] for attribute in subset)):
@@ -244,7 +237,7 @@ def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attr
 
 
 def _attributes(replay: TracedIntCall, given: Collection[Attribute]) -> dict[Attribute, int]:
-    """The attributes that the ints of a call came from and that are not given, with their global values."""
+    """Return the attributes in a call's ints that are not known, with their global values."""
     numbers = traced_ints((replay.args, replay.kwargs))
     found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
     return {(fqn, name): value for _, fqn, name, value in found if (fqn, name) not in given}
@@ -259,6 +252,6 @@ def _refs(replay: TracedIntCall) -> Iterable[int]:
 
 
 def _sized(replay: TracedIntCall) -> Iterable[int]:
-    """The tensors whose sizes the call was given."""
+    """Return the tensors whose sizes are arguments of the call."""
     numbers = traced_ints((replay.args, replay.kwargs))
     return [source[1] for number in numbers for source in sources(number.expr) if source[0] == "size"]

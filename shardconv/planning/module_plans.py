@@ -1,7 +1,7 @@
-"""What the plan says of modules: the steps at their boundaries, their edits, and which kind each is.
+"""Plan modules: the steps at their boundaries, their edits, and the category of each.
 
-Modules are recognized by what they compute: a product with a sharded parameter is column-parallel if its
-output is sharded, row-parallel if its output is partial; a lookup in sharded rows is vocab-parallel.
+Modules are recognized by their computation: a product with a sharded parameter is column-parallel if its
+output is sharded, and row-parallel if its output is partial; a lookup in sharded rows is vocab-parallel.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from .layout import Layouts
 from .obstacle import Obstacle, joined
 from .solution import Solution
 
-# The steps of one mark: what is communicated where a tensor passes the boundary of a module.
-
 
 def steps_at(solution: Solution, mark: Mark) -> list[Boundary]:
-    """Reduce, then gather, then slice, or leave it to one rank: what a mark does to its tensor; none if its
-    placement stays."""
+    """Return the steps of a mark, where a tensor passes the boundary of a module.
+
+    In this order, they reduce, gather, slice, or keep the tensor on one rank. There are none if the placement
+    stays.
+    """
     analysis, layouts = solution.analysis, solution.layouts
     width = solution.per_token(mark.source)
     out: list[Boundary] = []
@@ -94,7 +95,7 @@ def _among(some: Collection[int], others: Collection[int]) -> tuple[int, ...]:
 
 
 def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -> list[Boundary]:
-    """Where a tensor stays replicated, or one rank keeps it, and its gradient is partial on one side only."""
+    """Return the steps of a tensor without other steps whose gradient is partial on one side only."""
     before, after = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     kept = [
         axis
@@ -108,15 +109,16 @@ def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -
     return [*out, GradDivideStep(slot, divided)] if divided else out
 
 
-# Which gather at the end of a model may be left out: that of logits, which nothing else reads.
-
 _Holders = defaultdict[Node, set[int]]
 """Leaf -> the tensors that have it."""
 
 
 def logits_info(solution: Solution) -> LogitsInfo | None:
-    """The one gather at a module's output that nothing but the model's own output needs."""
-    holders = _holders(solution.analysis)
+    """Return the gather at a module's output that only the model's logits need, and that may be left out."""
+    holders: _Holders = defaultdict(set)
+    for tensor, dims in solution.analysis.dims.items():
+        for leaf in chain.from_iterable(map(leaves, dims)):
+            holders[leaf].add(tensor)
     for event in reversed(solution.analysis.tape.events):
         if not isinstance(event, Mark) or not event.is_output:
             continue
@@ -127,7 +129,7 @@ def logits_info(solution: Solution) -> LogitsInfo | None:
 
 
 def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: int) -> bool:
-    """Whether a dim, if left sharded after this mark, reaches only outputs of the model."""
+    """Return whether a dim that stays sharded after this mark reaches only outputs of the model."""
     tape = analysis.tape
     if dim != len(tape.tensors[mark.target].shape) - 1:
         return False
@@ -141,16 +143,8 @@ def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: in
     return not blocked and not replayed and not contracted & reached and slots == {("output.logits",)}
 
 
-def _holders(analysis: Analysis) -> _Holders:
-    found: _Holders = defaultdict(set)
-    for tensor, dims in analysis.dims.items():
-        for leaf in chain.from_iterable(map(leaves, dims)):
-            found[leaf].add(tensor)
-    return found
-
-
 def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[set[Node], set[int]]:
-    """The leaves that these become behind marks, and all tensors that have one of them."""
+    """Return the leaves that these become behind marks, and all tensors that have one of them."""
     region = set().union(*(holders[leaf] for leaf in reached))
     for event in analysis.tape.events:
         if isinstance(event, Mark) and event.source in region and event.target not in region:
@@ -161,23 +155,25 @@ def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[
     return reached, region
 
 
-# How the norms over a sharded dim compute on shards.
-
-
 def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obstacle:
-    """The norms over a sharded dim, proven on numbers, by FQN.
+    """Find formulas for the norms over a sharded dim, proven on numbers, by FQN.
 
     Args:
         model: the global model, on meta.
         layouts: of its tensors.
 
     Returns:
-        An obstacle where no formula of the runtime computes the same as a norm, or where the calls of one are
-        not all on shards of the same dims: it is given one formula for all of them.
+        An obstacle if no formula of the runtime computes the same as a norm, or if the calls of a norm are
+        not all on shards of the same dims, since it gets one formula for all of them.
     """
-    several = _on_other_shards(layouts)
-    if several is not None:
-        return several
+    first: dict[str, NormUse] = {}
+    for use in layouts.analysis.norms:
+        trees = [(u.groups, u.normalized) for u in (first.setdefault(use.site.fqn, use), use)]
+        one, two = ([(_axes(n, layouts), _sizes(n, layouts)) for n in each] for each in trees)
+        if one != two and any(axes for axes, _ in (*one, *two)):
+            nodes = tuple(x for each in trees for n in each for x in leaves(n))
+            where = f"the norm {use.site.fqn} is called on shards and on other tensors"
+            return Obstacle(nodes, where, use.site.fqn)
     out: dict[str, NormInfo] = {}
     for use in layouts.analysis.norms:
         axes = _axes(use.normalized, layouts)
@@ -193,26 +189,12 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
     return out
 
 
-def _on_other_shards(layouts: Layouts) -> Obstacle | None:
-    """The first norm of which some calls are on shards and others on tensors of other shapes; None if there
-    is none."""
-    first: dict[str, NormUse] = {}
-    for use in layouts.analysis.norms:
-        fqn = use.site.fqn
-        trees = [(u.groups, u.normalized) for u in (first.setdefault(fqn, use), use)]
-        one, two = ([(_axes(n, layouts), _sizes(n, layouts)) for n in each] for each in trees)
-        if one != two and any(axes for axes, _ in (*one, *two)):
-            nodes = tuple(x for each in trees for n in each for x in leaves(n))
-            return Obstacle(nodes, f"the norm {fqn} is called on shards and on other tensors", fqn)
-    return None
-
-
 def _axes(node: Node, layouts: Layouts) -> tuple[int, ...]:
     return tuple(sorted({a for x in leaves(node) for a in layouts.assignment.axes(x)}))
 
 
 def _sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
-    """The local size of a dim: one if all ranks have the same, else one for each."""
+    """Return the local size of a dim: one if it is the same on all ranks, otherwise one for each."""
     mesh = layouts.mesh
     sizes = [local_size(layouts.dim(node), mesh, rank) for rank in range(math.prod(mesh))]
     return tuple(sizes) if len(set(sizes)) > 1 else (sizes[0],)
@@ -235,20 +217,20 @@ class _Call:
     inputs: list[Boundary] = field(default_factory=list)
     outputs: list[Boundary] = field(default_factory=list)
     from_end: list[Boundary] = field(default_factory=list)
-    """Inputs, then outputs; dims counted from the end, and no sizes: the same in calls of other shapes."""
+    """Inputs, then outputs, with dims counted from the end and without sizes, to compare calls."""
     nodes: list[Node] = field(default_factory=list)
 
     def counted_from_end(self) -> _Call:
-        """The same steps with dims that hold for tensors of any number of dims."""
+        """Return the same steps with dims that are right for tensors of any number of dims."""
         steps = [_at_dim(b, _dim(e)) for b, e in zip(self.inputs + self.outputs, self.from_end, strict=True)]
         return replace(self, inputs=steps[: len(self.inputs)], outputs=steps[len(self.inputs) :])
 
 
 def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Obstacle:
-    """Every module that is not left as it is; alike ones share an entry.
+    """Return the plans of all modules that change; equal ones share an entry.
 
     Returns:
-        An obstacle where a module that is called more than once would need different steps each time.
+        An obstacle if a module that is called more than once would need different steps each time.
     """
     entries: dict[str, _Entry] = {}
     for event in solution.analysis.tape.events:
@@ -296,7 +278,8 @@ def _module_plan(entry: _Entry) -> ModulePlan:
 
 
 def _category(solution: Solution, op: Op) -> str:
-    """The kind of module that an operator makes of its own; empty if it makes none."""
+    """Return the category of a module that contains this operator; empty if the operator does not decide
+    it."""
     analysis = solution.analysis
     if op.name.rsplit(".", 1)[0] not in contraction.RULES:
         return ""
@@ -311,7 +294,7 @@ def _category(solution: Solution, op: Op) -> str:
 
 
 def _collect_lookups(solution: Solution, entries: dict[str, _Entry]) -> None:
-    """Of each module that looks up sharded rows: local ids, and zeros for the rows of other ranks."""
+    """Add local ids, and zeros for out-of-shard rows, to each module that looks up sharded rows."""
     analysis = solution.analysis
     for lookup in analysis.lookups:
         rows = solution.layouts.dim(analysis.dims[lookup.table][0])
@@ -325,7 +308,7 @@ def _collect_lookups(solution: Solution, entries: dict[str, _Entry]) -> None:
 
 
 def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
-    """Of each module whose experts are sharded: local ids, and a weight of zero for those of other ranks."""
+    """Add local ids, and weights of zero for out-of-shard experts, to each module with sharded experts."""
     for site, count in solution.analysis.experts:
         layout = solution.layouts.dim(count)
         entry = entries.get(site.where.fqn, _Entry())
@@ -344,7 +327,8 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
 
 
 def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Obstacle | None:
-    """The steps of every module; of one that is called several times, the same for all calls."""
+    """Add the steps of every module. Modules that are called several times have the same steps in all
+    calls."""
     first: dict[str, _Call] = {}
     obstacles: dict[str, Obstacle] = {}
     for call, found in _calls(solution).items():
@@ -367,7 +351,7 @@ def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Obstacle |
 
 
 def _calls(solution: Solution) -> dict[int, _Call]:
-    """The steps of each module call, by its number on the tape."""
+    """Return the steps of each module call, by its number on the tape."""
     dims = solution.analysis.dims
     out: dict[int, _Call] = {}
     for is_output in (False, True):
@@ -384,7 +368,7 @@ def _calls(solution: Solution) -> dict[int, _Call]:
 
 
 def _dim(step: Boundary) -> int:
-    """The tensor dim that a step is about; 0 where it is about none."""
+    """Return the tensor dim of a step, or 0 if it has none."""
     return step.dim if isinstance(step, ReshardingStep) else 0
 
 

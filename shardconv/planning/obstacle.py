@@ -1,4 +1,4 @@
-"""What keeps a solution from becoming a plan: a value, after which the model is solved again."""
+"""Obstacles that keep a solution from becoming a plan. The model is solved again after an obstacle."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..dim_analysis.dim_trees import Node, find, leaves
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Dims that were sharded and must stay replicated; a stage returns it in place of its result."""
+    """Dims that were sharded and must stay replicated. A stage returns it instead of its result."""
 
     nodes: tuple[Node, ...]
-    """Trees whose leaves are ruled out; empty if it is not known which ones are to blame."""
+    """Trees whose leaves are ruled out; empty if the cause is unknown."""
     where: str
-    """The call or the module that does not work on shards, and why."""
+    """The call or the module that does not work on shards, and the reason."""
     several_calls_of: str = ""
-    """A module whose calls got different steps, which it cannot have; empty if that is not the problem."""
+    """A module whose calls got different steps, which is not possible; otherwise empty."""
     others: tuple[Obstacle, ...] = ()
-    """Those of other modules that were met in the same solution: each would take a round of its own."""
+    """Obstacles of other modules in the same solution, which would each take another round."""
 
 
 def joined(obstacles: Iterable[Obstacle]) -> Obstacle | None:
-    """The first obstacle, with those of others that blame other dims; None if there are none."""
+    """Return the first obstacle with the others that blame other dims; None if there are none."""
     blamed: set[Node] = set()
     kept: list[Obstacle] = []
     for obstacle in obstacles:

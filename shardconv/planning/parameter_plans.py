@@ -1,4 +1,4 @@
-"""What the plan says of parameters: how each is sharded, and over which ranks its gradient is summed."""
+"""Plan parameters: how each is sharded, and over which ranks its gradient is summed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..tracing.tape import Mark, Op, prefixes, starred
 from .obstacle import Obstacle
 from .solution import Solution, stand_in
 
-# Keeps a solution from cutting packed parameters inside of their steps.
+# A solution must not cut packed parameters inside of their steps.
 #
-# Where the tree of a dim allows it, the positions of a step become an inner factor that is not sharded; the
-# solver then distributes full steps, unevenly too. Where no such factor exists (heads of one and a half
-# steps), the solution is checked.
+# If the tree of a dim allows it, the positions of a step become an inner factor that is not sharded, and the
+# solver distributes full steps, also unevenly. If there is no such factor (heads of one and a half steps),
+# the solution is checked.
 
 Steps = Mapping[str, tuple[int, ...]]
-"""FQN of each packed parameter -> the steps in which it may be cut, for each dim."""
+"""FQN of each packed parameter -> the steps in which each dim may be cut."""
 
 
 def split_at_steps(analysis: Analysis, folded: Folded, steps: Steps) -> list[Node]:
@@ -54,7 +54,7 @@ def split_at_steps(analysis: Analysis, folded: Folded, steps: Steps) -> list[Nod
 def find_divided_step(
     solution: Solution, parameters: Iterable[ParameterPlan], steps: Steps
 ) -> Obstacle | None:
-    """The first dim of a packed parameter in which a rank's part begins or ends inside of a step."""
+    """Return the first dim of a packed parameter in which a rank's shard begins or ends inside of a step."""
     if not steps:
         return None
     analysis = solution.analysis
@@ -75,7 +75,7 @@ def find_divided_step(
 
 
 def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan, ...]:
-    """How every parameter and persistent buffer is laid out; alike ones share an entry.
+    """Return the layout of every parameter and persistent buffer; equal ones share an entry.
 
     Args:
         solution: of the model.
@@ -103,7 +103,8 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
 
 
 def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, ...]:
-    """The gradients that are summed over ranks, as parameters' plans say; alike ones share an entry."""
+    """Return the gradients that are summed over ranks, from the plans of parameters; equal ones share an
+    entry."""
     grouped: dict[tuple[str, tuple[int, ...], int], list[str]] = {}
     for entry in parameters:
         if entry.grad_axes:
@@ -116,7 +117,7 @@ def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, .
 
 
 def _layout(solution: Solution, tid: int | None, tensor: Tensor) -> ParameterPlan:
-    """The dims of a parameter, a tensor of the tape or one that the forward pass does not use."""
+    """Return the layout of a parameter: a tensor of the tape, or one that the forward pass does not use."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     analysis = solution.analysis
     if tid is None or tid not in analysis.dims:
@@ -130,12 +131,13 @@ def _layout(solution: Solution, tid: int | None, tensor: Tensor) -> ParameterPla
 
 
 def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
-    """How many levels above a parameter's own module is the innermost one that runs wherever it is read.
+    """Return how many levels above a parameter's module is the innermost module that runs whenever it is
+    read.
 
     Args:
         solution: the solution.
         tid: the parameter.
-        owners: the modules that have it, several if it is tied; each may read it.
+        owners: the modules that own it (several if it is tied). Each may read it.
     """
     tape = solution.analysis.tape
     own = tape.tensors[tid].name.split(".")[:-1]
@@ -152,9 +154,11 @@ def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
 def _row_bias(
     solution: Solution, model: nn.Module, name: str, entry: ParameterPlan, by_name: Mapping[str, int]
 ) -> ParameterPlan:
-    """The bias of a plain row-parallel layer that reduces is replicated, and added after that.
+    """Replicate the bias of a row-parallel linear layer, which is added after the reduction.
 
-    A layer that is replicated may be given terms of a sum; nothing comes between its product and its bias.
+    This holds only for a layer with a sharded weight that reduces its output: a replicated layer may get
+        terms of a
+    sum, and its bias is added before the reduction.
     """
     if not entry.partial:
         return entry
@@ -168,22 +172,20 @@ def _row_bias(
         if isinstance(event, Mark) and event.is_output and solution.fqn(event) == fqn:
             last = solution.layouts.dims(event.target)[-1]
             if solution.reduced_axes(event) == entry.partial and not axes_of(last):
-                grad_axes = {*entry.grad_axes, *_bias_gradient(solution, event)}
+                # Over these axes, the gradient of the bias is partial: those over which the output is
+                # scattered, or its gradient is partial.
+                target = event.target
+                summed = {a for d in solution.layouts.dims(target) for a in axes_of(d)}
+                summed |= set(solution.gradients.axes(target))
+                grad_axes = {*entry.grad_axes, *(summed & set(solution.reduced_axes(event)))}
                 reason = "added once, after the reduction"
                 return replace(entry, partial=(), reason=reason, grad_axes=tuple(sorted(grad_axes)))
             break
     return entry
 
 
-def _bias_gradient(solution: Solution, mark: Mark) -> list[int]:
-    """Mesh axes over which the gradient of a bias that is added behind a reduction is Partial."""
-    scattered = {a for d in solution.layouts.dims(mark.target) for a in axes_of(d)}
-    partial = solution.gradients.axes(mark.target)
-    return [a for a in solution.reduced_axes(mark) if a in scattered or a in partial]
-
-
 def _reason(solution: Solution, tid: int) -> str:
-    """Why a parameter is replicated."""
+    """Say why a parameter is replicated."""
     own = [x for dim in solution.analysis.dims[tid] for x in leaves(dim)]
     for leaf in (x for y in own for x in (y, *y.links)):
         where = solution.ruled_out.get(find(leaf))

@@ -18,15 +18,13 @@ from ..tracing.tape import Mark, Op, prefixes
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit
 
-# A plan without steps and entries for training.
-
 
 def inference_only(plan: Plan, why: str = "") -> Plan:
-    """The plan with the forward pass alone.
+    """Remove everything that is for training from a plan.
 
     Args:
         plan: a plan.
-        why: why its gradients are left out.
+        why: why it has no gradients.
     """
     modules = [
         replace(entry, inputs=_steps(entry.inputs), outputs=_steps(entry.outputs)) for entry in plan.modules
@@ -50,14 +48,14 @@ def _without_gradient(step: Boundary) -> Boundary:
 
 @dataclass(frozen=True)
 class Solution:
-    """The placement of every tensor, and all that makes the model's own code run on it."""
+    """The placement of every tensor, and the edits with which the model's own code runs on it."""
 
     layouts: Layouts
     edits: Mapping[Attribute, AttributeEdit]
     norms: Mapping[str, NormInfo]
     """FQN of each norm over a sharded dim."""
     folded: Folded
-    """The folded tape that was solved: which layers stand for which."""
+    """The folded tape that was solved, with the layers that represent others."""
     ruled_out: Mapping[Node, str]
     """Leaves that must stay replicated -> the call that does not work on shards of them."""
     gradients: Gradients
@@ -68,36 +66,36 @@ class Solution:
         return self.layouts.analysis
 
     def fqn(self, event: Op | Mark) -> str:
-        """The module that an event happens in."""
+        """Return the FQN of the module in which an event happens."""
         return self.analysis.tape.calls[event.call].fqn
 
     def per_token(self, tid: int) -> int:
-        """Elements of a tensor, global, for each token."""
+        """Return the global elements of a tensor per token."""
         return math.ceil(math.prod(self.analysis.tape.tensors[tid].shape) / self.layouts.num_tokens)
 
     def placement(self, tid: int, axis: int) -> str:
-        """What a tensor is on a mesh axis."""
+        """Return the placement of a tensor on a mesh axis."""
         return placement(self.analysis, self.layouts.assignment, tid, axis)
 
     def reduced_axes(self, mark: Mark) -> tuple[int, ...]:
-        """Mesh axes over which a mark sums its tensor."""
+        """Return the mesh axes over which a mark sums its tensor."""
         assignment, partial = self.layouts.assignment, self.analysis.partial
         after = assignment.partial_axes(partial[mark.target])
         return tuple(a for a in assignment.partial_axes(partial[mark.source]) if a not in after)
 
     def kept_axes(self, mark: Mark) -> tuple[int, ...]:
-        """Mesh axes over which a mark makes its tensor a term of a sum."""
+        """Return the mesh axes over which a mark makes its tensor partial."""
         assignment, partial = self.layouts.assignment, self.analysis.partial
         before = assignment.partial_axes(partial[mark.source])
         return tuple(a for a in assignment.partial_axes(partial[mark.target]) if a not in before)
 
     def sharded(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
-        """Those of some leaves that are sharded, each once."""
+        """Return the leaves that are sharded, each once."""
         return tuple(x for x in dict.fromkeys(nodes) if self.layouts.assignment.axes(x))
 
 
 def stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
-    """The parameter of a layer that was solved, for one of a layer like it.
+    """Map the name of a parameter to its counterpart in the layer that was solved.
 
     Args:
         name: FQN of a parameter.

@@ -27,7 +27,7 @@ from shardconv_runtime.hub.time_limits import bounded
 from shardconv_runtime.wording import option
 
 from ..reporting.progress import Advance
-from .changes import HubFile, Item, Tree
+from .published import HubFile, Item, Tree
 
 Value = TypeVar("Value")
 
@@ -74,7 +74,8 @@ class _ReportingFile(io.BufferedReader):
 
 
 class Meter:
-    """Reports the bytes of files that are sent, once, however often an upload is repeated.
+    """A counter of the bytes of files that are sent, which reports them once, however often an upload is
+    repeated.
 
     Args:
         advance: called with the number of new bytes.
@@ -102,7 +103,7 @@ class Meter:
 
 
 class Remote:
-    """A branch; it and the repository need not exist yet.
+    """A branch of a repository on the Hub; neither needs to exist yet.
 
     Args:
         repo_id: as ``user/name``.
@@ -110,13 +111,20 @@ class Remote:
         token: None: that of the login.
 
     Raises:
-        SourceError: from every method too: the Hub refuses or cannot be reached; says why.
+        SourceError: if ``repo_id`` or ``revision`` is not valid; from every method, if the Hub refuses or
+            cannot be reached.
     """
 
     def __init__(self, repo_id: str, revision: str | None, token: str | None) -> None:
         self.repo_id, self.revision = repo_id, revision
         self._token = token or get_token()
-        _require_repo_id(repo_id)
+        try:
+            validate_repo_id(repo_id)
+            is_id = repo_id.count("/") == 1
+        except HFValidationError:
+            is_id = False
+        if not is_id:
+            raise SourceError(f"{repo_id} is not the id of a repository; give it as user/name")
         if revision is not None and re.fullmatch(r"[0-9a-f]{40}|refs/.*", revision):
             raise SourceError(
                 f"{revision} is a commit or a ref, not a branch; give the name of a branch, old or new, as "
@@ -141,22 +149,26 @@ class Remote:
 
     def tree(self) -> Tree:
         """List the branch as it is now."""
-        return self.patiently(self._tree)
 
-    def _tree(self) -> Tree:
-        try:
-            info = self._api.repo_info(self.repo_id, revision=self.revision)
-            has_branch = True
-        except RepositoryNotFoundError:
-            return Tree(None, {}, has_branch=False)
-        except RevisionNotFoundError:
-            info, has_branch = self._api.repo_info(self.repo_id), False
-        entries = self._api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha)
-        files = {entry.path: _hub_file(entry) for entry in entries if isinstance(entry, RepoFile)}
-        return Tree(info.sha, files, bool(info.private), has_branch)
+        def listed() -> Tree:
+            try:
+                info = self._api.repo_info(self.repo_id, revision=self.revision)
+                has_branch = True
+            except RepositoryNotFoundError:
+                return Tree(None, {}, has_branch=False)
+            except RevisionNotFoundError:
+                info, has_branch = self._api.repo_info(self.repo_id), False
+            files = {}
+            for entry in self._api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha):
+                if isinstance(entry, RepoFile):
+                    sha256 = entry.lfs.sha256 if entry.lfs else None
+                    files[entry.path] = HubFile(entry.size, entry.blob_id, sha256)
+            return Tree(info.sha, files, bool(info.private), has_branch)
+
+        return self.patiently(listed)
 
     def text(self, path: str, tree: Tree) -> str | None:
-        """Read a text file; None: there is none."""
+        """Read a text file; None if there is none."""
         if path not in tree.files:
             return None
         content = tree.files[path].blob_id
@@ -169,7 +181,7 @@ class Remote:
         return self._texts[content]
 
     def card_of(self, model: str, revision: str | None) -> str | None:
-        """The README.md of another repository; None: it has none, or it cannot be read."""
+        """Return the README.md of another repository; None if it has none, or it cannot be read."""
         try:
             with bounded():
                 return self._read(model, "README.md", revision)
@@ -228,7 +240,11 @@ class Remote:
         meter = meter or Meter(lambda num_bytes: None)
         meter.begin()
         deletions = [CommitOperationDelete(path, is_folder=False) for path in delete]
-        additions = [_addition(item, meter.add) for item in items]
+        additions = []
+        for item in items:
+            addition = _Addition(item.path, item.content, advance=meter.add)
+            addition.upload_info.sha256 = bytes.fromhex(item.sha256)  # else the client computes it again
+            additions.append(addition)
         try:
             done = self._api.create_commit(
                 self.repo_id,
@@ -246,12 +262,12 @@ class Remote:
         return str(done.oid)
 
     def patiently(self, call: Callable[[], Value]) -> Value:
-        """Call, and repeat after temporary errors; errors of the client become ``SourceError``.
+        """Make a call, and repeat it after temporary errors; errors of the client become ``SourceError``.
 
         A server that accepts a request and never answers is not asked again.
 
         Raises:
-            SourceError: the call failed; says why.
+            SourceError: if the call failed.
         """
         wait = FIRST_WAIT_S
         for tries_left in reversed(range(TRIES)):
@@ -273,25 +289,3 @@ class Remote:
     def _explained(self, error: Exception) -> str:
         text = explain(self.repo_id, self.revision, error, writing=True)
         return text.replace(self._token, "***") if self._token else text
-
-
-def _addition(item: Item, advance: Advance) -> _Addition:
-    """A file to send, with its sha256, so that the client does not compute it again."""
-    addition = _Addition(item.path, item.content, advance=advance)
-    addition.upload_info.sha256 = bytes.fromhex(item.sha256)
-    return addition
-
-
-def _hub_file(entry: RepoFile) -> HubFile:
-    large = entry.lfs
-    return HubFile(entry.size, entry.blob_id, large.sha256 if large else None)
-
-
-def _require_repo_id(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id)
-        if repo_id.count("/") == 1:
-            return
-    except HFValidationError:
-        pass
-    raise SourceError(f"{repo_id} is not the id of a repository; give it as user/name")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.packed.schemes import requirement
 
 from ..reporting.human_numbers import human_bytes, human_count
@@ -27,7 +27,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$:])")
 
 
 def model_card(repo_id: str, variants: Sequence[Published], base_card: str | None = None) -> str:
-    """A README.md for a repository.
+    """Return a README.md for a repository.
 
     The metadata has no ``base_model_relation``: the Hub knows adapters, merges, quantized and finetuned
     models; the same weights in other files are none of these.
@@ -40,7 +40,21 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
     Returns:
         Text with metadata; deterministic. ``readme.merged`` replaces what lies between its two comments.
     """
-    data: Any = _metadata(variants, base_card)
+    carried: dict[str, Any] = {}
+    if base_card is not None:
+        found: dict[str, Any] = {}
+        with suppress(Exception):  # of the YAML library, or the client's, about someone else's card
+            base: Any = ModelCard(base_card, ignore_metadata_errors=True).data
+            found = base.to_dict()
+        carried = {key: found[key] for key in CARRIED if found.get(key)}
+    bases = sorted({v.manifest.source.name for v in variants if _HUB_ID.fullmatch(v.manifest.source.name)})
+    data: Any = ModelCardData(
+        base_model=bases[0] if len(bases) == 1 else bases or None,
+        library_name="shardconv",
+        tags=list(TAGS),
+        ignore_metadata_errors=True,
+        **carried,
+    )
     lines = [BEGIN, *_introduction(repo_id, variants), "", *_loading(repo_id, variants)]
     lines += ["", *_variants(variants), "", *_pictures(variants)]
     lines += ["", *_making(variants), "", *_verifying(repo_id, variants), END]
@@ -48,58 +62,29 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
 
 
 def escaped(text: str) -> str:
-    """Text on one line, with Markdown and HTML escaped."""
+    """Return text on one line, with Markdown and HTML escaped."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     marked = _SPECIAL.sub(r"\\\1", " ".join(plain.split()))
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _metadata(variants: Sequence[Published], base_card: str | None) -> ModelCardData:
-    carried: dict[str, Any] = {}
-    if base_card is not None:
-        found = _readable(base_card)
-        carried = {key: found[key] for key in CARRIED if found.get(key)}
-    bases = sorted({v.manifest.source.name for v in variants if _is_on_hub(v.manifest.source)})
-    return ModelCardData(
-        base_model=bases[0] if len(bases) == 1 else bases or None,
-        library_name="shardconv",
-        tags=list(TAGS),
-        ignore_metadata_errors=True,
-        **carried,
-    )
-
-
-def _readable(card: str) -> dict[str, Any]:
-    """The metadata of someone else's card; empty if it cannot be read."""
-    try:
-        data: Any = ModelCard(card, ignore_metadata_errors=True).data
-    except Exception:  # of the YAML library, or the client's
-        return {}
-    return dict(data.to_dict())
-
-
-def _is_on_hub(source: Source) -> bool:
-    return bool(_HUB_ID.fullmatch(source.name))
 
 
 def _introduction(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield f"# {escaped(repo_id.rpartition('/')[2])}"
     yield ""
     sources = sorted({(v.manifest.source.name, v.manifest.source.revision or "") for v in variants})
-    named = " and ".join(_source(name, revision) for name, revision in sources)
+    links = []
+    for name, revision in sources:
+        shown = escaped(name)
+        if _HUB_ID.fullmatch(name):
+            shown = f"[{shown}](https://huggingface.co/{name})"
+        links.append(f"{shown} (revision {escaped(revision)})" if revision else shown)
     words = [str(_num_ranks(v)) for v in variants]
     sizes = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
     yield (
-        f"The weights of {named}, converted ahead of time with shardconv for tensor parallelism on {sizes} "
-        "ranks: each rank reads only the bytes that it holds. The weights are those of the base model, in "
-        "other files."
+        f"The weights of {' and '.join(links)}, converted ahead of time with shardconv for tensor "
+        f"parallelism on {sizes} ranks: each rank reads only the bytes that it holds. The weights are those "
+        "of the base model, in other files."
     )
-
-
-def _source(name: str, revision: str) -> str:
-    on_hub = _HUB_ID.fullmatch(name)
-    shown = f"[{escaped(name)}](https://huggingface.co/{name})" if on_hub else escaped(name)
-    return f"{shown} (revision {escaped(revision)})" if revision else shown
 
 
 def _num_ranks(variant: Published) -> int:
@@ -207,11 +192,9 @@ def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
         yield f"- {escaped(variant.path)}: {escaped(numerics_text(variant.manifest.numerics))}"
 
 
-# The README.md of a repository: a section that shardconv writes, in the text of a person.
-
-
 BEGIN, END = "<!-- shardconv: begin -->", "<!-- shardconv: end -->"
-"""Each push replaces the text between them."""
+"""The README.md of a repository is the text of a person, in which each push replaces what lies between
+them."""
 
 _OWN = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
@@ -226,11 +209,15 @@ def merged(existing: str | None, card: str) -> str:
         card: a model card with metadata.
 
     Raises:
-        SourceError: the metadata of ``existing`` cannot be read.
+        SourceError: if the metadata of ``existing`` cannot be read.
     """
     made = ModelCard(card)
     metadata: dict[str, Any] = made.data.to_dict()  # type: ignore[no-untyped-call]
-    section = _section(made.text)
+    # The text between the two comments, including them.
+    inner = made.text
+    if BEGIN in inner and END in inner:
+        inner = inner.split(BEGIN, 1)[-1].rsplit(END, 1)[0]
+    section = f"{BEGIN}\n{inner.strip()}\n{END}"
     if existing is None:
         return _with_metadata(metadata, f"\n{section}\n")
     try:
@@ -241,35 +228,21 @@ def merged(existing: str | None, card: str) -> str:
             "the lines ---"
         ) from error
     before: dict[str, Any] = found.data.to_dict()  # type: ignore[no-untyped-call]
-    after = _united(before, metadata)
-    body = _replaced(found.text, section)
+    after = dict(before)
+    for key, value in metadata.items():
+        old = after.get(key)
+        if old is None:
+            after[key] = value
+        elif isinstance(old, list) and isinstance(value, list):
+            after[key] = [*old, *(item for item in value if item not in old)]
+    text = found.text
+    if own := _OWN.search(text):
+        body = text[: own.start()] + section + text[own.end() :]
+    else:
+        body = f"{text.rstrip()}\n\n{section}\n" if text.strip() else f"\n{section}\n"
     if after == before:
         return existing[: len(existing) - len(found.text)] + body
     return _with_metadata(after, body)
-
-
-def _section(text: str) -> str:
-    """The text between the two comments, including them."""
-    inner = text.split(BEGIN, 1)[-1].rsplit(END, 1)[0] if BEGIN in text and END in text else text
-    return f"{BEGIN}\n{inner.strip()}\n{END}"
-
-
-def _replaced(text: str, section: str) -> str:
-    found = _OWN.search(text)
-    if found is None:
-        return f"{text.rstrip()}\n\n{section}\n" if text.strip() else f"\n{section}\n"
-    return text[: found.start()] + section + text[found.end() :]
-
-
-def _united(existing: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-    united = dict(existing)
-    for key, value in made.items():
-        old = united.get(key)
-        if old is None:
-            united[key] = value
-        elif isinstance(old, list) and isinstance(value, list):
-            united[key] = [*old, *(item for item in value if item not in old)]
-    return united
 
 
 def _with_metadata(metadata: dict[str, Any], body: str) -> str:

@@ -1,4 +1,4 @@
-"""One lane of a block: weights and collectives in rows, with labels under them, as SVG."""
+"""Draws one lane of a block: weights and collectives in rows, with labels under them, as SVG."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .svg import (
     title,
 )
 
-# A weight as a rectangle, divided where its dims are sharded and colored by rank.
+# A weight is drawn as a rectangle, divided where its dims are sharded and colored by rank.
 
 LONGEST = 92.0
 """Length in the picture of the longest dim in a block."""
@@ -47,25 +47,29 @@ MAX_SHEETS = 5
 
 @dataclass(slots=True)
 class Paint:
-    """Colors of ranks, and the patterns in use so far."""
+    """The colors of ranks, and the patterns in use so far."""
 
     plan: Plan
     patterns: dict[str, str] = field(default_factory=dict)
     """Id -> markup, in the order of first use."""
 
     def rank(self, rank: int) -> str:
-        """Color of a rank; with more ranks than colors, the first three and the last differ from the rest."""
+        """Return the color of a rank; of more ranks than colors, the first three and the last differ from the
+        rest."""
         tp, colors = self.plan.tp, RANK_COLORS
         if tp <= len(colors) or rank < 3:
             return colors[rank]
         return colors[-1] if rank == tp - 1 else colors[3 + rank % 4]
 
     def held(self, held: Holders) -> str:
-        """The fill of what these ranks hold: the color of one, or stripes of the first and the last."""
-        first = self.rank(held.first) if self.plan.tp <= 8 or held.count == 1 else self._group(held)
+        """Return the fill of what these ranks hold: the color of one, or stripes of the first and the
+        last."""
         if held.count == 1:
-            return first
-        last = self.rank(held.last) if self.plan.tp <= 8 else "#ffffff"
+            return self.rank(held.first)
+        if self.plan.tp <= 8:
+            first, last = self.rank(held.first), self.rank(held.last)
+        else:
+            first, last = RANK_COLORS[held.first // held.count % len(RANK_COLORS)], "#ffffff"
         key = f"sc-{first[1:]}-{last[1:]}"
         stripe = rect(0, 0, 6, 12, fill=last, fill_opacity=1 if self.plan.tp <= 8 else 0.45)
         ground = rect(0, 0, 12, 12, fill=first)
@@ -76,16 +80,13 @@ class Paint:
         return f"url(#{key})"
 
     def hatch(self) -> str:
-        """The overlay of partial parameters, which are zero on all ranks but some."""
+        """Return the overlay of partial parameters, which are zero on all ranks but some."""
         line = element("line", x1=0, y1=0, x2=0, y2=6, class_="hatch")
         self.patterns["sc-hatch"] = element(
             "pattern", line, id="sc-hatch", width=6, height=6,
             patternUnits="userSpaceOnUse", patternTransform="rotate(45)",
         )  # fmt: skip
         return "url(#sc-hatch)"
-
-    def _group(self, held: Holders) -> str:
-        return RANK_COLORS[held.first // held.count % len(RANK_COLORS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +106,20 @@ def draw(cell: Cell, paint: Paint, longest: int) -> Drawn:
         paint: colors; patterns that are used are added.
         longest: size of the dim that is ``LONGEST`` long in the picture.
     """
-    if cell.is_small:
-        return _vectors([tensor.plan for tensor in cell.tensors], paint)
+    if cell.is_small:  # vectors below one another
+        parts: list[str] = []
+        height = 0.0
+        for tensor in cell.tensors[:4]:
+            parts += _sharded_vector(tensor.plan, (0.0, height, LONGEST, 13.0), paint, is_row=False)
+            height += 13.0 + APART
+        return Drawn("".join(parts), LONGEST, height - APART)
     matrix, *vectors = (tensor.plan for tensor in cell.tensors)
     return _matrix(matrix, vectors, paint, longest)
 
 
 def faces(entry: ParameterPlan) -> tuple[int, ...]:
-    """Indices of the dims that are drawn: height and width, after the sheets if there are three."""
+    """Return the indices of the dims that are drawn: height and width, after the sheets if there are
+    three."""
     kept = list(range(len(entry.dims)))
     sizes = global_shape(entry)
     sharded = {index for index in kept if axes_of(entry.dims[index])}
@@ -125,7 +132,7 @@ def faces(entry: ParameterPlan) -> tuple[int, ...]:
 
 
 def shape_lines(entry: ParameterPlan, plan: Plan) -> tuple[str, str]:
-    """The global shape and the local one; the second is empty if they are equal."""
+    """Return the global shape and the local one as text; the second is "" if they are equal."""
     shape = global_shape(entry)
     first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
     if first == shape:
@@ -138,14 +145,11 @@ def _times(shape: Sequence[int]) -> str:
     return f" {TIMES} ".join(map(str, shape)) or "scalar"
 
 
-def _length(extent: int, longest: int) -> float:
-    return float(max(SHORTEST, LONGEST * (max(extent, 1) / max(longest, 1)) ** 0.38))
-
-
 def _matrix(entry: ParameterPlan, vectors: Sequence[ParameterPlan], paint: Paint, longest: int) -> Drawn:
     *sheets, rows, columns = faces(entry)
     dims = entry.dims
-    height, width = (min(_length(size(dims[i]), longest), LONGEST) for i in (rows, columns))
+    lengths = [LONGEST * (max(size(dims[i]), 1) / max(longest, 1)) ** 0.38 for i in (rows, columns)]
+    height, width = (float(min(max(SHORTEST, length), LONGEST)) for length in lengths)
     behind = _sheets(dims[sheets[0]], paint) if sheets else [("", {})]
     shift = 6.0 if len(behind) > 1 else 0.0
     parts = []
@@ -161,17 +165,20 @@ def _matrix(entry: ParameterPlan, vectors: Sequence[ParameterPlan], paint: Paint
         parts.append(rect(x, y, width, height, class_="edge"))
     total_width, total_height = (length + (len(behind) - 1) * shift for length in (width, height))
     for vector in vectors:
+        # A vector lies along one side of the matrix: right of its rows, or below its columns.
         is_row = bool(vector.dims) and size(vector.dims[0]) == size(dims[rows])
-        parts.append(_strip(vector, paint, is_row, (width, height), (total_width, total_height), len(behind)))
         if is_row:
+            frame = (total_width + APART, (len(behind) - 1) * 6.0, THIN, height)
             total_width += APART + THIN
         else:
+            frame = (0.0, total_height + APART, width, THIN)
             total_height += APART + THIN
+        parts += _sharded_vector(vector, frame, paint, is_row=is_row)
     return Drawn("".join(parts), total_width, total_height)
 
 
 def _sheets(dim: Dim, paint: Paint) -> list[tuple[str, Coordinates]]:
-    """The sheets from front to back, as (``gap`` or empty, coordinates of the holders)."""
+    """Return the sheets from front to back: "gap" or "", and the coordinates of the holders."""
     if not axes_of(dim):
         return [("", {})] * min(3, size(dim))
     found = stretches(dim, paint.plan.mesh)
@@ -247,21 +254,6 @@ def _gap(frame: _Frame, *, is_row: bool) -> str:
     return dots
 
 
-def _strip(
-    vector: ParameterPlan,
-    paint: Paint,
-    is_row: bool,
-    matrix: tuple[float, float],
-    total: tuple[float, float],
-    sheets: int,
-) -> str:
-    """A vector along one side of a matrix: right of its rows, or below its columns."""
-    width, height = matrix
-    top = (sheets - 1) * 6.0
-    frame = (total[0] + APART, top, THIN, height) if is_row else (0.0, total[1] + APART, width, THIN)
-    return "".join(_sharded_vector(vector, frame, paint, is_row=is_row))
-
-
 def _sharded_vector(vector: ParameterPlan, frame: _Frame, paint: Paint, *, is_row: bool) -> Iterator[str]:
     x, y, width, height = frame
     found = stretches(vector.dims[0], paint.plan.mesh) if vector.dims else (HeldSegment(0.0, 1.0, {}),)
@@ -278,18 +270,8 @@ def _sharded_vector(vector: ParameterPlan, frame: _Frame, paint: Paint, *, is_ro
     yield rect(x, y, width, height, class_="edge")
 
 
-def _vectors(vectors: Sequence[ParameterPlan], paint: Paint) -> Drawn:
-    """Vectors of a module without a matrix, below one another."""
-    parts: list[str] = []
-    height = 0.0
-    for vector in vectors[:4]:
-        parts += _sharded_vector(vector, (0.0, height, LONGEST, 13.0), paint, is_row=False)
-        height += 13.0 + APART
-    return Drawn("".join(parts), LONGEST, height - APART)
-
-
 def longest_dim(cells: Sequence[Cell]) -> int:
-    """The largest size of a dim that is drawn of a matrix in the cells."""
+    """Return the largest size of a dim that is drawn of a matrix in the cells."""
     entries = [tensor.plan for cell in cells for tensor in cell.tensors if len(tensor.plan.dims) >= 2]
     return max((size(entry.dims[i]) for entry in entries for i in faces(entry)[-2:]), default=1)
 
@@ -315,8 +297,15 @@ def lane_picture(lane: Lane, block: Block, plan: Plan, paint: Paint, longest: in
             text(INNER_X, 18, fitted(lane.title, 12, INNER_WIDTH), 12, font_weight="600", class_="muted")
         )
         y = 28.0
-    units = _units(lane.items[:budget])
-    for row in _rows([[_item(item, lane, block, plan, paint, longest) for item in unit] for unit in units]):
+    units: list[list[_Item]] = []  # each cell with the collectives after it
+    has_cell = False
+    for item in lane.items[:budget]:
+        if not units or (isinstance(item, Cell) and has_cell):
+            units.append([])
+            has_cell = False
+        has_cell = has_cell or isinstance(item, Cell)
+        units[-1].append(_item(item, lane, block, plan, paint, longest))
+    for row in _rows(units):
         height = max(drawn.height for drawn, _ in row)
         below = max(labels.height for _, labels in row)
         x = INNER_X + (INNER_WIDTH - sum(drawn.width + GAP for drawn, _ in row) + GAP) / 2
@@ -333,7 +322,7 @@ _Item = tuple[Drawn, Row]
 
 
 def _rows(units: Sequence[Sequence[_Item]]) -> Iterator[list[_Item]]:
-    """Rows of about equal length; a unit is never divided."""
+    """Yield rows of about equal length; a unit is never divided."""
     lengths = [sum(drawn.width + GAP for drawn, _ in unit) for unit in units]
     count = math.ceil(sum(lengths) / (INNER_WIDTH + GAP))
     row: list[_Item] = []
@@ -350,17 +339,6 @@ def _rows(units: Sequence[Sequence[_Item]]) -> Iterator[list[_Item]]:
         yield row
 
 
-def _units(items: Sequence[Cell | Bar]) -> list[list[Cell | Bar]]:
-    """Each cell with the collectives after it."""
-    units: list[list[Cell | Bar]] = []
-    for item in items:
-        if isinstance(item, Cell) and units and any(isinstance(other, Cell) for other in units[-1]):
-            units.append([])
-        units = units or [[]]
-        units[-1].append(item)
-    return units
-
-
 def _item(item: Cell | Bar, lane: Lane, block: Block, plan: Plan, paint: Paint, longest: int) -> _Item:
     if isinstance(item, Bar):
         return _bar(item, block)
@@ -371,7 +349,13 @@ def _item(item: Cell | Bar, lane: Lane, block: Block, plan: Plan, paint: Paint, 
     leaves = ", ".join(tensor.name for tensor in item.tensors)
     name = ".".join(part for part in (block.title, item.path, leaves) if part)
     markup = element("g", title(name) + moved((width - drawn.width) / 2, 0, drawn.markup))
-    return Drawn(markup, width, drawn.height), _centered(lines, width)
+    y, parts = 0.0, []
+    for line, points, is_name in lines:
+        y += points + 2.8
+        shown = fitted(line, points, width, bold=is_name)
+        kind = {"font_weight": "650"} if is_name else {"class_": "muted"}
+        parts.append(text(width / 2, y, shown, points, text_anchor="middle", **kind))
+    return Drawn(markup, width, drawn.height), Row("".join(parts), y + 2)
 
 
 _Line = tuple[str, float, bool]
@@ -379,7 +363,7 @@ _Line = tuple[str, float, bool]
 
 
 def _cell_lines(cell: Cell, lane: Lane, block: Block, plan: Plan) -> Iterator[_Line]:
-    """The labels under a cell."""
+    """Yield the labels under a cell."""
     leaves = [tensor.name for tensor in cell.tensors] if cell.is_small else [cell.tensors[0].name]
     path = cell.path.removeprefix(lane.title).lstrip(".") if lane.title else cell.path
     if not path or leaves[0] != "weight":
@@ -392,17 +376,8 @@ def _cell_lines(cell: Cell, lane: Lane, block: Block, plan: Plan) -> Iterator[_L
     yield from ((line, 10, False) for line in (shape, local, *_notes(cell, block, plan)) if line)
 
 
-def _centered(lines: Sequence[_Line], width: float) -> Row:
-    y, parts = 0.0, []
-    for line, points, is_name in lines:
-        y += points + 2.8
-        shown = fitted(line, points, width, bold=is_name)
-        kind = {"font_weight": "650"} if is_name else {"class_": "muted"}
-        parts.append(text(width / 2, y, shown, points, text_anchor="middle", **kind))
-    return Row("".join(parts), y + 2)
-
-
 def _notes(cell: Cell, block: Block, plan: Plan) -> Iterator[str]:
+    """Yield what else is to be known of a cell, as labels."""
     entry = cell.tensors[0].plan
     if cell.tied_to:
         yield f"is {cell.tied_to.removesuffix('.weight')}"
@@ -425,7 +400,7 @@ _BAR_LINES = ({"font_weight": "650"}, {"class_": "muted"}, {"class_": "muted"})
 
 
 def _bar(bar: Bar, block: Block) -> _Item:
-    """A collective: a bar between weights."""
+    """Draw a collective as a bar between weights."""
     length = max(92.0, text_width(bar.op, 11.5) + 16)
     middle = BAR_WIDTH / 2
     where = f"{'.'.join(p for p in (block.title, bar.path) if p) or 'the model'} {bar.slot}"

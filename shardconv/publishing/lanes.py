@@ -1,4 +1,4 @@
-"""The parts of a layer as *lanes*: weights (*cells*) and collectives (*bars*) in running order."""
+"""Describes the parts of a layer as *lanes*: weights (*cells*) and collectives (*bars*) in running order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import groupby, islice
 
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan, by_name, module_plans
@@ -14,8 +14,6 @@ from shardconv_runtime.format.stored_layout import is_common
 
 from ..reporting.summary import collective_steps, item_bytes, local_bytes
 
-# The layers of a plan, grouped into kinds that are drawn once.
-#
 # Plans list modules in the order in which they run; an *order* is an index in that list, or lies between two.
 
 
@@ -56,7 +54,7 @@ class AlikeLayers:
 
 
 def layers_of(plan: Plan) -> dict[tuple[str, int], LayerParts]:
-    """(stack, number) -> the parts of that layer; ``NO_LAYER`` -> the parts outside of layers."""
+    """Return the parts of each layer by (stack, number), and those outside of layers by ``NO_LAYER``."""
     layers: dict[tuple[str, int], LayerParts] = {}
 
     def at(name: str, depth: int) -> tuple[LayerParts, str]:
@@ -88,7 +86,7 @@ def layers_of(plan: Plan) -> dict[tuple[str, int], LayerParts]:
 
 
 def _split(name: str, depth: int) -> tuple[str, int, str]:
-    """(stack, number, rest) at the first number with at least ``depth`` - 1 components after it."""
+    """Return (stack, number, rest) at the first number with at least ``depth`` - 1 components after it."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdecimal() and index and len(parts) - index > depth:
@@ -103,7 +101,7 @@ def kinds_of(layers: Mapping[tuple[str, int], LayerParts]) -> list[AlikeLayers]:
     # Give modules that only later kinds of a stack have the order of those that they lack.
     # A plan lists a module of all layers where the first layer runs it, so a module that only later layers
     # have is listed after all modules of the first layer.
-    kinds = list(_kinds(layers))
+    kinds = _kinds(layers)
     first: dict[str, AlikeLayers] = {}
     for kind in sorted(kinds, key=lambda kind: min(kind.numbers)):
         earlier = first.setdefault(kind.stack, kind).layer.modules
@@ -117,41 +115,38 @@ def kinds_of(layers: Mapping[tuple[str, int], LayerParts]) -> list[AlikeLayers]:
     return kinds
 
 
-def _kinds(layers: Mapping[tuple[str, int], LayerParts]) -> Iterator[AlikeLayers]:
+def _kinds(layers: Mapping[tuple[str, int], LayerParts]) -> list[AlikeLayers]:
+    """Return the kinds of layers, with the orders of their modules in the plan."""
     alike: dict[tuple[str, frozenset[Hashable]], list[int]] = {}
     for (stack, number), layer in layers.items():
-        alike.setdefault((stack, frozenset(_looks(layer))), []).append(number)
+        looks: set[Hashable] = {(name, layout_of(entry)) for name, entry in layer.tensors.items()}
+        for name, (_, module) in layer.modules.items():
+            if steps := tuple(collective_steps(module, "uint8")):
+                looks.add((name, steps))
+        alike.setdefault((stack, frozenset(looks)), []).append(number)
     largest = sorted(alike, key=lambda key: (-len(key[1]), min(alike[key])))
     taken: dict[tuple[str, frozenset[Hashable]], list[tuple[str, frozenset[Hashable]]]] = {}
     for key in largest:
         known = islice(taken, MAX_COMPARED)
         over = (k for k in known if k[0] == key[0] and key[1] < k[1] and len(k[1] - key[1]) <= MOSTLY_ALIKE)
         taken.setdefault(next(over, key), []).append(key)
+    kinds = []
     for (stack, _), members in taken.items():
         numbers = sorted(number for member in members for number in alike[member])
         fullest = layers[stack, min(alike[members[0]])]
-        having = [(len(alike[m]), layers[stack, alike[m][0]]) for m in members]
-        yield AlikeLayers(stack, numbers, fullest, _frequency(fullest, having) if len(members) > 1 else None)
-
-
-def _frequency(fullest: LayerParts, having: list[tuple[int, LayerParts]]) -> dict[str, int]:
-    """Part -> number of layers that have it, of (number of layers, their parts)."""
-    return {
-        name: sum(count for count, layer in having if name in layer.tensors or name in layer.modules)
-        for name in (*fullest.tensors, *fullest.modules)
-    }
-
-
-def _looks(layer: LayerParts) -> Iterator[Hashable]:
-    for name, entry in layer.tensors.items():
-        yield name, layout_of(entry)
-    for name, (_, module) in layer.modules.items():
-        if steps := tuple(collective_steps(module, "uint8")):
-            yield name, steps
+        kind = AlikeLayers(stack, numbers, fullest)
+        if len(members) > 1:
+            having = [(len(alike[m]), layers[stack, alike[m][0]]) for m in members]
+            kind.frequency = {
+                name: sum(count for count, layer in having if name in layer.tensors or name in layer.modules)
+                for name in (*fullest.tensors, *fullest.modules)
+            }
+        kinds.append(kind)
+    return kinds
 
 
 def layout_of(entry: ParameterPlan) -> Hashable:
-    """Everything about a tensor that a picture shows."""
+    """Return everything about a tensor that a picture shows."""
     return entry.dims, entry.dtype, entry.partial, entry.packing
 
 
@@ -180,12 +175,12 @@ class Cell:
 
     @property
     def is_replicated(self) -> bool:
-        """All of its tensors are replicated."""
+        """Whether all of its tensors are replicated."""
         return all(is_common(tensor.plan) for tensor in self.tensors)
 
     @property
     def is_small(self) -> bool:
-        """It has vectors only."""
+        """Whether it has vectors only."""
         return all(len(tensor.plan.dims) < 2 for tensor in self.tensors)
 
 
@@ -213,7 +208,7 @@ class Lane:
 def cells_of(
     layer: LayerParts, frequency: Mapping[str, int], count: int
 ) -> Iterator[tuple[float | None, Cell]]:
-    """The cells of ``count`` layers like this one, each with its order; None: its module has no entry."""
+    """Yield the cells of ``count`` layers like this one, with their orders; None if a module has no entry."""
     owners: dict[str, list[CellTensor]] = {}
     for name, entry in layer.tensors.items():
         owner, _, leaf = name.rpartition(".")
@@ -228,29 +223,22 @@ def cells_of(
         first = f"{owner}.{owners[owner][0].name}".lstrip(".")
         path = ", ".join(compress(members)) if owner else ""
         layers = frequency.get(first, count)
-        for drawn in _per_matrix(owners[owner]):
+        # Each matrix of a module is a cell; the vectors belong to the first one.
+        vectors = tuple(t for t in owners[owner] if len(t.plan.dims) < 2)
+        matrices = [t for t in owners[owner] if len(t.plan.dims) >= 2]
+        for drawn in ((*matrices[:1], *vectors), *((matrix,) for matrix in matrices[1:])):
             yield order, Cell(path, drawn, len(members), layers, layer.tied.get(first, ""))
 
 
 def _skeleton(name: str) -> tuple[str, ...]:
-    """A name without its numbers."""
+    """Return a name without its numbers."""
     return tuple("#" if part.isdecimal() else part for part in name.split("."))
-
-
-def _per_matrix(tensors: Sequence[CellTensor]) -> Iterator[tuple[CellTensor, ...]]:
-    """The tensors of one module, one group for each matrix; the vectors belong to the first."""
-    vectors = tuple(t for t in tensors if len(t.plan.dims) < 2)
-    matrices = [t for t in tensors if len(t.plan.dims) >= 2]
-    if not matrices:
-        yield vectors
-    for index, matrix in enumerate(matrices):
-        yield (matrix, *(vectors if index == 0 else ()))
 
 
 def bars_of(
     plan: Plan, layer: LayerParts, frequency: Mapping[str, int], count: int
 ) -> Iterator[tuple[float, Bar]]:
-    """(order, bar) of the collectives of ``count`` layers like this one; alike modules share a bar."""
+    """Yield (order, bar) for the collectives of ``count`` layers like this one; alike modules share a bar."""
     alike: dict[Hashable, list[str]] = {}
     for name, (order, _) in layer.modules.items():
         alike.setdefault((order, _skeleton(name)), []).append(name)
@@ -265,7 +253,7 @@ def bars_of(
 def lanes_of(
     cells: Sequence[tuple[float | None, Cell]], bars: Sequence[tuple[float, Bar]], in_layer: bool
 ) -> Iterator[Lane]:
-    """Cells and bars by the part of the layer that they are in; outside of layers there is one lane."""
+    """Yield cells and bars by the part of the layer that they are in; outside of layers there is one lane."""
     parts = {cell.path: _part(cell.path) if in_layer else "" for _, cell in cells}
     parts |= {path: path for path in set(parts.values()) & set(parts)}
     groups: dict[str, list[tuple[float, Cell]]] = {}
@@ -280,11 +268,14 @@ def lanes_of(
         groups.setdefault(key, []).append((last, cell))
     running = sorted(groups.values(), key=lambda members: min(order for order, _ in members))
     ordered = [pair for members in running for pair in sorted(members, key=lambda pair: pair[0])]
-    yield from _divided(_with_bars([(order, parts[cell.path], cell) for order, cell in ordered], bars))
+    # A lane for each run of items of one part.
+    items = _with_bars([(order, parts[cell.path], cell) for order, cell in ordered], bars)
+    for title, run in groupby(items, lambda pair: pair[0]):
+        yield Lane(title, tuple(item for _, item in run))
 
 
 def _part(path: str) -> str:
-    """The first component of a path, with a number after it; empty for a module without parts."""
+    """Return the first component of a path, with a number after it; "" for a module without parts."""
     parts = path.split(".")
     depth = 2 if len(parts) > 1 and (parts[1].isdecimal() or parts[1].startswith("{")) else 1
     return ".".join(parts[:depth]) if len(parts) > depth else ""
@@ -304,7 +295,13 @@ def _with_bars(
     """
     at: dict[int, list[Bar]] = {}
     for order, bar in bars:
-        at.setdefault(_index(ordered, order, bar), []).append(bar)
+        inside = [index for index, (_, _, cell) in enumerate(ordered) if _is_in(cell.path, bar.path)]
+        earlier = [index for index, (when, _, _) in enumerate(ordered) if when <= order]
+        if inside and _is_at_input(bar):
+            place = inside[0]
+        else:
+            place = max(inside or earlier, default=-1) + 1
+        at.setdefault(place, []).append(bar)
     out: list[tuple[str, Cell | Bar]] = []
     title = ordered[0][1] if ordered else ""
     for index, (_, own, cell) in enumerate(ordered):
@@ -315,34 +312,12 @@ def _with_bars(
     return [*out, *((title, bar) for bar in at.get(len(ordered), ()))]
 
 
-def _index(ordered: Sequence[tuple[float, str, Cell]], order: float, bar: Bar) -> int:
-    """The index of the cell before which a bar is drawn."""
-    inside = [index for index, (_, _, cell) in enumerate(ordered) if _is_in(cell.path, bar.path)]
-    if inside:
-        return inside[0] if _is_at_input(bar) else inside[-1] + 1
-    earlier = [index for index, (when, _, _) in enumerate(ordered) if when <= order]
-    return earlier[-1] + 1 if earlier else 0
-
-
 def _is_at_input(bar: Bar) -> bool:
     return bar.slot.startswith("input")
 
 
 def _is_in(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(module + ".")
-
-
-def _divided(items: Sequence[tuple[str, Cell | Bar]]) -> Iterator[Lane]:
-    """A lane for each run of items of one part."""
-    lane: list[Cell | Bar] = []
-    for index, (title, item) in enumerate(items):
-        lane.append(item)
-        if index + 1 == len(items) or items[index + 1][0] != title:
-            yield Lane(title, tuple(lane))
-            lane = []
-
-
-# A plan as a column of blocks, from the first weights to the last: the content of a picture.
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +335,13 @@ class Block:
 
 
 def outline(plan: Plan) -> tuple[Block, ...]:
-    """The blocks of a plan, in the order in which they run."""
+    """Return the blocks of a plan in the order in which they run, which are the content of a picture."""
     layers = layers_of(plan)
     rest = layers.pop(NO_LAYER, None)
-    kinds = [(_order(plan, kind.layer), kind) for kind in kinds_of(layers)]
+    kinds = []
+    for kind in kinds_of(layers):
+        first = min((order for order, _ in kind.layer.modules.values()), default=len(plan.modules))
+        kinds.append((first, kind))
     if rest is not None:
         ends: dict[str, float] = {}
         for order, kind in kinds:
@@ -371,11 +349,6 @@ def outline(plan: Plan) -> tuple[Block, ...]:
         kinds += [(order, AlikeLayers("", [-1], part)) for order, part in _runs_between(rest, ends)]
     kinds.sort(key=lambda pair: (pair[0], min(pair[1].numbers)))
     return tuple(_block(plan, kind) for _, kind in kinds)
-
-
-def _order(plan: Plan, layer: LayerParts) -> float:
-    """The order of a layer: that of its first module."""
-    return min((order for order, _ in layer.modules.values()), default=len(plan.modules))
 
 
 def _block(plan: Plan, kind: AlikeLayers) -> Block:
@@ -403,7 +376,7 @@ def _block(plan: Plan, kind: AlikeLayers) -> Block:
 
 
 def _runs_between(rest: LayerParts, ends: Mapping[str, float]) -> Iterator[tuple[float, LayerParts]]:
-    """Divide the parts outside of layers where layers run in between; (order, part).
+    """Divide the parts outside of layers where layers run in between, and yield (order, part).
 
     Args:
         rest: the parts outside of layers.
@@ -413,7 +386,11 @@ def _runs_between(rest: LayerParts, ends: Mapping[str, float]) -> Iterator[tuple
     orders = {name: order for name, (order, _) in rest.modules.items()}
     runs: dict[int, LayerParts] = {}
     for name, entry in rest.tensors.items():
-        order = _order_of_tensor(name, orders, ends.get(rest.after[name], -1))
+        # The order is that of its module or of one around it, else it is after the layers listed before it.
+        owner = name.rpartition(".")[0]
+        while owner and owner not in orders:
+            owner = owner.rpartition(".")[0]
+        order = orders[owner] if owner else ends.get(rest.after[name], -1) + 1
         run = runs.setdefault(bisect_left(edges, order), LayerParts({}, {}, {}))
         run.tensors[name] = entry
         if name in rest.tied:
@@ -422,13 +399,3 @@ def _runs_between(rest: LayerParts, ends: Mapping[str, float]) -> Iterator[tuple
         runs.setdefault(bisect_left(edges, order), LayerParts({}, {}, {})).modules[name] = order, module
     for index, run in runs.items():
         yield (edges[index - 1] + 1 if index else -1), run
-
-
-def _order_of_tensor(name: str, orders: Mapping[str, float], end: float) -> float:
-    """The order of a tensor's module or of one around it, else after the layers listed before it."""
-    owner = name.rpartition(".")[0]
-    while owner:
-        if owner in orders:
-            return orders[owner]
-        owner = owner.rpartition(".")[0]
-    return end + 1

@@ -1,4 +1,5 @@
-"""A plan as one picture: how each kind of layer is sharded over the ranks, and where the collectives are.
+"""Draws a plan as one picture: how each kind of layer is sharded over the ranks, and where the collectives
+are.
 
 The SVG is self-contained (no scripts, fonts or images) and has colors for light and dark pages.
 """
@@ -40,15 +41,13 @@ from .svg import (
     title,
 )
 
-# The stages of a plan as a strip of a picture: what each holds, and what it sends to the next ones.
-
 MAX_BOXES = 5
 """Most stages that are drawn; of more, the first ones and the last."""
 GAP, HEIGHT = 18, 74
 
 
 def stage_strip(plan: Plan) -> Row:
-    """One box for each stage, in the order in which they run; empty for a plan without stages."""
+    """Draw one box for each stage, in the order in which they run; empty for a plan without stages."""
     stages = plan.stages
     if stages is None:
         return Row("", 0)
@@ -67,27 +66,19 @@ def stage_strip(plan: Plan) -> Row:
             lines = [f"stage {stage}", layers_text(stages, stage), f"{human_bytes(held[stage])} a rank"]
             if sent[stage]:
                 lines.append(f"{human_bytes(sent[stage])} sent a token")
+        # The stage of this plan has a heavier first line.
         is_own = stage is not None and stage == stages.own
-        parts.append(moved(CARD_X + place * (width + GAP), 0, _box(lines, width, is_own=is_own)))
+        box = rect(0, 0, width, HEIGHT, rx=8, class_="card")
+        for number, line in enumerate(lines):
+            bold = number == 0 and is_own
+            style = {"font_weight": "700"} if bold else {"class_": "muted"} if number else {}
+            box += text(10, 18 + 16 * number, fitted(line, 11.5, width - 20, bold=bold), 11.5, **style)
+        parts.append(moved(CARD_X + place * (width + GAP), 0, box))
         if place:
-            parts.append(moved(CARD_X + place * (width + GAP) - GAP, HEIGHT / 2, _stage_arrow()))
+            arrow = element("line", x1=3, y1=0, x2=GAP - 8, y2=0, stroke_width=2, class_="line")
+            arrow += element("path", d=f"M{GAP - 9} -5v10l7 -5z", class_="tip")
+            parts.append(moved(CARD_X + place * (width + GAP) - GAP, HEIGHT / 2, arrow))
     return Row("".join(parts), HEIGHT + 14)
-
-
-def _box(lines: list[str], width: float, *, is_own: bool) -> str:
-    """A box with a line for each of its facts; the stage of this plan has a heavier first one."""
-    markup = rect(0, 0, width, HEIGHT, rx=8, class_="card")
-    for number, line in enumerate(lines):
-        bold = number == 0 and is_own
-        style = {"font_weight": "700"} if bold else {"class_": "muted"} if number else {}
-        markup += text(10, 18 + 16 * number, fitted(line, 11.5, width - 20, bold=bold), 11.5, **style)
-    return markup
-
-
-def _stage_arrow() -> str:
-    """From one box to the next."""
-    line = element("line", x1=3, y1=0, x2=GAP - 8, y2=0, stroke_width=2, class_="line")
-    return line + element("path", d=f"M{GAP - 9} -5v10l7 -5z", class_="tip")
 
 
 MAX_BLOCKS, MAX_ITEMS, MAX_CHIPS = 24, 40, 14
@@ -110,7 +101,9 @@ def picture(plan: Plan) -> str:
     shown = blocks if len(blocks) <= MAX_BLOCKS else (*blocks[: MAX_BLOCKS - 2], blocks[-1])
     for index, block in enumerate(shown):
         if len(shown) < len(blocks) and index == len(shown) - 1:
-            parts += [_arrow(), _left_out(len(blocks) - len(shown))]
+            label = f"… {len(blocks) - len(shown)} more kinds of layers …"
+            left_out = text(WIDTH / 2, 16, label, 12, text_anchor="middle", class_="muted")
+            parts += [_arrow(), Row(left_out, 22)]
         if index:
             parts.append(_arrow())
         parts.append(_block(block, plan, paint))
@@ -118,20 +111,14 @@ def picture(plan: Plan) -> str:
     for part in parts:
         body.append(moved(0, y, part.markup))
         y += part.height
-    return _document(plan, summary, paint, body, y + MARGIN)
-
-
-def _document(plan: Plan, summary: Summary, paint: Paint, body: Sequence[str], height: float) -> str:
-    name = _name(plan)
-    label = f"{name} over {plan.tp} ranks"
-    page = rect(0.5, 0.5, WIDTH - 1, height - 1, rx=12, class_="page")
+    height = y + MARGIN
     content = marked(
         "",
-        title(label),
+        title(f"{_name(plan)} over {plan.tp} ranks"),
         element("desc", escape(printable(_description(plan, summary)))),
         element("style", CSS),
         element("defs", "".join(paint.patterns.values())) if paint.patterns else "",
-        page,
+        rect(0.5, 0.5, WIDTH - 1, height - 1, rx=12, class_="page"),
         *body,
     )
     svg = element(
@@ -148,7 +135,7 @@ def _document(plan: Plan, summary: Summary, paint: Paint, body: Sequence[str], h
 
 
 def _description(plan: Plan, summary: Summary) -> str:
-    """The picture as text, for screen readers."""
+    """Return the picture as text, for screen readers."""
     largest = human_bytes(max(summary.rank_bytes))
     sentences = [
         f"How the weights of {_name(plan)} are sharded over {plan.tp} ranks, in the order of the layers.",
@@ -190,12 +177,11 @@ def _header(plan: Plan, summary: Summary) -> Row:
 
 
 def _legend(plan: Plan, blocks: Sequence[Block], paint: Paint) -> Row:
-    """The colors of the ranks and of everything else in the picture."""
+    """Return the colors of the ranks and of everything else in the picture."""
     entries: list[tuple[str, str]] = []
     if plan.tp > 1:
-        entries += [
-            (rect(0, 0, 13, 13, rx=2, fill=paint.rank(r)), f"rank {r}") for r in _legend_ranks(plan.tp)
-        ]
+        ranks = range(plan.tp) if plan.tp <= len(RANK_COLORS) else (0, 1, 2, plan.tp - 1)
+        entries += [(rect(0, 0, 13, 13, rx=2, fill=paint.rank(rank)), f"rank {rank}") for rank in ranks]
     entries.append((rect(0, 0, 13, 13, rx=2, class_="replicated"), "replicated"))
     tensors = [t.plan for b in blocks for item in _items(b) if isinstance(item, Cell) for t in item.tensors]
     if any(entry.partial for entry in tensors):
@@ -217,10 +203,6 @@ def _legend(plan: Plan, blocks: Sequence[Block], paint: Paint) -> Row:
     return Row("".join(parts), y + 30)
 
 
-def _legend_ranks(tp: int) -> Sequence[int]:
-    return range(tp) if tp <= len(RANK_COLORS) else (0, 1, 2, tp - 1)
-
-
 def _items(block: Block) -> Iterator[Cell | Bar]:
     for lane in block.lanes:
         yield from lane.items
@@ -231,12 +213,6 @@ def _arrow() -> Row:
     line = element("line", x1=middle, y1=2, x2=middle, y2=13, stroke_width=2, class_="line")
     tip = element("path", d=f"M{middle - 5:g} 12h10l-5 7z", class_="tip")
     return Row(line + tip, 22)
-
-
-def _left_out(count: int) -> Row:
-    return Row(
-        text(WIDTH / 2, 16, f"… {count} more kinds of layers …", 12, text_anchor="middle", class_="muted"), 22
-    )
 
 
 def _block(block: Block, plan: Plan, paint: Paint) -> Row:
@@ -284,8 +260,15 @@ def _block_head(block: Block) -> Row:
 
 
 def _chips(block: Block) -> Row:
-    """Replicated vectors, as text."""
-    labels = [_chip(cell, block) for cell in block.replicated[:MAX_CHIPS]]
+    """Return the replicated vectors as text."""
+    labels = []
+    for cell in block.replicated[:MAX_CHIPS]:
+        leaves = [tensor.name for tensor in cell.tensors]
+        named = cell.path if leaves == ["weight"] else f"{cell.path} {', '.join(leaves)}".strip()
+        shape = ", ".join(map(str, global_shape(cell.tensors[0].plan)))
+        many = f" {TIMES} {cell.count}" if cell.count > 1 else ""
+        some = f", in {cell.in_layers} of {block.count}" if cell.in_layers < block.count else ""
+        labels.append(f"{named} [{shape}]{many}{some}")
     if len(block.replicated) > MAX_CHIPS:
         labels.append(f"and {len(block.replicated) - MAX_CHIPS} more")
     x, y, parts = LANE_X, 0.0, []
@@ -299,12 +282,3 @@ def _chips(block: Block) -> Row:
         parts.append(moved(x, y, element("g", title(label) + chip)))
         x += width + 6
     return Row("".join(parts), y + 28)
-
-
-def _chip(cell: Cell, block: Block) -> str:
-    leaves = [tensor.name for tensor in cell.tensors]
-    named = cell.path if leaves == ["weight"] else f"{cell.path} {', '.join(leaves)}".strip()
-    shape = ", ".join(map(str, global_shape(cell.tensors[0].plan)))
-    many = f" {TIMES} {cell.count}" if cell.count > 1 else ""
-    some = f", in {cell.in_layers} of {block.count}" if cell.in_layers < block.count else ""
-    return f"{named} [{shape}]{many}{some}"

@@ -20,8 +20,7 @@ from shardconv_runtime.parallel.default_modes import in_default_modes
 from ..converted.verify import verify
 from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent
-from .changes import new_bytes
-from .published import published
+from .published import new_bytes, published
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,9 @@ def push(
         progress: where to report progress.
 
     Raises:
-        DamagedError: the directory is damaged; nothing was sent.
-        CheckpointError: ``out`` is not a converted directory.
-        SourceError: the Hub rejects the request or cannot be reached.
+        DamagedError: if the directory is damaged; nothing was sent.
+        CheckpointError: if ``out`` is not a converted directory.
+        SourceError: if the Hub rejects the request or cannot be reached.
 
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)
@@ -81,6 +80,7 @@ def push(
     for part in parts:
         manifest.read(part)
 
+    # The Hub client is imported once the directory is known to be a converted one.
     from .branch import Remote
     from .pushing import Pushing
 
@@ -110,7 +110,7 @@ def push(
 
 
 def describe(pushed: Pushed, dry_run: bool) -> list[str]:
-    """The result of ``push``, as lines to print."""
+    """Return the result of ``push`` as lines to print."""
     if not pushed.sent and not pushed.deleted:
         return [f"{pushed.url}: {pushed.path} is up to date, nothing was sent"]
     amount = f"{human_bytes(pushed.sent_bytes)} to send, {len(pushed.there)} files are in place"

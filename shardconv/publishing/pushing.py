@@ -1,4 +1,4 @@
-"""The steps of a push: what differs is sent, in commits of which the last one has the manifests."""
+"""The steps of a push: files that differ are sent, in commits of which the last one has the manifests."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from posixpath import join
 
 from huggingface_hub import cached_assets_path, constants
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, sha256_of
+from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, sha256_of
 from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.hub.tp_folders import Folder, folders
 
-from ..reporting.progress import Advance, Progress
+from ..reporting.progress import Progress
 from .branch import Meter, Remote
 from .card import merged, model_card
-from .changes import Changes, Item, Tree, breaks_manifest, compare, is_there, text_item
 from .picture import picture
-from .published import Published, published
-
-# The sha256 of the files of a converted directory, cached for further pushes.
-#
-# The cache lies with that of the Hub client, not in the directory. A file is read again if its size,
-# modification time or inode changed.
-
+from .published import (
+    Changes,
+    Item,
+    Published,
+    Tree,
+    breaks_manifest,
+    compare,
+    is_there,
+    published,
+    text_item,
+)
 
 THREADS = 4
 
 
 def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> dict[str, str]:
-    """The sha256 (hex) of some files of a directory, by their paths in it.
+    """Return the sha256 (hex) of some files of a directory, by their paths in it.
 
     Args:
         directory: a converted directory.
@@ -63,7 +66,11 @@ def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> di
 
 
 class _HashCache:
-    """Cached hashes of the files of a directory."""
+    """Hashes of the files of a directory, cached for further pushes.
+
+    The cache lies with that of the Hub client, not in the directory. A file is read again if its size,
+    modification time or inode changed.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -77,7 +84,7 @@ class _HashCache:
             self._entries = found if isinstance(found, dict) else {}
 
     def get(self, path: str) -> str | None:
-        """The sha256, unless the file changed since it was read."""
+        """Return the sha256, unless the file changed since it was read."""
         entry = self._entries.get(path)
         if not isinstance(entry, list) or entry[:-1] != self._identity(path):
             return None
@@ -119,7 +126,7 @@ class Pushing:
         self._drawn: dict[str, str] = {}
 
     def changes(self, tree: Tree) -> Changes:
-        """The changes to make, given the current files."""
+        """Return the changes to make, given the current files."""
         return compare([*self._items, *self._around(tree)], self._folder, tree)
 
     def carry_out(self) -> str:
@@ -134,15 +141,27 @@ class Pushing:
         early = [i for i in self._items if i.path not in last and not is_there(i, tree)]
         if early:
             with self._progress.bar("sending", sum(i.num_bytes for i in early)) as advance:
-                for number, group in enumerate(_groups(early), start=1):
-                    self._send(f"Files of {self._folder}, part {number}", group, advance)
+                groups: list[list[Item]] = [[]]
+                for item in early:
+                    group_bytes = sum(i.num_bytes for i in groups[-1])
+                    if len(groups[-1]) >= COMMIT_FILES or group_bytes >= COMMIT_BYTES:
+                        groups.append([])
+                    groups[-1].append(item)
+                for number, group in enumerate(groups, start=1):
+                    title, meter = f"Files of {self._folder}, part {number}", Meter(advance)
+                    self._remote.patiently(partial(self._remote.commit, title, group, meter=meter))
         self._progress.stage("completing the repository")
-        return self._remote.patiently(self._complete)
 
-    def _send(self, title: str, items: Sequence[Item], advance: Advance) -> None:
-        """Commit files that their manifest, which follows, will list."""
-        meter = Meter(advance)
-        self._remote.patiently(lambda: self._remote.commit(title, items, meter=meter))
+        def complete() -> str:
+            """Make the last commit: manifest, plan, and the files outside of the folder."""
+            tree = self._remote.tree()
+            changes = self.changes(tree)
+            if not changes:  # an earlier commit succeeded, but its answer was lost
+                return str(tree.commit)
+            title = f"{self._folder} of {self.own.manifest.source.name}"
+            return self._remote.commit(title, changes.send, changes.delete, parent=tree.commit)
+
+        return self._remote.patiently(complete)
 
     def _remove_manifest(self) -> None:
         """Remove the manifests before files change that they list."""
@@ -157,17 +176,8 @@ class Pushing:
 
         self._remote.patiently(remove)
 
-    def _complete(self) -> str:
-        """The last commit: manifest, plan, and the files outside of the folder."""
-        tree = self._remote.tree()
-        changes = self.changes(tree)
-        if not changes:  # an earlier commit succeeded, but its answer was lost
-            return str(tree.commit)
-        title = f"{self._folder} of {self.own.manifest.source.name}"
-        return self._remote.commit(title, changes.send, changes.delete, parent=tree.commit)
-
     def _directory_items(self) -> list[Item]:
-        """Every file of the directory, the manifest of each stage after its others."""
+        """Return every file of the directory, the manifest of each stage after its others."""
         recorded: dict[str, str] = {}
         sizes: dict[str, int] = {}
         for part, found in zip(self.own.folder.parts, self.own.manifests, strict=True):
@@ -187,21 +197,31 @@ class Pushing:
         ]
 
     def _around(self, tree: Tree) -> list[Item]:
-        """The files outside of the folder, given the current ones."""
+        """Return the files outside of the folder, given the current ones."""
+        # Libraries look for tokenizers and configs at the root.
         first = self.own.folder.parts[0]
-        small = {f"{first}/{entry.path}" for entry in self.own.manifest.files if _is_small(entry)}
-        copies = [_at_root(item) for item in self._items if item.path in small]
-        variants = sorted([self.own, *self._others(tree)], key=lambda v: v.folder)
+        small = {
+            f"{first}/{entry.path}"
+            for entry in self.own.manifest.files
+            if "/" not in entry.path and not entry.path.endswith((".safetensors", ".py"))
+        }
+        items = [
+            dataclasses.replace(item, path=item.path.rpartition("/")[2])
+            for item in self._items
+            if item.path in small
+        ]
+        # Other numbers of ranks have complete converted directories of their own.
+        read = [self._read(folder, tree) for folder in folders(tree.files) if folder != self.own.folder]
+        variants = sorted([self.own, *(found for found in read if found)], key=lambda v: v.folder)
         existing = self._remote.text(README, tree)
         card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
-        return [*copies, text_item(README, card), *map(self._picture, variants)]
-
-    def _picture(self, variant: Published) -> Item:
-        """The picture of a plan, drawn once."""
-        digest = variant.manifest.plan_sha256  # of stages, the first one's
-        if digest not in self._drawn:
-            self._drawn[digest] = picture(variant.plan)
-        return text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest])
+        items.append(text_item(README, card))
+        for variant in variants:
+            digest = variant.manifest.plan_sha256  # of stages, the first one's
+            if digest not in self._drawn:
+                self._drawn[digest] = picture(variant.plan)
+            items.append(text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest]))
+        return items
 
     @cached_property
     def _base_card(self) -> str | None:
@@ -209,15 +229,8 @@ class Pushing:
         source = self.own.manifest.source
         return self._remote.card_of(source.name, source.revision) if "/" in source.name else None
 
-    def _others(self, tree: Tree) -> Iterator[Published]:
-        """Complete converted directories for other numbers of ranks."""
-        for folder in folders(tree.files):
-            if folder != self.own.folder:
-                found = self._read(folder, tree)
-                if found is not None:
-                    yield found
-
     def _read(self, folder: Folder, tree: Tree) -> Published | None:
+        """Read a complete converted directory of the repository; None if it cannot be read."""
         with tempfile.TemporaryDirectory() as directory:
             parts = [Path(directory) / part for part in folder.parts]
             for path, part in zip(parts, folder.parts, strict=True):
@@ -233,24 +246,3 @@ class Pushing:
                     f"{folder.name} of the repository cannot be read; the card leaves it out"
                 )
                 return None
-
-
-def _is_small(entry: FileEntry) -> bool:
-    """Whether a file is copied to the root, where libraries look for tokenizers and configs."""
-    return "/" not in entry.path and not entry.path.endswith((".safetensors", ".py"))
-
-
-def _at_root(item: Item) -> Item:
-    return dataclasses.replace(item, path=item.path.rpartition("/")[2])
-
-
-def _groups(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Files by commit."""
-    group: list[Item] = []
-    for item in items:
-        if group and (len(group) >= COMMIT_FILES or sum(i.num_bytes for i in group) >= COMMIT_BYTES):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group

@@ -1,4 +1,4 @@
-"""How a dim is sharded over the ranks, in few enough stretches to be drawn."""
+"""Finds how a dim is sharded over the ranks, in few enough stretches to be drawn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Holders:
 
 
 def stretches(dim: Dim, mesh: Mesh) -> tuple[HeldSegment, ...]:
-    """The stretches of a dim in order; one without coordinates if the dim is replicated.
+    """Return the stretches of a dim in order; one without coordinates if the dim is replicated.
 
     With many shards or repetitions a few stretches stand for all, and the widths are not to scale.
     """
@@ -61,7 +61,7 @@ def stretches(dim: Dim, mesh: Mesh) -> tuple[HeldSegment, ...]:
 
 
 def holders(coordinates: Coordinates, mesh: Mesh) -> Holders:
-    """The ranks with these coordinates."""
+    """Return the ranks with these coordinates."""
     first = rank_at(mesh, [coordinates.get(axis, 0) for axis in range(len(mesh))])
     last = rank_at(mesh, [coordinates.get(axis, extent - 1) for axis, extent in enumerate(mesh)])
     return Holders(first, last, math.prod(e for axis, e in enumerate(mesh) if axis not in coordinates))
@@ -71,7 +71,7 @@ _Run = tuple[float, Coordinates | None]
 
 
 def _runs(dim: Dim, mesh: Mesh) -> list[_Run]:
-    """Width and holders of the stretches, in the order of the positions."""
+    """Return width and holders of the stretches, in the order of the positions."""
     if not axes_of(dim):
         return [(float(size(dim)), {})]
     if isinstance(dim, Leaf):
@@ -110,7 +110,7 @@ def _coordinates(leaf: Leaf, extents: Sequence[int], index: int) -> Coordinates:
 
 
 def _product(factors: Sequence[Dim], mesh: Mesh) -> list[_Run]:
-    """The runs of a product; an outer factor repeats the inner ones ``MAX_REPEATS`` times at most."""
+    """Return the runs of a product; an outer factor repeats the inner ones ``MAX_REPEATS`` times at most."""
     outer, *inner = factors
     if not inner:
         return _runs(outer, mesh)
@@ -122,20 +122,14 @@ def _product(factors: Sequence[Dim], mesh: Mesh) -> list[_Run]:
     if len(around) * len(inside) > MAX_STRETCHES:
         around = around[:MAX_REPEATS]
     times = 1 if axes_of(outer) else min(MAX_REPEATS, size(outer))
-    found = [
-        (width / times * share, _joined(a, b))
+    runs: list[_Run] = [
+        (width / times * share, None if a is None or b is None else {**a, **b})
         for width, a in around
         for _, (share, b) in product(range(times), inside)
     ]
-    return _few(found) if axes_of(outer) and len(found) > MAX_SHARDS else found
-
-
-def _few(runs: Sequence[_Run]) -> list[_Run]:
-    """The first three runs, a gap, and the last, instead of many."""
+    if not axes_of(outer) or len(runs) <= MAX_SHARDS:
+        return runs
+    # Keep the first three runs, a gap, and the last, instead of many.
     held = [coordinates for _, coordinates in runs if coordinates is not None]
     width = math.fsum(width for width, _ in runs) / 6
     return [*((width, coordinates) for coordinates in held[:3]), (2 * width, None), (width, held[-1])]
-
-
-def _joined(outer: Coordinates | None, inner: Coordinates | None) -> Coordinates | None:
-    return None if outer is None or inner is None else {**outer, **inner}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from html import escape
 
@@ -68,18 +69,20 @@ class Row:
     height: float
 
 
+_NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
 _NARROW, _WIDE = frozenset("iljtfr.,:;'|![](){}/ -"), frozenset("mwMW@%")
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """An upper estimate of the width of text in a system font."""
+    """Return an upper estimate of the width of text in a system font."""
     size = 1.1 * size if bold else size
     units = sum(0.38 if c in _NARROW else 0.95 if c in _WIDE or ord(c) > 0x2E80 else 0.63 for c in text)
     return units * size
 
 
 def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
-    """Text without its middle, if it is wider than ``width``; two characters stay."""
+    """Return text without its middle, if it is wider than ``width``; two characters stay."""
     if len(text) < 3 or text_width(text, size, bold=bold) <= width:
         return text
     kept = len(text)
@@ -94,12 +97,12 @@ def _shortened(text: str, kept: int) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate with at most two decimals."""
+    """Return a coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def element(name: str, content: str = "", /, **attributes: float | str) -> str:
-    """An element; ``_`` in names of attributes stands for ``-``, and a trailing one is dropped.
+    """Return an element; ``_`` in names of attributes stands for ``-``, and a trailing one is dropped.
 
     Args:
         name: of the element.
@@ -114,34 +117,30 @@ def element(name: str, content: str = "", /, **attributes: float | str) -> str:
 
 
 def moved(x: float, y: float, markup: str) -> str:
-    """Markup whose origin is at (x, y)."""
+    """Return markup whose origin is at (x, y)."""
     return element("g", markup, transform=f"translate({x:g} {round(y, 2):g})")
 
 
 def rect(x: float, y: float, width: float, height: float, **attributes: float | str) -> str:
-    """A rectangle."""
+    """Return a rectangle."""
     return element("rect", x=x, y=y, width=max(width, 0), height=max(height, 0), **attributes)
 
 
 def text(x: float, y: float, content: str, size: float, **attributes: float | str) -> str:
-    """A line of text; ``content`` is escaped here."""
+    """Return a line of text; ``content`` is escaped here."""
     return element("text", escape(printable(content)), **{"x": x, "y": y, "font_size": size, **attributes})
 
 
 def title(content: str) -> str:
-    """A tooltip, which screen readers read too."""
+    """Return a tooltip, which screen readers read too."""
     return element("title", escape(printable(content)))
 
 
 def printable(text: str) -> str:
-    """Text without characters that XML does not allow."""
-    return "".join(c if _in_xml(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _in_xml(code: int) -> bool:
-    return code in (9, 10, 13) or 0x20 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or code >= 0x10000
+    """Return text with a replacement for each character that XML does not allow."""
+    return _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def marked(*parts: str) -> str:
-    """Parts joined by line breaks, without empty ones."""
+    """Return parts joined by line breaks, without empty ones."""
     return "\n".join(part for part in parts if part)

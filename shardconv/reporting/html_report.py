@@ -1,4 +1,4 @@
-"""A plan and its files as one self-contained HTML page: no network, no scripts.
+"""Renders a plan and its files as one self-contained HTML page: no network, no scripts.
 
 The markup is in ``templates/``, where Jinja escapes every value. The Content-Security-Policy of the
 page allows its own style sheets by their hashes, and nothing else.
@@ -42,23 +42,7 @@ def html_report(
         An HTML document; deterministic.
     """
     summary = summarize(plan)
-    environment = _environment()
-    css = files(__package__).joinpath("templates", "report.css").read_text(encoding="utf-8")
-    return environment.get_template("report.html.jinja").render(
-        plan=plan,
-        summary=summary,
-        manifest=manifest,
-        num_tokens=num_tokens,
-        svg=Markup(picture.strip()),
-        css=Markup(css),
-        policy=_policy(css, *_styles(picture)),
-        mark=Markup(MARK),
-        sections=list(_sections(plan, summary, manifest)),
-    )
-
-
-def _environment() -> Environment:
-    """Templates in which every value is escaped, and a name that is not defined is an error."""
+    # Every value is escaped, and a name that is not defined is an error.
     environment = Environment(
         loader=PackageLoader("shardconv", "reporting/templates"),
         autoescape=True,
@@ -75,18 +59,32 @@ def _environment() -> Environment:
     }
     environment.globals |= {"values": html_values, "memory_facts": memory_facts, "memory_parts": memory_parts}
     environment.globals |= {"fused_lines": fused_lines, "tensor_cells": tensor_cells, "unplanned": unplanned}
-    return environment
+    css = files(__package__).joinpath("templates", "report.css").read_text(encoding="utf-8")
+    styles = [css, *re.findall(r"<style>(.*?)</style>", picture, flags=re.DOTALL)]
+    hashes = sorted({base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() for style in styles})
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return environment.get_template("report.html.jinja").render(
+        plan=plan,
+        summary=summary,
+        manifest=manifest,
+        num_tokens=num_tokens,
+        svg=Markup(picture.strip()),
+        css=Markup(css),
+        policy=f"default-src 'none'; style-src {allowed}; base-uri 'none'; form-action 'none'",
+        mark=Markup(MARK),
+        sections=list(_sections(plan, summary, manifest)),
+    )
 
 
 def _shown(value: object) -> object:
-    """Text without control characters; markup, which is ours, as it is."""
+    """Return text without control characters, and markup, which is ours, as it is."""
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
 
 
 def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
-    """(macro in ``sections.html.jinja``, heading) of the sections that have something to show."""
+    """Yield (macro in ``sections.html.jinja``, heading) of the sections that have something to show."""
     yield "picture", "How it is sharded"
     if summary.kinds:
         yield "layers", "Layers"
@@ -103,13 +101,3 @@ def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterat
     yield "origin", "Where it comes from"
     if manifest is not None and manifest.files:
         yield "files", "Files"
-
-
-def _policy(*styles: str) -> str:
-    hashes = sorted({base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() for style in styles})
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; style-src {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _styles(picture: str) -> list[str]:
-    return re.findall(r"<style>(.*?)</style>", picture, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""Values that the templates of the HTML report show, computed from a plan and its summary."""
+"""Computes the values that the templates of the HTML report show, from a plan and its summary."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class OpTotal:
 
 
 def mesh_text(plan: Plan) -> str:
-    """``8 ranks, mesh 2 x 4``, after ``2 stages, each of``."""
+    """Return text such as ``8 ranks, mesh 2 x 4``, after ``2 stages, each of``."""
     ranks = "1 rank" if plan.tp == 1 else f"{plan.tp} ranks"
     ranks = f"{plan.stages.count} stages, each of {ranks}" if plan.stages else ranks
     return ranks + (f", mesh {' x '.join(map(str, plan.mesh))}" if len(plan.mesh) > 1 else "")
 
 
 def figures(plan: Plan, summary: Summary) -> list[Figure]:
-    """The numbers at the top of the page."""
+    """Return the numbers at the top of the page."""
     smallest, largest = min(summary.rank_bytes), max(summary.rank_bytes)
     replicated = sum(group.num_bytes for group in summary.replicated)
     sent = sum(c.token_bytes for c in summary.collectives)
@@ -76,33 +76,47 @@ def figures(plan: Plan, summary: Summary) -> list[Figure]:
 
 
 def shown_names(names: Sequence[str], slot: str = "") -> list[str]:
-    """Names of modules, with the slot at them if there is one; the model itself has the empty name."""
+    """Return the names of modules, with the slot at them if there is one; the model itself is ``(the
+    model)``."""
     return [f"{name or '(the model)'} {slot}".rstrip() for name in names]
 
 
 def local_text(edit: Edit) -> str:
-    """The value of an attribute on the first rank and, where it differs, on the last."""
+    """Return the value of an attribute on the first rank and, where it differs, on the last."""
     return " … ".join(map(str, dict.fromkeys((edit.local[0], edit.local[-1]))))
 
 
 def memory_bars(plan: Plan, summary: Summary) -> list[MemoryBar]:
-    """One bar for each rank, or beyond ``MAX_BARS`` ranks for each number of bytes."""
+    """Return one bar for each rank, or beyond ``MAX_BARS`` ranks for each number of bytes."""
     largest = max(max(summary.rank_bytes), 1)
     held = _held(plan, summary)
-    return [
-        MemoryBar(label, _segments(held[rank], largest), summary.rank_bytes[rank])
-        for label, rank in _labels(summary.rank_bytes)
-    ]
+    if len(held) <= MAX_BARS:
+        labels = [(f"rank {rank}", rank) for rank in range(len(held))]
+    else:
+        alike: dict[int, list[int]] = {}
+        for rank, num_bytes in enumerate(summary.rank_bytes):
+            alike.setdefault(num_bytes, []).append(rank)
+        labels = [(_ranks(ranks), ranks[0]) for ranks in alike.values()][:MAX_BARS]
+    bars = []
+    for label, rank in labels:
+        start, segments = 0.0, []
+        for category in CATEGORIES:
+            width = 1000 * held[rank].get(category, 0) / largest
+            if width:
+                segments.append((category, start, width))
+            start += width
+        bars.append(MemoryBar(label, tuple(segments), summary.rank_bytes[rank]))
+    return bars
 
 
 def categories(bars: Sequence[MemoryBar]) -> list[str]:
-    """Categories that some bar shows, in the order of ``CATEGORIES``."""
+    """Return the categories that some bar shows, in the order of ``CATEGORIES``."""
     used = {category for bar in bars for category, _, _ in bar.segments}
     return [category for category in CATEGORIES if category in used]
 
 
 def _held(plan: Plan, summary: Summary) -> list[dict[str, int]]:
-    """For each rank: category -> bytes of sharded tensors; all others count as ``replicated``."""
+    """Return for each rank the bytes of sharded tensors by category; all others count as ``replicated``."""
     held: list[dict[str, int]] = []
     kinds = [summarize(of_stage(plan, stage)).kinds for stage in shown_stages(plan)]
     for number, rank_bytes in enumerate(summary.rank_bytes):
@@ -117,29 +131,8 @@ def _held(plan: Plan, summary: Summary) -> list[dict[str, int]]:
     return held
 
 
-def _segments(amounts: dict[str, int], largest: int) -> tuple[tuple[str, float, float], ...]:
-    start, found = 0.0, []
-    for category in CATEGORIES:
-        width = 1000 * amounts.get(category, 0) / largest
-        if width:
-            found.append((category, start, width))
-        start += width
-    return tuple(found)
-
-
-def _labels(rank_bytes: Sequence[int]) -> list[tuple[str, int]]:
-    """(label, one of its ranks) of each bar."""
-    if len(rank_bytes) <= MAX_BARS:
-        return [(f"rank {rank}", rank) for rank in range(len(rank_bytes))]
-    alike: dict[int, list[int]] = {}
-    for rank, num_bytes in enumerate(rank_bytes):
-        alike.setdefault(num_bytes, []).append(rank)
-    found = [(_ranks(ranks), ranks[0]) for ranks in alike.values()]
-    return found[:MAX_BARS]
-
-
 def _ranks(ranks: Sequence[int]) -> str:
-    """``ranks 0-3, 8-63`` of ascending numbers."""
+    """Return ascending numbers as text, such as ``ranks 0-3, 8-63``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -152,7 +145,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def totals(collectives: Sequence[Collective]) -> list[OpTotal]:
-    """One for each kind of collective, in the order of their first use."""
+    """Return one total for each kind of collective, in the order of their first use."""
     found = []
     for op in dict.fromkeys(item.op for item in collectives):
         items = [item for item in collectives if item.op == op]
@@ -161,12 +154,12 @@ def totals(collectives: Sequence[Collective]) -> list[OpTotal]:
 
 
 def summed_gradients(plan: Plan) -> list[str]:
-    """Replicated parameters whose gradients are summed over the ranks."""
+    """Return the replicated parameters whose gradients are summed over the ranks."""
     return [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
 
 
 def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:
-    """(folder, its files) of a converted directory."""
+    """Return (folder, its files) of a converted directory."""
     found: dict[str, list[FileEntry]] = {}
     for entry in manifest.files:
         found.setdefault(entry.path.rpartition("/")[0], []).append(entry)

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Writes numbers as a person reads them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Bytes with three or four digits: ``16.8 MB`` (decimal units)."""
+    """Return bytes with three or four digits, such as ``16.8 MB`` (decimal units)."""
     return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def human_count(count: float) -> str:
-    """A number of parameters: ``405.9 B``."""
+    """Return a number of parameters, such as ``405.9 B``."""
     return _scaled(count, ("", "k", "M", "B", "T"))
 
 
@@ -24,7 +24,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def percent(part: int, total: int) -> str:
-    """A share with two decimals; 0% and 100% only where that is exact."""
+    """Return a share with two decimals; 0% and 100% only where that is exact."""
     if total == 0:
         return "0%"
     percent = 100 * part / total

@@ -17,8 +17,6 @@ from shardconv_runtime.format.stored_layout import stored_plans
 from .human_numbers import human_bytes
 from .summary import item_bytes, shown_stages, stage_bytes
 
-# What a rank of a plan needs on a device, and what fits there beside its weights.
-
 RESERVE = 2 * 10**9
 """Default bytes that are kept free on a device: for the driver, libraries and memory that is lost between
 tensors."""
@@ -55,7 +53,8 @@ class Needs:
 
 
 def parts(plan: Plan) -> list[Plan]:
-    """A plan for each stage that a plan is about, with what was measured of it; without stages, the plan."""
+    """Return a plan for each stage that a plan is about, with what was measured of it; without stages, the
+    plan."""
     stages = plan.stages
     if stages is None:
         return [plan]
@@ -64,7 +63,7 @@ def parts(plan: Plan) -> list[Plan]:
 
 
 def tightest(plan: Plan, load: Workload) -> Plan:
-    """That of ``parts`` on whose ranks least is left."""
+    """Return the one of ``parts`` on whose ranks least is left."""
 
     def left(part: Plan) -> int:
         if part.memory is None:
@@ -75,7 +74,7 @@ def tightest(plan: Plan, load: Workload) -> Plan:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes of the weights in the memory of the rank that has most; packed ones stay packed."""
+    """Return the bytes of the weights in the memory of the rank that has most; packed ones stay packed."""
     total = plan.memory.buffer_bytes if plan.memory else 0
     for entry in stored_plans(plan).values():
         total += math.prod(local_shape(entry, plan.mesh, 0)) * item_bytes(entry.dtype)
@@ -83,7 +82,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def needs(plan: Plan, memory: MemoryPlan, batch: int, length: int) -> Needs:
-    """What sequences of one length need, prompt and all.
+    """Return what sequences of one length need, prompt and all.
 
     Args:
         plan: any plan.
@@ -99,26 +98,27 @@ def needs(plan: Plan, memory: MemoryPlan, batch: int, length: int) -> Needs:
 
 
 def fits(plan: Plan, memory: MemoryPlan, load: Workload) -> bool:
-    """Whether a rank can do this; without a context, whether it can hold the weights and one token."""
+    """Return whether a rank can do this; without a context, whether it can hold the weights and one token."""
     needed = needs(plan, memory, load.batch, load.context or 1)
     return needed.total + load.reserve_bytes <= load.device_bytes
 
 
 def cached_tokens(plan: Plan, memory: MemoryPlan, load: Workload) -> int:
-    """Most tokens of one sequence whose cache fits beside the weights; at most ``MAX_TOKENS``."""
+    """Return the most tokens of one sequence whose cache fits beside the weights, up to ``MAX_TOKENS``."""
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan)
     return _largest(lambda length: cache_bytes(memory, 1, length, length) <= free)
 
 
 def sequences(plan: Plan, memory: MemoryPlan, load: Workload) -> int:
-    """Most sequences of the context that fit, prompts read one after another; at most ``MAX_TOKENS``."""
+    """Return the most sequences of the context that fit, prompts read one after another, up to
+    ``MAX_TOKENS``."""
     length = load.context or 1
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan) - prefill_bytes(memory, 1, length)
     return _largest(lambda batch: cache_bytes(memory, batch, length, length) <= free)
 
 
 def _largest(is_possible: Callable[[int], bool]) -> int:
-    """The largest number up to ``MAX_TOKENS`` for which this is so; 0 if there is none."""
+    """Return the largest number up to ``MAX_TOKENS`` for which this is so; 0 if there is none."""
     if is_possible(MAX_TOKENS):
         return MAX_TOKENS
     low, high = 0, MAX_TOKENS
@@ -128,29 +128,24 @@ def _largest(is_possible: Callable[[int], bool]) -> int:
     return low
 
 
-# What a plan fuses, for reports.
-
-
 def fused_lines(plan: Plan) -> list[str]:
-    """One line for each entry: the modules, the members, and how many products become how many."""
-    return [_fused_line(entry.members) for entry in plan.fused]
+    """Return a line for each fused entry: the modules, the members, how many products become how many."""
+    lines = []
+    for entry in plan.fused:
+        members = entry.members
+        count = len(expand_all(members[0]))
+        where = ", ".join(pattern.rpartition(".")[0] or "(the model)" for pattern in members[0])
+        names = " + ".join(patterns[0].rpartition(".")[2] for patterns in members)
+        lines.append(f"{where}: {names} ({count * len(members)} products become {count})")
+    return lines
 
-
-def _fused_line(members: tuple[tuple[str, ...], ...]) -> str:
-    count = len(expand_all(members[0]))
-    where = ", ".join(pattern.rpartition(".")[0] or "(the model)" for pattern in members[0])
-    names = " + ".join(patterns[0].rpartition(".")[2] for patterns in members)
-    return f"{where}: {names} ({count * len(members)} products become {count})"
-
-
-# The stages of a plan: what each holds, what crosses the cuts, and how long stages wait for each other.
 
 MICROBATCHES = (1, 4)
 """For each stage; schedules wait less the more there are."""
 
 
 def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
-    """(from, to) -> bytes for each token that a stage sends another, of global tensors."""
+    """Return the bytes for each token that a stage sends another, of global tensors, by (from, to)."""
     found: dict[tuple[int, int], int] = {}
     for entry, _ in staged_modules(plan).values():
         for value in entry.sent:
@@ -164,7 +159,7 @@ def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
-    """The fraction of the time in which a process waits, if all stages take equally long.
+    """Return the fraction of the time in which a process waits, if all stages take equally long.
 
     With GPipe and 1F1B each process has one stage, with an interleaved schedule several (Narayanan et al.,
     2021, https://arxiv.org/abs/2104.04473).
@@ -178,13 +173,13 @@ def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
 
 
 def layers_text(stages: StagesPlan, stage: int) -> str:
-    """``layers 0 to 39``, of a stage."""
+    """Return the layers of a stage as text, such as ``layers 0 to 39``."""
     first, last = stages.layers[stage]
     return f"layers {first} to {last}" if last > first else f"layer {first}" if last == first else "no layer"
 
 
 def stage_lines(plan: Plan) -> Iterator[str]:
-    """The section of the report; empty for a plan without stages."""
+    """Yield the section of the report about stages; nothing for a plan without stages."""
     stages = plan.stages
     if stages is None:
         return
@@ -202,24 +197,19 @@ def stage_lines(plan: Plan) -> Iterator[str]:
     for each in MICROBATCHES:
         count = each * stages.count
         yield f"  waiting        {bubble(stages.count, count):.1%} with {count} microbatches (GPipe, 1F1B)"
-        for places, each_has in _divisions(stages.count):
+        # Stages can be divided among processes that have several.
+        for each_has in (n for n in range(2, stages.count // 2 + 1) if stages.count % n == 0):
+            places = stages.count // each_has
             part = f"{places * plan.tp} processes of {each_has} stages"
             waits = bubble(places, count, each_has)
             yield f"  waiting        {waits:.1%} with {count} microbatches on {part} (interleaved)"
-
-
-def _divisions(count: int) -> Iterator[tuple[int, int]]:
-    """How stages can be divided among processes that have several: how many processes, and stages of each."""
-    for per_process in range(2, count // 2 + 1):
-        if count % per_process == 0:
-            yield count // per_process, per_process
 
 
 _CANNOT_BE_MEASURED = "cache and activations could not be measured; the notes say why"
 
 
 def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
-    """The section of the report; empty where nothing was measured."""
+    """Yield the section of the report about memory; nothing where nothing was measured."""
     for title, part in memory_parts(plan):
         assert part.memory is not None
         yield f"MEMORY  {title}"
@@ -230,7 +220,7 @@ def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
 
 
 def memory_parts(plan: Plan) -> list[tuple[str, Plan]]:
-    """(whose ranks, the plan of these) for what was measured: stages that need the same are said once."""
+    """Return (whose ranks, their plan) for what was measured; stages that need the same are said once."""
     if plan.stages is None:
         return [("of each rank", plan)] if plan.memory is not None else []
     alike: dict[tuple[MemoryPlan, int], list[tuple[int, Plan]]] = {}
@@ -247,42 +237,32 @@ def memory_parts(plan: Plan) -> list[tuple[str, Plan]]:
 
 
 def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[str]]]:
-    """(what, texts about it) for the cache, the prefill of a prompt and the logits."""
+    """Return (what, texts about it) for the cache, the prefill of a prompt and the logits."""
     moment = max(
         memory.prefill, key=lambda each: moment_bytes(each, 1, num_tokens), default=LiveBytes((0, 0, 0))
     )
-    prefill = human_bytes(prefill_bytes(memory, 1, num_tokens))
-    found = [
-        ("cache", _cache_texts(memory) or ["none"]),
-        (
-            "prefill",
-            [f"{prefill} for a prompt of {num_tokens:,} tokens", *_moment_texts(moment)],
-        ),
-        ("logits", [f"{human_bytes(memory.logits_token_bytes)} per token whose logits are computed"]),
-    ]
-    return [fact for fact in found if fact[0] != "logits" or memory.logits_token_bytes]
-
-
-def _cache_texts(memory: MemoryPlan) -> list[str]:
-    texts = []
+    prefill = [f"{human_bytes(prefill_bytes(memory, 1, num_tokens))} for a prompt of {num_tokens:,} tokens"]
+    _, token, pair = (a + b for a, b in zip(moment.sequence, moment.once, strict=True))
+    if token > 0:
+        prefill.append(f"{human_bytes(token)} per token")
+    if pair > 0:
+        prefill.append(f"{human_bytes(pair)} per pair of tokens (scores, masks)")
+    cache = []
     for term in memory.cache:
         tokens = f"token of the last {term.window:,}" if term.window else "token"
         reader = " that the encoder reads" if term.source else ""
-        texts.append(f"{human_bytes(term.token_bytes)} per {tokens}{reader}")
+        cache.append(f"{human_bytes(term.token_bytes)} per {tokens}{reader}")
     if memory.sequence_bytes:
-        texts.append(f"{human_bytes(memory.sequence_bytes)} per sequence")
-    return texts
-
-
-def _moment_texts(moment: LiveBytes) -> list[str]:
-    """Its coefficients for one sequence."""
-    _, token, pair = (a + b for a, b in zip(moment.sequence, moment.once, strict=True))
-    texts = [f"{human_bytes(token)} per token"] if token > 0 else []
-    return texts + ([f"{human_bytes(pair)} per pair of tokens (scores, masks)"] if pair > 0 else [])
+        cache.append(f"{human_bytes(memory.sequence_bytes)} per sequence")
+    found = [("cache", cache or ["none"]), ("prefill", prefill)]
+    if memory.logits_token_bytes:
+        logits = f"{human_bytes(memory.logits_token_bytes)} per token whose logits are computed"
+        found.append(("logits", [logits]))
+    return found
 
 
 def device_lines(plan: Plan, load: Workload) -> Iterator[str]:
-    """The section about a device."""
+    """Yield the section of the report about a device."""
     reserve = human_bytes(load.reserve_bytes)
     yield f"DEVICE  {human_bytes(load.device_bytes)}, {reserve} of it are kept free"
     for head, text in device_facts(plan, load):
@@ -290,7 +270,7 @@ def device_lines(plan: Plan, load: Workload) -> Iterator[str]:
 
 
 def device_facts(plan: Plan, load: Workload) -> Iterator[tuple[str, str]]:
-    """(what, text) for each thing that can be said about the device."""
+    """Yield (what, text) for each thing that can be said about the device."""
     if plan.stages is not None:
         worst = tightest(plan, load)
         yield "stage", f"{shown_stages(plan)[parts(plan).index(worst)]} has the least free memory:"
@@ -329,7 +309,7 @@ def _line(head: str, text: str) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """A table whose cells stand to the right; the first row is its head."""
+    """Yield the lines of a table whose cells stand to the right; the first row is its head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip()

@@ -19,14 +19,14 @@ class Progress(Protocol):
     """Where the stages report to."""
 
     def stage(self, text: str) -> None:
-        """A stage begins; ``text`` says what it does."""
+        """Begin a stage; ``text`` says what it does."""
 
     def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> AbstractContextManager[Advance]:
         """Follow work on ``total_bytes`` bytes, of which an earlier run did ``done_bytes``."""
 
 
 class Silent:
-    """Reports nothing."""
+    """Progress that reports nothing."""
 
     def stage(self, text: str) -> None:
         """Do nothing."""
@@ -72,7 +72,7 @@ class Bars(Lines):
 
     @contextmanager
     def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
-        """A tqdm bar that stays on the screen."""
+        """Show a tqdm bar that stays on the screen."""
         from tqdm import tqdm  # only terminals pay for the import
 
         with tqdm(
@@ -82,7 +82,7 @@ class Bars(Lines):
 
 
 def for_terminal(*, quiet: bool) -> Progress:
-    """The progress that fits standard error."""
+    """Return the progress that fits standard error."""
     if quiet:
         return Silent()
     return Bars() if sys.stderr.isatty() else Lines()

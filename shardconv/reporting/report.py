@@ -1,4 +1,4 @@
-"""A plan as text, at most 100 columns wide."""
+"""Describes a plan as text, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
+from shardconv_runtime.format.plan import Plan, global_shape, local_shape
 
 from .human_numbers import human_bytes, human_count, percent
 from .plan_lines import Workload, device_lines, fused_lines, memory_lines, stage_lines
 from .summary import (
     Collective,
     LayerKind,
-    Replicated,
     Summary,
     TensorLine,
     all_notes,
@@ -42,13 +41,13 @@ def report(plan: Plan, *, num_tokens: int = TOKENS, load: Workload | None = None
         _layers(plan, summary.kinds),
         _replicated(plan, summary),
         _collectives(summary.collectives, num_tokens),
-        _fused(plan),
+        _bulleted("FUSED       layers with the same input, for inference", "  ", fused_lines(plan)),
         _totals(plan, summary),
         stage_lines(plan),
         memory_lines(plan, num_tokens),
         device_lines(plan, load) if load else (),
         _training(plan),
-        _notes(all_notes(plan)),
+        _bulleted("NOTES", "  - ", all_notes(plan)),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
@@ -71,23 +70,25 @@ def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
     yield _row("LAYERS", "", "count", "bytes per rank")
     for kind in kinds:
         size = human_bytes(kind.rank_bytes) if kind.tensors else ""
-        yield from _kind_rows(kind, size)
+        first, *rest = [name or "(the model)" for name in kind.names]
+        yield _row(kind.category or unplanned(kind), first, str(kind.count), size)
+        for name in rest:
+            yield _row("", name, "", "")
         if plan.experts == "ep" and kind.category == "experts":
             yield f"{'':<12}expert parallel: experts are distributed, not sharded"
         yield from _aligned([tensor_cells(plan, line) for line in kind.tensors])
-        if kind.edits:
-            yield from _wrapped("edits  ", ", ".join(map(_edit, kind.edits)))
-
-
-def _kind_rows(kind: LayerKind, size: str) -> Iterator[str]:
-    first, *rest = [name or "(the model)" for name in kind.names]
-    yield _row(kind.category or unplanned(kind), first, str(kind.count), size)
-    for name in rest:
-        yield _row("", name, "", "")
+        edits = []
+        for edit in kind.edits:
+            local = str(edit.local[0])
+            if len(set(edit.local)) > 1:
+                local = f"{local} … {edit.local[-1]}"
+            edits.append(f"{edit.attribute} {edit.value} → {local}")
+        if edits:
+            yield from _wrapped("edits  ", ", ".join(edits))
 
 
 def unplanned(kind: LayerKind) -> str:
-    """The label of a module without a category: how its parameters are laid out."""
+    """Return the label of a module without a category: how its parameters are laid out."""
     return "partial" if any(line.plan.partial for line in kind.tensors) else "shard"
 
 
@@ -96,7 +97,7 @@ def _row(left: str, name: str, count: str, size: str) -> str:
 
 
 def tensor_cells(plan: Plan, line: TensorLine) -> tuple[str, str, str]:
-    """Name, global and local shape, and the layout of the dims."""
+    """Return name, global and local shape, and the layout of the dims."""
     shape, entry = global_shape(line.plan), line.plan
     first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
     shapes = _shape(shape)
@@ -123,33 +124,23 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
             yield from _wrapped("  ", layout)
 
 
-def _edit(edit: Edit) -> str:
-    first, last = edit.local[0], edit.local[-1]
-    local = f"{first} … {last}" if len(set(edit.local)) > 1 else str(first)
-    return f"{edit.attribute} {edit.value} → {local}"
-
-
 def _replicated(plan: Plan, summary: Summary) -> Iterator[str]:
     if not summary.replicated:
         return
-    num_bytes = sum(group.num_bytes for group in summary.replicated)
-    share = percent(num_bytes, summary.total_bytes)
-    yield f"REPLICATED  {human_bytes(num_bytes)} on every rank, {share} of the model"
+    total_bytes = sum(group.num_bytes for group in summary.replicated)
+    share = percent(total_bytes, summary.total_bytes)
+    yield f"REPLICATED  {human_bytes(total_bytes)} on every rank, {share} of the model"
     for group in summary.replicated:
-        yield from _reason_rows(group)
-
-
-def _reason_rows(group: Replicated) -> Iterator[str]:
-    yield from textwrap.wrap(
-        group.reason or "no reason given", WIDTH, initial_indent="  ", subsequent_indent="  "
-    )
-    for name, shape, num_bytes in group.tensors:
-        rest = f"{_shape(shape):>16}{human_bytes(num_bytes):>12}"
-        if len(name) <= WIDTH - 4 - len(rest):
-            yield f"    {name:<{WIDTH - 4 - len(rest)}}{rest}"
-        else:
-            yield from textwrap.wrap(name, WIDTH - 4, initial_indent="    ", subsequent_indent="      ")
-            yield f"{rest:>{WIDTH}}"
+        yield from textwrap.wrap(
+            group.reason or "no reason given", WIDTH, initial_indent="  ", subsequent_indent="  "
+        )
+        for name, shape, num_bytes in group.tensors:
+            rest = f"{_shape(shape):>16}{human_bytes(num_bytes):>12}"
+            if len(name) <= WIDTH - 4 - len(rest):
+                yield f"    {name:<{WIDTH - 4 - len(rest)}}{rest}"
+            else:
+                yield from textwrap.wrap(name, WIDTH - 4, initial_indent="    ", subsequent_indent="      ")
+                yield f"{rest:>{WIDTH}}"
 
 
 def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator[str]:
@@ -172,14 +163,6 @@ def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator
 
 def _collective_numbers(count: int, token_bytes: int, num_tokens: int) -> tuple[str, str, str]:
     return str(count), human_bytes(token_bytes), human_bytes(token_bytes * num_tokens)
-
-
-def _fused(plan: Plan) -> Iterator[str]:
-    lines = fused_lines(plan)
-    if lines:
-        yield "FUSED       layers with the same input, for inference"
-    for line in lines:
-        yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
@@ -213,11 +196,11 @@ def _training(plan: Plan) -> Iterator[str]:
         yield f"    {name}"
 
 
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-    if notes:
-        yield "NOTES"
-    for note in notes:
-        yield from textwrap.wrap(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+def _bulleted(head: str, bullet: str, texts: Sequence[str]) -> Iterator[str]:
+    if texts:
+        yield head
+    for text in texts:
+        yield from textwrap.wrap(text, WIDTH, initial_indent=bullet, subsequent_indent="    ")
 
 
 def _wrapped(label: str, text: str) -> Iterator[str]:
@@ -226,7 +209,7 @@ def _wrapped(label: str, text: str) -> Iterator[str]:
 
 
 def files_report(manifest: Manifest) -> str:
-    """The source, the tools and the files of a converted directory, as text."""
+    """Return the source, the tools and the files of a converted directory as text."""
     revision = f" at {manifest.source.revision}" if manifest.source.revision else ""
     tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
     lines = [
@@ -234,7 +217,12 @@ def files_report(manifest: Manifest) -> str:
         f"  from           {manifest.source.name}{revision}",
         f"  written by     {tools}",
     ]
-    lines += _wrapped_fact("numerics", numerics_text(manifest.numerics))
+    lines += textwrap.wrap(
+        numerics_text(manifest.numerics),
+        WIDTH,
+        initial_indent=f"  {'numerics':<15}",
+        subsequent_indent=" " * 17,
+    )
     folders: dict[str, list[FileEntry]] = {}
     for entry in manifest.files:
         folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
@@ -246,7 +234,7 @@ def files_report(manifest: Manifest) -> str:
 
 
 def numerics_text(found: Numerics | None) -> str:
-    """The result of ``verify --numerics``, or that there is none, in one line."""
+    """Return the result of ``verify --numerics``, or that there is none, in one line."""
     if found is None:
         return "not measured; shardconv verify --numerics runs the ranks on these weights"
     inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in found.inputs.items())
@@ -254,7 +242,3 @@ def numerics_text(found: Numerics | None) -> str:
         f"the simulated ranks differ from the unsharded model by {found.worst:.1e} of its largest output at "
         f"most ({found.dtype}, {found.tolerance:.0e} allowed; {inputs})"
     )
-
-
-def _wrapped_fact(label: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<15}", subsequent_indent=" " * 17)

@@ -89,7 +89,7 @@ class Summary:
 
 
 def all_notes(plan: Plan) -> tuple[str, ...]:
-    """The notes of a plan; the first says why it cannot be trained, if it cannot."""
+    """Return the notes of a plan; the first says why it cannot be trained, if it cannot."""
     why = (f"for inference only: {plan.inference_only}",) if plan.inference_only else ()
     return (*why, *plan.notes)
 
@@ -114,14 +114,14 @@ def summarize(plan: Plan) -> Summary:
 
 
 def shown_stages(plan: Plan) -> Sequence[int]:
-    """The stages that a plan is about: all, or its own; stage 0 of a plan without any."""
+    """Return the stages that a plan is about: all, or its own; stage 0 of a plan without any."""
     if plan.stages is None or plan.stages.own is None:
         return range(num_stages(plan))
     return (plan.stages.own,)
 
 
 def stage_bytes(plan: Plan) -> list[list[int]]:
-    """Bytes of the parameters of each rank of each stage; of one stage, without any."""
+    """Return the bytes of the parameters of each rank of each stage; of one stage, without any."""
     entries = by_name("parameters", tuple(stored_entries(plan)))
     held = (Counter(entries[n] for n in held_names(plan, k, entries.keys())) for k in range(num_stages(plan)))
     return [
@@ -131,24 +131,30 @@ def stage_bytes(plan: Plan) -> list[list[int]]:
 
 
 def global_bytes(entry: ParameterPlan) -> int:
-    """Bytes of the full tensor."""
+    """Return the bytes of the full tensor."""
     return math.prod(global_shape(entry)) * item_bytes(entry.dtype)
 
 
 def local_bytes(entry: ParameterPlan, plan: Plan, rank: int) -> int:
-    """Bytes of the tensor on ``rank``."""
+    """Return the bytes of the tensor on ``rank``."""
     return math.prod(local_shape(entry, plan.mesh, rank)) * item_bytes(entry.dtype)
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return STORED_BITS[STORED_NAME[dtype]] // 8
 
 
 def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKind, ...]:
     """Group the modules that have an entry in the plan or hold parameters that are not replicated."""
     modules = module_plans(plan)
-    owners = _packed_owners(plan)
+    # The name of a stored tensor of a packed parameter may have dots of its own after the module.
+    owners = {
+        tensor_name(name, tensor.name): name.rpartition(".")[0]
+        for name, entry in parameter_plans(plan).items()
+        if entry.packing is not None
+        for tensor in entry.packing.tensors
+    }
     owned: dict[str, list[TensorLine]] = {name: [] for name in modules}
     for name, entry in parameters.items():
         owner = owners.get(name, name.rpartition(".")[0])
@@ -156,46 +162,29 @@ def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKi
         if owner in modules or not is_common(entry):
             owned.setdefault(owner, []).append(TensorLine(leaf, entry))
     groups: dict[tuple[ModulePlan | None, tuple[TensorLine, ...]], list[str]] = {}
-    for owner, tensors in owned.items():
-        groups.setdefault((modules.get(owner), tuple(tensors)), []).append(owner)
-    return tuple(_kind(plan, names, modules.get(names[0]), owned[names[0]]) for names in groups.values())
-
-
-def _packed_owners(plan: Plan) -> dict[str, str]:
-    """The module of each stored tensor of a packed parameter; the tensor's name may have dots of its own."""
-    return {
-        tensor_name(name, tensor.name): name.rpartition(".")[0]
-        for name, entry in parameter_plans(plan).items()
-        if entry.packing is not None
-        for tensor in entry.packing.tensors
-    }
+    for owner, lines in owned.items():
+        groups.setdefault((modules.get(owner), tuple(lines)), []).append(owner)
+    kinds = []
+    for (module, tensors), names in groups.items():
+        counts = Counter(line.plan for line in tensors)
+        held = (
+            sum(count * local_bytes(entry, plan, rank) for entry, count in counts.items())
+            for rank in range(plan.tp)
+        )
+        category, edits = (module.category, module.edits) if module else ("", ())
+        kinds.append(LayerKind(compress(names), len(names), category, tensors, edits, len(names) * max(held)))
+    return tuple(kinds)
 
 
 def packed_methods(plan: Plan) -> tuple[str, ...]:
-    """The formats in which parameters are stored packed, sorted."""
+    """Return the formats in which parameters are stored packed, sorted."""
     return tuple(sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None}))
 
 
 def weights_text(plan: Plan) -> str:
-    """The dtype of a model, and the formats of its packed parameters."""
+    """Return the dtype of a model, and the formats of its packed parameters, as text."""
     packed = ", ".join(packed_methods(plan))
     return f"{plan.model.dtype}, packed in {packed}" if packed else plan.model.dtype
-
-
-def _kind(plan: Plan, names: list[str], module: ModulePlan | None, tensors: list[TensorLine]) -> LayerKind:
-    counts = Counter(line.plan for line in tensors)
-    held = (
-        sum(count * local_bytes(entry, plan, rank) for entry, count in counts.items())
-        for rank in range(plan.tp)
-    )
-    return LayerKind(
-        names=compress(names),
-        count=len(names),
-        category=module.category if module else "",
-        tensors=tuple(tensors),
-        edits=module.edits if module else (),
-        rank_bytes=len(names) * max(held),
-    )
 
 
 def _replicated(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[Replicated, ...]:
@@ -204,24 +193,20 @@ def _replicated(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[Re
         if is_common(entry) and plan.tp > 1:
             shapes = by_reason.setdefault(entry.reason, {})
             shapes.setdefault(global_shape(entry), []).append((name, global_bytes(entry)))
-    found = [_one_reason(reason, shapes) for reason, shapes in by_reason.items()]
+    found = []
+    for reason, shapes in by_reason.items():
+        tensors: list[tuple[str, tuple[int, ...], int]] = []
+        for shape, members in shapes.items():
+            sizes = dict(members)
+            by_leaf: dict[str, list[str]] = {}
+            for name in sizes:
+                leaf = ".".join(part for part in name.split(".") if not part.isdigit())
+                by_leaf.setdefault(leaf, []).append(name)
+            for names in by_leaf.values():
+                tensors.append((", ".join(compress(names)), shape, sum(sizes[name] for name in names)))
+        tensors.sort(key=lambda item: (-item[2], item[0]))
+        found.append(Replicated(reason, tuple(tensors), sum(item[2] for item in tensors)))
     return tuple(sorted(found, key=lambda group: -group.num_bytes))
-
-
-def _one_reason(reason: str, shapes: Mapping[tuple[int, ...], list[tuple[str, int]]]) -> Replicated:
-    tensors: list[tuple[str, tuple[int, ...], int]] = []
-    for shape, members in shapes.items():
-        sizes = dict(members)
-        by_leaf: dict[str, list[str]] = {}
-        for name in sizes:
-            by_leaf.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(
-                name
-            )
-        for names in by_leaf.values():
-            text = ", ".join(compress(names))
-            tensors.append((text, shape, sum(sizes[name] for name in names)))
-    tensors.sort(key=lambda item: (-item[2], item[0]))
-    return Replicated(reason, tuple(tensors), sum(item[2] for item in tensors))
 
 
 def _collectives(plan: Plan) -> tuple[Collective, ...]:
@@ -239,7 +224,7 @@ def _collectives(plan: Plan) -> tuple[Collective, ...]:
 
 
 def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:
-    """(op, slot, elements per token, dtype) of each collective in one call of the module."""
+    """Yield (op, slot, elements per token, dtype) of each collective in one call of the module."""
     for step in (*module.inputs, *module.outputs):
         if step.op in COMMUNICATING:
             yield step.op, step.slot, step.per_token, dtype

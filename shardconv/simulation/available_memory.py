@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""Measure how much memory this process may still use."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from torch.autograd.graph import saved_tensors_hooks
 
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Names of the limit, of the memory in use, and, in ``memory.stat``, of its part that is cached files."""
+"""Files with the limit and the memory in use, and the key of cached files in ``memory.stat``."""
 _OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|can't start new thread")
-"""In errors of torch's allocators, and of threads that get no stack."""
+"""Messages of torch's allocators, and of threads that get no stack."""
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that is free or can be freed, of the machine and within the limits of schedulers and containers.
+    """Return the memory that is free or can be freed, within the limits of schedulers and containers.
 
     Args:
-        root: of the file system in which the kernel's files are.
+        root: root of the file system with the kernel's files.
     """
-    return min([_of_machine(root), *_of_cgroups(root)])
+    try:  # MemAvailable includes caches that can be dropped
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([free, *_left_in_cgroups(root)])
 
 
 GARBAGE_BYTES = 2**27
-"""How much larger than ever this process becomes before garbage is searched for."""
+"""By how much the peak memory of this process grows before garbage is collected again."""
 
 
 def collect_garbage() -> None:
-    """Free what only cycles refer to, if this process has become larger than it ever was.
+    """Collect garbage, if the peak memory of this process has grown.
 
-    Solving runs without the garbage collector. A search passes each object of all simulated ranks to find
-    some dozens, and took most of a proof where it followed each run. What was frozen before (``gc.freeze``)
-    is not searched.
+    Solving runs without the garbage collector. A collection visits every object of all simulated ranks to
+    find a few dozen, and took most of a proof's time when it followed each run. Objects frozen with
+    ``gc.freeze`` are not visited.
     """
     if most_bytes() >= _Searched.at_bytes + GARBAGE_BYTES:
         gc.collect()
@@ -52,45 +57,38 @@ def collect_garbage() -> None:
 
 class _Searched:
     at_bytes = 0
-    """The most memory that this process had had when garbage was last searched for."""
+    """Peak memory at the last collection."""
 
 
 def most_bytes() -> int:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def return_freed_memory() -> None:
-    """Give the system back what the C library keeps of freed tensors, where it can: ranks that were threads
-    leave much of it."""
+    """Return memory of freed tensors, which the C library keeps, to the system.
+
+    Threads of simulated ranks leave a lot of it, since glibc has an arena for each thread.
+    """
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
-        return  # another C library
+        return  # not glibc
 
 
 def require_memory(error: Exception) -> None:
-    """Raise a ``MemoryError`` for an error that says that memory ran out: no fault of any model.
+    """Raise a ``MemoryError`` if an error says that memory ran out, which is not the model's fault.
 
     Args:
-        error: any; others are left to the caller.
+        error: any error; the caller handles the others.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _OUT_OF_MEMORY.search(str(error)):
         raise MemoryError(str(error)) from error
 
 
-def _of_machine(root: Path) -> int:
-    """With caches that can be dropped, where the system tells; else free memory."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _of_cgroups(root: Path) -> Iterator[int]:
-    """What is left in each control group that this process is in, and that has a limit.
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Yield the memory left in each control group of this process that has a limit.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
     """
@@ -105,34 +103,31 @@ def _of_cgroups(root: Path) -> Iterator[int]:
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         group = top / path.lstrip("/")
         for directory in (group, *group.parents):
-            yield from _left(directory, *(_CGROUP_1 if controllers else _CGROUP_2))
+            limit, usage, cached = _CGROUP_1 if controllers else _CGROUP_2
+            try:
+                allowed = int((directory / limit).read_text())
+                used = int((directory / usage).read_text())
+                stats = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                yield max(0, allowed - used + int(stats[cached]))
+            except (OSError, ValueError, KeyError):
+                pass  # no limit ("max"), or not readable
             if directory == top:
                 break
 
 
-def _left(directory: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
-    try:
-        allowed = int((directory / limit).read_text())
-        used = int((directory / usage).read_text())
-        stats = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        yield max(0, allowed - used + int(stats[cached]))
-    except (OSError, ValueError, KeyError):
-        return  # no limit ("max"), or none that can be read
-
-
-# Activations that ranks keep for their backward pass: those that are the same on several are kept once.
+# Ranks share equal activations that they keep for the backward pass.
 #
-# The ranks of a plan run in one process, and what is replicated on them is equal to the bit: the same
-# operators ran on the same numbers. Without this, a proof of gradients would hold such activations once for
-# each rank.
+# The ranks of a plan run in one process, and replicated activations have the same bits on all of them, since
+# the same operators ran on the same numbers. Without sharing, a proof of gradients would hold a copy for each
+# rank.
 
 
 _LEAST = 1 << 12
-"""Smaller tensors are not compared, in elements."""
+"""Tensors with fewer elements are not compared."""
 
 
 class _Kept:
-    """A tensor that some ranks need, and how often it had been written to."""
+    """A tensor that some ranks need, and its version when it was saved."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -147,15 +142,16 @@ class _Kept:
 
 
 class SharedActivations:
-    """What the ranks of one run keep. They run in turns, and save tensors in one order."""
+    """The activations that the ranks of one run keep. Ranks run in turns, and save tensors in the same
+    order."""
 
     def __init__(self) -> None:
         self._kept: dict[int, weakref.WeakSet[_Kept]] = {}
-        """Number of a tensor in the order of a rank -> those that ranks keep under it."""
+        """Index of a tensor in the order of a rank -> tensors that ranks keep with this index."""
 
     @contextmanager
     def of_a_rank(self) -> Iterator[None]:
-        """Context of the forward pass of one rank, in its thread."""
+        """Share activations in the forward pass of one rank, in its thread."""
         count = 0
 
         def pack(tensor: Tensor) -> _Kept:

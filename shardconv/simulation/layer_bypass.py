@@ -1,7 +1,7 @@
-"""Leaves out layers that others stand for, so that a deep model can be run on numbers.
+"""Bypass layers that are represented by others, so that a deep model can be run on numbers.
 
-A layer whose outputs, if anybody reads them, are handed on to the next one as some of its arguments, can be
-bypassed by returning these arguments. It is bypassed if it is planned as the layer that stands for it.
+A layer can be bypassed by returning some of its arguments, if all outputs that are read are passed to the
+next layer as these arguments. It is bypassed if its plan equals the plan of the layer that represents it.
 """
 
 from __future__ import annotations
@@ -24,80 +24,72 @@ from ..inputs.trace_inputs import TraceInputs
 from ..tracing.tape import Event, Mark, Tape, last_calls, prefixes, reads_and_writes, starred
 from ..tracing.trace import trace
 
-# Modules of a layer that nothing outside looks into.
+# A module is closed if nothing outside reads its intermediate tensors.
 #
-# A layer of which more than its result is read (the scores of its router) must be run, even where another
-# layer stands for it. But only shapes are wanted of it: its closed modules return what those of the other
-# layer returned, as tensors of these shapes.
+# A layer must run if more than its result is read (for example the scores of its router), even where another
+# layer represents it. Only shapes are needed then, so its closed modules return empty tensors with the shapes
+# of the other layer's results.
 
 FEWEST_EVENTS = 24
-"""Of a module that is worth leaving out."""
+"""Smaller modules are not worth leaving out."""
 
 
 def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The outermost modules in each layer of which only the results are read.
+    """Find the outermost modules in each layer of which only the results are read.
 
-    They are called once, are given no cache, return tensors alone, and do much.
+    They are called once, get no cache, return only tensors, and have many events.
 
     Args:
         tape: of all layers, not folded.
-        layers: their FQNs.
+        layers: FQNs of the layers.
 
     Returns:
         For each layer the names of such modules, relative to it.
     """
     last = last_calls(tape)
-    looked_into = _looked_into(tape, last)
-    sizes = _num_events(tape)
-    several = {call.fqn for call in tape.calls if call.index}
-    out: dict[str, tuple[str, ...]] = {}
-    for index, call in enumerate(tape.calls):
-        if call.fqn in layers:
-            found, inner = [], index + 1
-            while inner <= last[index]:
-                fqn = tape.calls[inner].fqn
-                is_closed = inner not in looked_into and fqn not in several and _returns_tensors(tape, inner)
-                if is_closed and fqn.startswith(f"{call.fqn}."):
-                    if sizes[inner] >= FEWEST_EVENTS:
-                        found.append(fqn[len(call.fqn) + 1 :])
-                    inner = last[inner]
-                inner += 1
-            out[call.fqn] = tuple(found)
-    return out
-
-
-def _num_events(tape: Tape) -> list[int]:
-    """Of each call and the calls in it."""
+    # Calls of which more than the results is read, and calls with a cache.
+    looked_into: set[int] = set()
+    maker: dict[int, Event] = {}
+    for event in tape.events:
+        read, made = reads_and_writes(event)
+        for tid in read:
+            looked_into.update(_left(tape, last, maker, tid, event.call))
+        maker.update(dict.fromkeys(made, event))
+    for tid in (*tape.outputs, *tape.handed_back):
+        looked_into.update(_left(tape, last, maker, tid, -1))
+    for call in (*tape.given_caches, *(update.call for update in tape.cache_updates)):
+        looked_into.update(_around(tape, call))
+    # Events of each call and of the calls in it. Inner calls have larger indices than the ones around them.
     sizes = [0] * len(tape.calls)
     for event in tape.events:
         sizes[event.call] += 1
     for index in range(len(tape.calls) - 1, 0, -1):
         if tape.calls[index].parent >= 0:
             sizes[tape.calls[index].parent] += sizes[index]
-    return sizes
-
-
-def _looked_into(tape: Tape, last: list[int]) -> set[int]:
-    """The calls with tensors that are read outside of them, beside their results, and those with a cache."""
-    maker: dict[int, Event] = {}
-    found: set[int] = set()
-    for event in tape.events:
-        read, made = reads_and_writes(event)
-        for tid in read:
-            found.update(_left(tape, last, maker, tid, event.call))
-        maker.update(dict.fromkeys(made, event))
-    for tid in (*tape.outputs, *tape.handed_back):
-        found.update(_left(tape, last, maker, tid, -1))
-    for call in (*tape.given_caches, *(update.call for update in tape.cache_updates)):
-        found.update(_around(tape, call))
-    return found
+    several = {call.fqn for call in tape.calls if call.index}
+    out: dict[str, tuple[str, ...]] = {}
+    for index, outer in enumerate(tape.calls):
+        if outer.fqn in layers:
+            found, inner = [], index + 1
+            while inner <= last[index]:
+                fqn, returned = tape.calls[inner].fqn, tape.returned.get(inner)
+                is_closed = inner not in looked_into and fqn not in several
+                items = returned.items if returned is not None else ()
+                is_closed &= bool(items) and all(item.is_tensor for item in items)
+                if is_closed and fqn.startswith(f"{outer.fqn}."):
+                    if sizes[inner] >= FEWEST_EVENTS:
+                        found.append(fqn[len(outer.fqn) + 1 :])
+                    inner = last[inner]
+                inner += 1
+            out[outer.fqn] = tuple(found)
+    return out
 
 
 def _left(tape: Tape, last: list[int], maker: Mapping[int, Event], tid: int, reader: int) -> Iterator[int]:
-    """The calls that a tensor leaves on its way to the call that reads it.
+    """Yield the calls that a tensor leaves on its way to the call that reads it, except as their result.
 
-    Where it is a result that the caller reads, that call is none of them. Any other reader may have got it in
-    another way, by a hook on one of the modules that handed it on.
+    Only the caller reads a result as such. Any other reader may have got the tensor in another way, through a
+    hook on one of the modules that passed it on.
     """
     made = maker.get(tid)
     if made is None:
@@ -114,23 +106,18 @@ def _left(tape: Tape, last: list[int], maker: Mapping[int, Event], tid: int, rea
 
 
 def _around(tape: Tape, call: int) -> Iterator[int]:
-    """A call and those that it is in, innermost first."""
+    """Yield a call and the calls around it, innermost first."""
     while call >= 0:
         yield call
         call = tape.calls[call].parent
 
 
-def _returns_tensors(tape: Tape, call: int) -> bool:
-    returned = tape.returned.get(call)
-    return returned is not None and bool(returned.items) and all(item.is_tensor for item in returned.items)
-
-
 def repeat_results(model: nn.Module, modules: Mapping[str, str]) -> None:
-    """Have modules return tensors like those that others have returned, in place.
+    """Replace modules, in place, by placeholders that return tensors like the results of other modules.
 
     Args:
         model: on meta.
-        modules: FQN -> that of a module of another layer, which is run.
+        modules: FQN -> FQN of the module of another layer, which is run.
     """
     for like in set(modules.values()):
         recorded = _RecordedResult()
@@ -140,13 +127,13 @@ def repeat_results(model: nn.Module, modules: Mapping[str, str]) -> None:
 
 
 class _RecordedResult:
-    """What a module has returned, given again as tensors of the same form."""
+    """The form of a module's last result, from which new tensors are made."""
 
     def __init__(self) -> None:
         self._result: Any = None
 
     def note(self, module: nn.Module, args: Any, result: Any) -> None:
-        """A forward hook of the module."""
+        """Record the result, as a forward hook of the module."""
         self._result = pytree.tree_map_only(Tensor, _Geometry, result)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,46 +141,46 @@ class _RecordedResult:
 
 
 class _Geometry:
-    """How a tensor lies in memory."""
+    """The shape, strides and dtype of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunction():
             self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
 
     def made(self) -> Tensor:
-        """A new tensor of that shape."""
+        """Return a new tensor on meta."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class Bypass:
-    """How to leave out a layer: it returns some of its arguments."""
+    """How to bypass a layer: it returns some of its arguments."""
 
     arguments: tuple[tuple[str, str], ...]
-    """(slot of an output, name of the argument in the signature of its forward): ``output`` is the one
-    result, ``output.1`` the second of a tuple, whose other items are ``unread`` or None."""
+    """(slot of an output, name of the argument in the signature of its forward). ``output`` is a single
+    result, ``output.1`` the second item of a tuple, whose other items are ``unread`` or None."""
     length: int
     """Number of items of the tuple that it returns."""
     unread: tuple[int, ...]
-    """Those of them that are tensors which nobody reads; they become empty ones."""
+    """Indices of items that are tensors and are never read; they become empty tensors."""
     like: str
-    """FQN of the layer that stands for it, and is run."""
+    """FQN of the layer that represents it, and is run."""
     kind: type[tuple[Any, ...]] = tuple
-    """Of the tuple that it returns, which may be a named one."""
+    """Type of the tuple that it returns, which may be a named tuple."""
     is_read_elsewhere: bool = False
-    """Whether more than its result is read, as by a loss from the logits of routers, or its result together
-    with those of other layers, as by an encoder that returns all hidden states."""
+    """Whether more than its result is read (for example by a loss of router logits), or its result together
+    with results of other layers (for example by an encoder that returns all hidden states)."""
     closed: tuple[str, ...] = ()
-    """Where more than the result is read: names of modules in the layer of which only the results are."""
+    """If ``is_read_elsewhere``: names of the closed modules in the layer."""
 
 
 def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
-    """How each of these layers is bypassed; those of a stack are left out unless all of them can be.
+    """Find out how to bypass layers. Layers of a stack are bypassed together or not at all.
 
     Args:
         tape: of all layers, not folded.
-        layers: FQNs of layers of a stack, each with the layer that stands for it; each one follows
-            another layer of that stack.
+        layers: FQNs of layers of a stack, each with the layer that represents it. Each one follows another
+            layer of that stack.
     """
     returned: dict[int, Mark] = {}
     entries: dict[str, list[Mark]] = {}
@@ -237,9 +224,10 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
 def working_bypasses(
     model: nn.Module, inputs: TraceInputs, tape: Tape, layers: Mapping[str, str]
 ) -> dict[str, Bypass]:
-    """``find_bypasses`` of a traced model, or none if it does not run with them.
+    """Call ``find_bypasses`` for a traced model. The result is empty if the model does not run with the
+    bypasses.
 
-    Code may count its layers: one that keeps a list with an item for each layer finds too few.
+    For example, a model that collects a list with an item for each layer may fail when it finds too few.
 
     Args:
         model: on meta; it is copied.
@@ -258,8 +246,11 @@ def working_bypasses(
 
 
 def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
-    """Those of the layers of which other tensors than their results are read, or these by a collector."""
-    inside = {index: _layer_of(call.fqn, layers) for index, call in enumerate(tape.calls)}
+    """Find layers of which other tensors than their results are read, or whose results are collected."""
+    inside = {
+        index: next((name for name in prefixes(call.fqn) if name in layers), "")
+        for index, call in enumerate(tape.calls)
+    }
     made_in: dict[int, str] = {}
     result_of: dict[int, str] = {}
     readers: dict[tuple[int, bool], set[str]] = {}
@@ -276,23 +267,19 @@ def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
     return found.union(*(several for several in readers.values() if len(several) > 1))
 
 
-def _layer_of(fqn: str, layers: Collection[str]) -> str:
-    return next((name for name in prefixes(fqn) if name in layers), "")
-
-
 def _is_plain(slot: str) -> bool:
-    """Whether an output is the result of a module, or an item of a tuple that is."""
+    """Return whether an output slot is the result of a module, or an item of its tuple."""
     name, _, index = slot.partition(".")
     return name == "output" and (not index or index.isdigit())
 
 
 def _index(slot: str) -> int:
-    """Of an item of a tuple; -1 for the one result of a module."""
+    """Return the index of an item of a tuple; -1 for a single result."""
     return int(slot.partition(".")[2] or -1)
 
 
 def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
-    """Those of the layers for which the plan is that of the layer that stands for them."""
+    """Return the layers whose plan equals the plan of the layer that represents them."""
     modules, parameters = module_plans(plan), parameter_plans(plan)
     said: dict[str, object] = {name: replace(entry, names=()) for name, entry in modules.items()}
     said |= {f"{name}=": replace(entry, names=()) for name, entry in parameters.items()}
@@ -307,7 +294,7 @@ def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]
 
 
 def bypassed_copy(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
-    """A deep copy of ``model`` in which these layers are bypassed; they are not copied."""
+    """Deep copy ``model`` with these layers bypassed; the layers themselves are not copied."""
     memo: dict[int, object] = {}
     for fqn, how in layers.items():
         layer = model.get_submodule(fqn)
@@ -316,14 +303,15 @@ def bypassed_copy(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
 
 
 def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
-    """Replace these layers of ``model``, in place."""
+    """Bypass these layers of ``model``, in place."""
     for fqn, how in layers.items():
         swap_for_placeholder(model, fqn, _passing_on(model.get_submodule(fqn), how))
     return model
 
 
 def _passing_on(layer: nn.Module, how: Bypass) -> Results:
-    """The arguments that a layer would have changed, in the form in which it returns them."""
+    """Make a forward that returns the arguments that a layer would have changed, in the form of its
+    results."""
     names = list(forward_signature(layer).parameters)
     outputs = [
         (_index(slot), name, int(name) if name.isdigit() else names.index(name))

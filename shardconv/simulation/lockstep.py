@@ -1,8 +1,9 @@
-"""The ranks and the unsharded model in lockstep, on weights that are read from files when they are needed.
+"""Run the ranks and the unsharded model in lockstep, on weights that are read from files when they are
+needed.
 
-All are threads that take turns. Before a module with parameters each says how far it has come, and whoever
-has come least far goes on. So all read the weights of a module at about the same time, from files that are
-cached then, and the outputs of modules are compared as the runs leave them.
+All runs are threads that take turns. Before a module with parameters, each thread reports its position, and
+the thread that is furthest behind continues. All runs thus read the weights of a module at about the same
+time, while the files are cached, and the outputs of modules are compared as soon as all runs have left them.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from .rank_simulation import Unprovable
 from .rank_threads import BESIDE, ThreadCommunicator, Turn, run_ranks
 from .streamed_weights import RecentReads, fill_streamed
 
-# The first module whose output on the ranks is not that of the unsharded model.
+# Find the first module whose output on the ranks differs from the unsharded model.
 #
-# A rank may hold all of a module's output, the positions of one of its dims that some layout gives it, or a
-# term of a sum over mesh axes. The plan says which only where it communicates. So every explanation is
-# tried: a module differs where the shapes allow some, and the numbers agree with none. This names the place
-# to look at if the model's outputs differ; by itself it is not an error.
+# A rank may hold all of a module's output, the positions of one of its dims that some layout assigns to it,
+# or a term of a sum over mesh axes. The plan says which one only where it communicates. So every explanation
+# is tried: a module differs if the shapes allow some explanations, and the numbers agree with none. This
+# shows where to look if the model's outputs differ; by itself it is not an error.
 
 
-UNSHARDED = -1
-"""Number of the unsharded run beside those of the ranks."""
+UNSHARDED = BESIDE
+"""Number of the unsharded run; the ranks have the numbers from 0."""
 
 Call = tuple[str, int]
 """FQN of a module, and the number of the call."""
@@ -55,30 +56,30 @@ class ModuleDifference:
 
     fqn: str
     worst: float
-    """Relative to the largest value of the output, by the explanation that fits best."""
+    """Difference by the explanation that fits best, relative to the largest value of the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One dim that is sharded, and the axes over which what a rank holds is a term of a sum."""
+    """One explanation of a local tensor: a sharded dim, and the mesh axes over which it is partial."""
 
     dim: int
-    """Of the tensor; -1 if none is sharded."""
+    """The sharded dim of the tensor; -1 if none is sharded."""
     held: tuple[Tensor, ...]
     """For each rank, the positions that it holds; empty if no dim is sharded."""
     summed: tuple[int, ...]
-    """Mesh axes."""
+    """Mesh axes over which the tensor is partial."""
 
 
 @dataclass
 class ModuleOutputs:
-    """The outputs of module calls, compared as soon as all runs have left the call.
+    """Compare the outputs of module calls as soon as all runs have left the call.
 
-    Outputs of a call that some run leaves out are dropped when all have passed it.
+    Outputs of a call that some run leaves out are dropped when all runs have passed it.
 
     Args:
         plan: of the ranks.
-        tape: of the unsharded model: the order of the calls.
+        tape: of the unsharded model, for the order of the calls.
         tolerance: relative to the largest value.
     """
 
@@ -86,7 +87,7 @@ class ModuleOutputs:
     tape: Tape
     tolerance: float
     first: ModuleDifference | None = None
-    """The first module that differs, in the order in which the unsharded model leaves them."""
+    """The first module that differs, in the order in which the unsharded model leaves the modules."""
     _first_left: int = 0
     _held: dict[Call, dict[int, list[Tensor]]] = field(default_factory=dict)
     _left: dict[Call, int] = field(default_factory=dict)
@@ -95,11 +96,11 @@ class ModuleOutputs:
 
     @cached_property
     def positions(self) -> Mapping[Call, int]:
-        """For each call of a module in the model, how many calls are entered before it."""
+        """Map each call of a module to the number of calls that are entered before it."""
         return {(call.fqn, call.index): i for i, call in enumerate(self.tape.calls) if call.fqn}
 
     def enter(self, run: int, position: int) -> None:
-        """A run has come as far as this call."""
+        """Note that a run has reached this call, and drop the outputs of calls that all runs have passed."""
         self._entered[run] = position
         if len(self._entered) > self.plan.tp:
             passed = min(self._entered.values())
@@ -107,32 +108,32 @@ class ModuleOutputs:
                 del self._held[call]
 
     def leave(self, run: int, call: Call, outputs: Sequence[Tensor]) -> None:
-        """A run has left a call with these outputs, local ones of a rank."""
+        """Note that a run has left a call with these outputs, which are local on a rank."""
         if call not in self.positions:
             return
         if run == UNSHARDED:
             self._left[call] = len(self._left)
         held = self._held.setdefault(call, {})
         held[run] = [t.clone() for t in outputs]  # code after the call may write to them
-        if len(held) > self.plan.tp:
-            self._compare(call, self._held.pop(call))
-
-    def _compare(self, call: Call, held: Mapping[int, Sequence[Tensor]]) -> None:
+        if len(held) <= self.plan.tp:
+            return
+        del self._held[call]
         position = self._left[call]
         if self.first is not None and self._first_left < position:
             return
         want = held[UNSHARDED]
         ranks = [held[rank] for rank in range(self.plan.tp)]
-        if any(len(outputs) != len(want) for outputs in ranks):
+        if any(len(local) != len(want) for local in ranks):
             return
         for index, tensor in enumerate(want):
-            worst = self._difference(tensor, [outputs[index] for outputs in ranks])
+            worst = self._difference(tensor, [local[index] for local in ranks])
             if worst > self.tolerance:
                 self.first, self._first_left = ModuleDifference(call[0], worst), position
                 return
 
     def _difference(self, want: Tensor, ranks: Sequence[Tensor]) -> float:
-        """By the explanation that fits best; 0 if the shapes fit none, or there is nothing to compare."""
+        """Compare by the explanation that fits best; 0 if no explanation fits the shapes or nothing is
+        finite."""
         if not want.is_floating_point() or not want.isfinite().any():
             return 0.0
         worst = None
@@ -162,7 +163,7 @@ class ModuleOutputs:
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """For each call of the tape, the position of the last one in it."""
+        """Map each call of the tape to the position of the last call in it."""
         ends = list(range(len(self.tape.calls)))
         for position in range(len(ends) - 1, -1, -1):
             parent = self.tape.calls[position].parent
@@ -172,25 +173,24 @@ class ModuleOutputs:
 
     @cached_property
     def _layouts(self) -> Mapping[int, Sequence[tuple[Dim, tuple[Tensor, ...]]]]:
-        """The sharded dims that the plan knows, and their leaves, by size; the positions of each rank."""
+        """Map sizes to the sharded dims and leaves of the plan that have them, with the positions of each
+        rank."""
+        steps = (step for entry in self.plan.modules for step in (*entry.inputs, *entry.outputs))
+        of_parameters = (dim for entry in self.plan.parameters for dim in entry.dims)
+        sharded: dict[Dim, None] = {}
+        for dim in chain(of_parameters, map(layout_of, steps)):
+            # A leaf of size 0 stands for a size that depends on the input.
+            if dim is not None and all(leaf.size for leaf in leaves(dim)):
+                sharded.update((part, None) for part in (dim, *leaves(dim)) if axes_of(part))
         known: dict[int, list[tuple[Dim, tuple[Tensor, ...]]]] = {}
-        for layout in dict.fromkeys(_known_dims(self.plan)):
-            held = tuple(_positions(layout, self.plan, rank) for rank in range(self.plan.tp))
+        for layout in sharded:
+            spans = [ranges(layout, self.plan.mesh, rank) for rank in range(self.plan.tp)]
+            held = tuple(
+                torch.tensor([i for start, stop in each for i in range(start, stop)], dtype=torch.int64)
+                for each in spans
+            )
             known.setdefault(size(layout), []).append((layout, held))
         return known
-
-
-def _known_dims(plan: Plan) -> Iterator[Dim]:
-    steps = (step for entry in plan.modules for step in (*entry.inputs, *entry.outputs))
-    of_parameters = (dim for entry in plan.parameters for dim in entry.dims)
-    for dim in chain(of_parameters, map(layout_of, steps)):
-        if dim is not None and all(leaf.size for leaf in leaves(dim)):  # else the input decides the size
-            yield from (part for part in (dim, *leaves(dim)) if axes_of(part))
-
-
-def _positions(layout: Dim, plan: Plan, rank: int) -> Tensor:
-    spans = ranges(layout, plan.mesh, rank)
-    return torch.tensor([i for start, stop in spans for i in range(start, stop)], dtype=torch.int64)
 
 
 def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -204,22 +204,19 @@ def _fits(shape: Sequence[int], local: Sequence[int], dim: int, held: int) -> bo
     )
 
 
-assert BESIDE == UNSHARDED
-
-
 @dataclass(frozen=True, slots=True)
 class LockstepOutcome:
     """How the ranks compare with the unsharded model."""
 
     worst: float
-    """Largest difference of an output of the model, relative to the largest value."""
+    """Largest difference of an output of the model, relative to its largest value."""
     first: ModuleDifference | None
-    """The first module whose output differs, if one does that can be compared."""
+    """The first module whose output can be compared and differs, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lockstep:
-    """One model, its ranks, and the files that their weights are in."""
+    """One model, its ranks, and the files with their weights."""
 
     plan: Plan
     model: nn.Module
@@ -228,9 +225,9 @@ class Lockstep:
     tape: Tape
     """Of the model with these inputs."""
     unsharded: Mapping[str, LazyTensor]
-    """Weights of the unsharded model: parameters and persistent buffers, global, by FQN."""
+    """Global parameters and persistent buffers of the unsharded model, by FQN."""
     ranks: Sequence[Mapping[str, LazyTensor]]
-    """Those of each rank, local."""
+    """Local parameters and persistent buffers of each rank, by FQN."""
 
     @property
     def num_bytes(self) -> int:
@@ -238,17 +235,17 @@ class Lockstep:
         return sum(tensor.num_bytes for tensor in self.unsharded.values())
 
     def run(self, precision: Precision, reads: RecentReads, advance: Advance) -> LockstepOutcome:
-        """Run all, and compare.
+        """Run the unsharded model and all ranks, and compare them.
 
         Args:
             precision: to compute in.
             reads: reads the parameters.
-            advance: told how much of ``num_bytes`` the unsharded model has come to.
+            advance: is called with the bytes of ``num_bytes`` that the unsharded model has newly used.
 
         Raises:
-            Unprovable: the unsharded model fails, or gives no finite number.
-            SolveError: the ranks fail.
-            ShardconvError: weights cannot be read or are written to, or the plan does not fit the model.
+            Unprovable: if the unsharded model fails or returns no finite number.
+            SolveError: if the ranks fail.
+            ShardconvError: if weights cannot be read or are written to, or the plan does not fit the model.
         """
         modules = ModuleOutputs(self.plan, self.tape, precision.tolerance)
         want: list[Tensor] = []
@@ -257,7 +254,15 @@ class Lockstep:
             try:
                 model = copy.deepcopy(self.model).to(precision.dtype)
                 fill_streamed(model, self.unsharded, precision.dtype, reads)
-                _tell(model, self.unsharded, advance)
+                # Count the bytes of a module's own weights when it is called for the first time.
+                for fqn, module in model.named_modules():
+                    prefix = f"{fqn}." if fqn else ""
+                    names = [prefix + name for name in (*module._parameters, *module._buffers)]
+                    if num_bytes := sum(self.unsharded[n].num_bytes for n in names if n in self.unsharded):
+                        once = iter([num_bytes])
+                        module.register_forward_pre_hook(
+                            lambda *_, once=once: advance(next(once, 0)) and None
+                        )
                 want.extend(_followed(model, turn, modules, self.inputs, precision))
             except ShardconvError:
                 raise
@@ -287,7 +292,7 @@ class Lockstep:
 def _followed(
     model: nn.Module, turn: Turn, modules: ModuleOutputs, inputs: TraceInputs, precision: Precision
 ) -> list[Tensor]:
-    """The outputs of a model that waits for the other runs, and whose modules are compared with theirs."""
+    """Return the outputs of a model that takes turns with the other runs, and whose modules are compared."""
     for fqn, module in model.named_modules():
         hook = _ModuleSteps(fqn, turn, modules)
         module.register_forward_pre_hook(hook.enter, prepend=True)
@@ -295,18 +300,8 @@ def _followed(
     return outputs_of(model, inputs, precision)
 
 
-def _tell(model: nn.Module, weights: Mapping[str, LazyTensor], advance: Advance) -> None:
-    """Count the bytes of a module's own weights when it is called for the first time."""
-    for fqn, module in model.named_modules():
-        prefix = f"{fqn}." if fqn else ""
-        names = [prefix + name for name in (*module._parameters, *module._buffers)]
-        if num_bytes := sum(weights[name].num_bytes for name in names if name in weights):
-            counted = iter([num_bytes])
-            module.register_forward_pre_hook(lambda *_, counted=counted: advance(next(counted, 0)) and None)
-
-
 class _ModuleSteps:
-    """The hooks around the forward of one module of one run."""
+    """Hooks around the forward of one module of one run."""
 
     def __init__(self, fqn: str, turn: Turn, modules: ModuleOutputs) -> None:
         self._fqn = fqn
@@ -316,7 +311,7 @@ class _ModuleSteps:
         self._open: list[int] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: wait for those that have not come as far."""
+        """Wait for the runs that have not reached this call, as a forward pre-hook."""
         self._open.append(self._num_calls)
         self._num_calls += 1
         position = self._modules.positions.get((self._fqn, self._open[-1]))
@@ -326,6 +321,6 @@ class _ModuleSteps:
                 self._turn.wait_for_others(position)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: compare the output."""
+        """Compare the output, as a forward hook."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._modules.leave(self._turn.number, (self._fqn, self._open.pop()), tensors)

@@ -1,4 +1,4 @@
-"""One run of a model on numbers: its outputs, its gradients, and their distance to those of another run."""
+"""Run a model on numbers, and compare its outputs and gradients with another run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from ..inputs.trace_inputs import TraceInputs
 from ..tracing.trace import results
 from .available_memory import require_memory
 
-# A float64 model that computes in float64 throughout.
-#
-# Model code casts to float32 here and there (norms, softmax, rotary tables), and to the dtype that its config
-# names. There, a sum over ranks and a
-# sum on one device differ by float32 rounding, which would hide small mistakes. Under ``Float64`` such casts
-# keep float64, so that a sharded model must agree with the unsharded one to float64 rounding.
+# Model code casts to float32 in places (norms, softmax, rotary tables), and to the dtype that its config
+# names. There, a sum over ranks and a sum on one device differ by float32 rounding, which would hide small
+# mistakes. Under ``Float64`` such casts keep float64, so that a sharded model must agree with the unsharded
+# one to float64 rounding.
 
 
 class Float64(TorchFunctionMode):
-    """While active, whatever asks for a smaller floating point dtype gets float64."""
+    """While active, functions that ask for a smaller floating point dtype get float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -40,12 +38,12 @@ class Float64(TorchFunctionMode):
 
 
 def _is_smaller(value: Any) -> bool:
-    """Whether an argument is a dtype of models, but for float64."""
+    """Return whether an argument is a floating point dtype of models that is smaller than float64."""
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
 
 
 class WithoutNoise(TorchFunctionMode):
-    """While active, dropout drops nothing, and random numbers are medians: results depend on none."""
+    """While active, dropout drops nothing, and random numbers are replaced by their medians."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -70,13 +68,15 @@ _MEDIANS: Mapping[str, Callable[..., float]] = {
     "normal_": lambda mean=0.0, *_, **__: mean,
     "exponential_": lambda lambd=1.0, **_: math.log(2) / lambd,
 }
-"""Functions that draw numbers: their medians, of the arguments of methods that fill a tensor."""
+"""Functions that draw numbers -> the median, from the arguments of methods that fill a tensor."""
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Rows ``x [S, I]``, sorted by group, times ``weight [E, I, O]`` of their group, which torch
-    has no float64 kernel for. The kernels leave rows past the last group as they find them: here, NaN.
-    The weights of groups without rows are not touched."""
+    """Multiply rows ``x [S, I]``, sorted by group, with the ``weight [E, I, O]`` of their group.
+
+    torch 2.13 has no float64 kernel for this. Its kernels leave rows past the last group unwritten; here,
+    they are NaN. The weights of groups without rows are not read.
+    """
     ends = offs.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     # The backward of an index fills a gradient of the whole stack, for each group; that of unbind does not.
@@ -87,22 +87,23 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: 
     return torch.cat([*parts, rest])
 
 
-# A model that is run again and again.
-
-
 class ReusedModel:
-    """A model that begins each run as it was made, whatever a run leaves in attributes, hooks and buffers.
+    """A model that begins each run as it was built, whatever a run leaves in attributes, hooks and buffers.
 
     Args:
-        model: with numbers. Its buffers are never written to: each run gets copies.
+        model: with numbers. Its buffers are never written to, since each run gets copies.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._made = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+        # The attributes of each module, and copies of the dicts among them, such as the dicts of its hooks.
+        self._made = [
+            (module, dict(vars(module)), [(v, dict(v)) for v in vars(module).values() if isinstance(v, dict)])
+            for module in model.modules()
+        ]
 
     def fresh(self) -> nn.Module:
-        """The model, as it was made, without gradients."""
+        """Return the model as it was built, without gradients."""
         copies: dict[int, Tensor] = {}
         for module, attributes, contents in self._made:
             vars(module).clear()
@@ -117,34 +118,29 @@ class ReusedModel:
         return self._model
 
 
-def _contents(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """The dicts among the attributes of a module, such as those of its hooks, and copies of them."""
-    return [(value, dict(value)) for value in vars(module).values() if isinstance(value, dict)]
-
-
 TOLERANCE = 1e-9
 """Largest difference of the outputs, relative to the largest output, in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype in which models are compared, and the rounding error that is allowed."""
+    """The dtype in which models are compared, and the allowed rounding error."""
 
     dtype: torch.dtype
     tolerance: float
     """Relative to the largest output."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """In float64, casts to float32 inside of the model are left out."""
+        """Return a context that leaves out casts to float32 if the dtype is float64."""
         return Float64() if self.dtype == torch.float64 else nullcontext()
 
 
 PRECISIONS = (Precision(torch.float64, TOLERANCE), Precision(torch.float32, 1e-4))
-"""The second is for the few models whose code insists on float32 somewhere."""
+"""float32 is for the few models whose code insists on it."""
 
 
 def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> list[Tensor]:
-    """All tensors that a model returns in evaluation.
+    """Return all tensors that a model returns in evaluation.
 
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
@@ -157,14 +153,14 @@ def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> l
 def outputs_of_calls(
     model: nn.Module, inputs: TraceInputs, precision: Precision, calls: int, *, or_fewer: bool = False
 ) -> list[list[Tensor]]:
-    """All tensors that each of some calls returns: what one hands back, as a cache, goes into the next.
+    """Return all tensors that each of several calls returns. The cache of one call goes into the next.
 
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
-        inputs: of the first call, global, as ``input_ids [B, S]``; the next ones get another token.
+        inputs: of the first call, global, such as ``input_ids [B, S]``. Each later call gets one more token.
         precision: to compute in.
-        calls: how many.
-        or_fewer: those before a call that fails, where the first one does not.
+        calls: number of calls.
+        or_fewer: stop without an error at a later call that fails.
     """
     inputs = inputs.to(precision.dtype)
     with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
@@ -174,7 +170,7 @@ def outputs_of_calls(
         while len(found) < calls:
             try:
                 result = model(**continuation(model, inputs, result))
-            except Exception as error:  # whatever its code raises on a call that its author did not think of
+            except Exception as error:  # model code may raise anything in a call that it does not expect
                 require_memory(error)
                 if or_fewer:
                     break
@@ -184,18 +180,18 @@ def outputs_of_calls(
 
 
 def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str, Any]:
-    """The arguments of a second call: one more token, and what the first call handed back.
+    """Return the arguments of a second call: one more token, and the cache of the first call.
 
-    The token is one of another row: where code picks keys by their values (``topk``), a token that the row
-    has already would tie with itself, and rounding would decide.
+    The token comes from another row. Where code picks keys by their values (``topk``), a token that the row
+    already contains would tie with itself, and rounding would decide.
 
     Args:
-        model: which was called.
+        model: the model that was called.
         inputs: of the first call; ids ``[B, S]`` or embeddings ``[B, S, H]``.
         result: of the first call.
 
     Raises:
-        ValueError: it handed nothing back, or takes no tokens.
+        ValueError: if it handed nothing back, or takes no tokens.
     """
     known = inspect.signature(model.forward).parameters
     back = (
@@ -219,7 +215,7 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
 def usable_gradients(
     new_model: Callable[[], nn.Module], inputs: TraceInputs, precision: Precision
 ) -> tuple[TraceInputs, dict[str, Tensor], str]:
-    """The gradients of the unsharded model, and why they cannot be used; nothing if they can.
+    """Return the gradients of the unsharded model, and why they cannot be used (empty if they can).
 
     Args:
         new_model: makes the unsharded model, in the dtype of ``precision``.
@@ -230,21 +226,19 @@ def usable_gradients(
         The inputs, without a cache if the model has no backward pass with one; gradients; the problem.
     """
     try:
-        return inputs, *_usable(gradients_of(new_model(), inputs, precision))
+        gradients = gradients_of(new_model(), inputs, precision)
+        infinite = [name for name, g in gradients.items() if not g.isfinite().all()]
     except Exception as error:
         require_memory(error)
-        if inputs.options.get("use_cache"):  # what writes to a cache may have no backward
+        if inputs.options.get("use_cache"):  # writing to a cache may have no backward
             without = replace(inputs, options={**inputs.options, "use_cache": False})
             return usable_gradients(new_model, without, precision)
         return inputs, {}, f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
-
-
-def _usable(gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     if not gradients:
-        return {}, "no output of the unsharded model has a gradient"
-    if infinite := [name for name, g in gradients.items() if not g.isfinite().all()]:
-        return {}, f"the gradient of {infinite[0]} is not finite in the unsharded model"
-    return gradients, ""
+        return inputs, {}, "no output of the unsharded model has a gradient"
+    if infinite:
+        return inputs, {}, f"the gradient of {infinite[0]} is not finite in the unsharded model"
+    return inputs, gradients, ""
 
 
 def gradients_of(
@@ -256,10 +250,10 @@ def gradients_of(
         model: unsharded, or of one rank.
         inputs: global.
         precision: to compute in.
-        call: in place of the model, with its arguments.
+        call: is called instead of the model, with its arguments.
 
     Returns:
-        By FQN, in the shapes of the model's parameters: local ones of a rank.
+        Gradients by FQN, in the shapes of the model's parameters, which are local on a rank.
     """
     inputs = inputs.to(precision.dtype)
     model.train()
@@ -274,7 +268,7 @@ def gradients_of(
             if t.requires_grad and t.dtype == precision.dtype
         ]
         if terms:
-            with WithoutNoise():  # code may run again
+            with WithoutNoise():  # checkpointed code runs again in the backward pass
                 torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -290,7 +284,7 @@ def largest_difference(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def _relative(x: Tensor, y: Tensor) -> float:
-    """Largest difference over the largest value; the same infinity or NaN counts as equal."""
+    """Return the largest difference over the largest value; the same infinity or NaN counts as equal."""
     finite = y.isfinite()
     if y.numel() == 0:
         return 0.0

@@ -46,9 +46,10 @@ Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
 
 
 LAST_DIGITS = 4
-"""Of units in the last place, by which weights are changed to see what a model makes of rounding."""
+"""Units in the last place by which weights are changed, to see how a model amplifies rounding."""
 VISIBLE = 0.1
-"""Of the tolerance: a change of results that ranks may exceed, since they round in many places."""
+"""Largest change of results by ``LAST_DIGITS``, relative to the tolerance. Ranks round in many more
+places."""
 
 
 class Unprovable(SolveError):
@@ -60,23 +61,24 @@ class Outcome:
     """How the simulated ranks compare with the unsharded model."""
 
     worst: float
-    """Largest difference of an output, relative to the largest value."""
+    """Largest difference of an output, relative to its largest value."""
     tolerance: float
     dtype: torch.dtype
-    """That both were run in."""
+    """Dtype of both runs."""
     gradients: str | None = None
-    """What is wrong with the gradients; empty if nothing is, None if they were not compared."""
+    """The problem of the gradients; empty if they are right, None if they were not compared."""
     calls: int = 1
-    """How many were compared."""
+    """Number of calls that were compared."""
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is one of rounding."""
+        """Whether the difference is within rounding error."""
         return self.worst <= self.tolerance
 
 
 class Logits(Enum):
-    """What the ranks return of sharded logits; plans without these, and calls with labels, know the first."""
+    """Which of sharded logits the ranks return. Without sharded logits, and with labels, they are
+    gathered."""
 
     GATHERED = "gathered"
     OWN = "own"
@@ -85,7 +87,7 @@ class Logits(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Those of the unsharded model, and what a difference is relative to."""
+    """Gradients of the unsharded model, and the scales to which differences are relative."""
 
     values: Mapping[str, Tensor]
     """By name of the parameter, global."""
@@ -94,14 +96,14 @@ class _Gradients:
 
 
 class Simulation:
-    """One model, one plan: the unsharded model and those of the ranks, on the same weights.
+    """The unsharded model and the ranks of one plan, on the same weights.
 
-    Weights are drawn and models made once, for all runs.
+    Weights are drawn and models are built once for all runs.
 
     Args:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
-        weights: of both sides; drawn if none are given.
+        weights: weights of both sides. By default they are drawn.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, weights: RandomWeights | None = None) -> None:
@@ -119,13 +121,13 @@ class Simulation:
 
         Args:
             inputs: of the first call.
-            calls: 2: call the model again with what it hands back, if the unsharded model can be.
-            logits: which of them are compared; if both, a rank's own ones in one call.
+            calls: with 2, the model is called again with its cache, if the unsharded model can be.
+            logits: which logits are compared. With ``BOTH``, a rank's own logits are compared in one call.
 
         Raises:
-            Unprovable: the unsharded model fails.
-            SolveError: the ranks fail.
-            ShardconvError: the plan does not fit the model.
+            Unprovable: if the unsharded model fails.
+            SolveError: if the ranks fail.
+            ShardconvError: if the plan does not fit the model.
         """
         want = self._reference(inputs, calls)
         collect_garbage()
@@ -148,8 +150,8 @@ class Simulation:
             calls: see ``evaluate``.
 
         Raises:
-            Unprovable: the unsharded model fails.
-            SolveError: a stage fails.
+            Unprovable: if the unsharded model fails.
+            SolveError: if a stage fails.
         """
         want = self._reference(inputs, calls)
         precision, mail = self._precision, Mail()
@@ -174,31 +176,37 @@ class Simulation:
         return Outcome(worst, precision.tolerance, precision.dtype, calls=len(want))
 
     def wrong_gradient(self, inputs: TraceInputs) -> str:
-        """What is wrong with the gradients of the ranks, in training mode; empty if nothing is.
+        """Say what is wrong with the gradients of the ranks, in training mode; empty if they are right.
 
         Backward runs from a random gradient of everything that the model returns, in the precision of the
         last evaluation.
 
         Args:
-            inputs: of the call; without a cache, if the unsharded model has no backward pass with one.
+            inputs: of the call. The cache is left out if the unsharded model has no backward pass with it.
         """
-        return self._wrong_gradient(inputs, self._gradient_distance)
+
+        def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
+            model = self._rank(comm, _for_training)
+            found = gradients_of(model, inputs, self._precision)
+            model.zero_grad(set_to_none=True)
+            return found
+
+        return self._wrong_gradient(inputs, gradients)
 
     def wrong_stage_gradient(self, inputs: TraceInputs) -> str:
-        """What is wrong with the gradients of the ranks of all stages; otherwise as ``wrong_gradient``."""
+        """Say what is wrong with the gradients of the ranks of all stages. See ``wrong_gradient``."""
         model = copy.deepcopy(self.model).to(self._precision.dtype)
 
-        def distance(comm: ThreadCommunicator, inputs: TraceInputs, want: _Gradients) -> _GradientDifference:
+        def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
             weights = self.weights.local(comm.rank, self._precision.dtype)
-            found = gradients_of_stages(model, self.plan, comm, weights, inputs, self._precision)
-            return self._compare_gradients(found, want, comm.rank)
+            return gradients_of_stages(model, self.plan, comm, weights, inputs, self._precision)
 
-        return self._wrong_gradient(inputs, distance)
+        return self._wrong_gradient(inputs, gradients)
 
     def _wrong_gradient(
         self,
         inputs: TraceInputs,
-        distance: Callable[[ThreadCommunicator, TraceInputs, _Gradients], _GradientDifference],
+        gradients_on: Callable[[ThreadCommunicator, TraceInputs], dict[str, Tensor]],
     ) -> str:
         inputs, gradients, problem = usable_gradients(
             lambda: self._unsharded_model(self._precision), inputs, self._precision
@@ -212,7 +220,7 @@ class Simulation:
 
         def run(comm: ThreadCommunicator) -> _GradientDifference:
             with shared.of_a_rank():
-                return distance(comm, inputs, want)
+                return self._compare_gradients(gradients_on(comm, inputs), want, comm.rank)
 
         try:
             found = self._run_ranks(run)
@@ -222,18 +230,19 @@ class Simulation:
         return max(found).text(self._precision.tolerance)
 
     def run_unsharded(self, inputs: TraceInputs) -> list[Tensor]:
-        """The outputs of the unsharded model.
+        """Return the outputs of the unsharded model.
 
         Raises:
-            Unprovable: it fails.
+            Unprovable: if it fails.
         """
         return self._reference(inputs)[0]
 
     def agrees_when_padded(self, inputs: TraceInputs) -> bool:
-        """Whether the unsharded model computes the same for each token with padding at the end as without it.
+        """Return whether the unsharded model computes the same for each token with and without padding at the
+        end.
 
         Raises:
-            Unprovable: the unsharded model fails.
+            Unprovable: if the unsharded model fails.
         """
         (want,) = self._reference(inputs)
         padded = self._new_unsharded(self._precision)
@@ -246,10 +255,10 @@ class Simulation:
         return largest_difference(found, want) <= self._precision.tolerance
 
     def changes_without_cache(self, inputs: TraceInputs) -> bool:
-        """Whether the unsharded model returns something else first where no cache is filled.
+        """Return whether the first output of the unsharded model changes if no cache is filled.
 
         Raises:
-            Unprovable: the unsharded model fails.
+            Unprovable: if the unsharded model fails.
         """
         if not inputs.options.get("use_cache"):
             return False
@@ -259,17 +268,18 @@ class Simulation:
         return largest_difference(found[:1], want[:1]) > self._precision.tolerance
 
     def amplifies_rounding(self, inputs: TraceInputs, *, gradients: bool = False) -> bool:
-        """Whether changes in the last digits of the weights change results of the unsharded model visibly.
+        """Return whether changes in the last digits of the weights visibly change results of the unsharded
+        model.
 
-        Then ranks that sum in another order may differ from it by as much, and a comparison shows nothing. It
+        Ranks that sum in another order may then differ from it by as much, and a comparison shows nothing. It
         happens where random weights drive activations apart: softmax saturates, layers repeat.
 
         Args:
             inputs: of the call.
-            gradients: of those; else of the outputs.
+            gradients: look at the gradients instead of the outputs.
 
         Raises:
-            Unprovable: the unsharded model fails.
+            Unprovable: if the unsharded model fails.
         """
         want = self._reference(inputs)[0]
         precision = self._precision
@@ -296,7 +306,7 @@ class Simulation:
         return difference > precision.tolerance * VISIBLE
 
     def needed_bytes(self) -> int:
-        """Float64 copies of the unsharded model and of all ranks."""
+        """Return the bytes of float64 copies of the unsharded model and of all ranks."""
         total = 0
         for entry in self.entries.values():
             numel = math.prod(size(d) for d in entry.dims)
@@ -307,7 +317,7 @@ class Simulation:
     # The unsharded model ---------------------------------------------------------------------
 
     def _reference(self, inputs: TraceInputs, calls: int = 1) -> list[list[Tensor]]:
-        """What the unsharded model returns in each call, in the best precision that it supports."""
+        """Return the outputs of each call of the unsharded model, in the best precision that it supports."""
         problem: Exception | None = None
         for precision in PRECISIONS:
             try:
@@ -349,7 +359,7 @@ class Simulation:
     def _distance(
         self, comm: Communicator, inputs: TraceInputs, want: list[list[Tensor]], logits: Logits
     ) -> float:
-        """How far one rank is from ``want``: what each call returns."""
+        """Return the distance of one rank's outputs from ``want``, the outputs of each call."""
         precision, worst = self._precision, 0.0
         if logits != Logits.OWN:
             found = outputs_of_calls(self._rank(comm, parallelize), inputs, precision, len(want))
@@ -362,19 +372,10 @@ class Simulation:
             worst = max(worst, _largest(found, wanted))
         return worst
 
-    def _gradient_distance(
-        self, comm: Communicator, inputs: TraceInputs, want: _Gradients
-    ) -> _GradientDifference:
-        """How far the gradients of one rank are from ``want``."""
-        model = self._rank(comm, _for_training)
-        found = gradients_of(model, inputs, self._precision)
-        model.zero_grad(set_to_none=True)
-        return self._compare_gradients(found, want, comm.rank)
-
     def _rank(
         self, comm: Communicator, make: Callable[[nn.Module, Plan, Communicator], nn.Module]
     ) -> nn.Module:
-        """The model of one rank."""
+        """Return the model of one rank; models are made once for each precision and kind."""
         precision = self._precision
         key = precision, comm.rank, make.__name__
         if key not in self._local or self.weights.own_copies:
@@ -388,10 +389,10 @@ class Simulation:
     def _compare_gradients(
         self, got: Mapping[str, Tensor], want: _Gradients, rank: int
     ) -> _GradientDifference:
-        """The worst parameter of a rank.
+        """Find the worst parameter of a rank.
 
-        Differences are relative to the largest gradient of the parameter; where that is tiny beside those of
-        other parameters (zero, but for rounding), to a fraction of theirs.
+        Differences are relative to the largest gradient of the parameter. If that is tiny compared with other
+        parameters (zero up to rounding), they are relative to a fraction of the others' largest gradient.
         """
         largest = max(want.scales.values(), default=0.0)
         worst = _GradientDifference(0.0, "")
@@ -407,7 +408,7 @@ class Simulation:
         return worst
 
     def _with_own_logits(self, want: list[Tensor], rank: int) -> list[Tensor]:
-        """The model's outputs, of the logits (the first one) only those that the rank computes."""
+        """Return the model's outputs with the rank's shard of the logits, which are the first output."""
         logits = self.plan.logits
         assert logits is not None
         steps = module_plans(self.plan)[logits.module].outputs
@@ -426,19 +427,19 @@ def _for_training(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module
 
 
 def _largest(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
-    """The largest difference of some calls."""
+    """Return the largest difference of several calls."""
     return max(largest_difference(x, y) for x, y in zip(got, want, strict=True))
 
 
 @dataclass(frozen=True, order=True)
 class _GradientDifference:
-    """The parameter whose gradient is furthest from the true one."""
+    """The parameter whose gradient differs most."""
 
     error: float
     name: str
 
     def text(self, tolerance: float) -> str:
-        """What is wrong; nothing if the difference is one of rounding."""
+        """Say what is wrong; empty if the difference is within rounding error."""
         if self.error <= tolerance:
             return ""
         return f"the gradient of {self.name} differs from that of the unsharded model by {self.error:.1e}"

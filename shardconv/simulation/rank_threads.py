@@ -1,4 +1,4 @@
-"""All ranks of a mesh as threads of one process, to prove a plan without a cluster."""
+"""Run all ranks of a mesh as threads of one process, to prove a plan without a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .available_memory import return_freed_memory
 T = TypeVar("T")
 
 BESIDE = -1
-"""Number of a thread that is no rank."""
+"""Number of the thread that runs beside the ranks."""
 
 
 class RanksDisagree(RuntimeError):
@@ -25,7 +25,7 @@ class RanksDisagree(RuntimeError):
 
 
 class _Stopped(BaseException):
-    """This thread was waiting when another one failed. Not an ``Exception``, which code might handle."""
+    """This thread was waiting when another one failed. Model code might handle an ``Exception``."""
 
 
 @dataclass
@@ -38,23 +38,24 @@ class _Meeting:
 
 
 class _Turns:
-    """One thread runs at a time, until it waits for others: each has random numbers of its own.
+    """Let one thread run at a time, until it waits for others.
 
-    Of those that could run, the one that has come least far does; a thread has come as far as it says. All
-    start from the caller's random state, as ranks do that were seeded alike. torch has one state for all
-    threads; it is exchanged when a thread's turn begins and ends.
+    Of the threads that can run, the one that is furthest behind does; threads report their positions. All
+    start from the caller's random state, as ranks do that were seeded alike. torch has one random state for
+    all threads, so it is exchanged when a thread's turn begins and ends.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._changed = threading.Condition()
         self._is_taken = False
         self._waiting = dict.fromkeys(numbers, 0)
-        """How far each thread has come that waits for its turn, or has not begun."""
+        """Position of each thread that waits for its turn, or has not begun."""
         self._start = torch.get_rng_state()
         self._states: dict[int, Tensor] = {}
 
     def begin(self, number: int, position: int) -> None:
-        """Wait until no other thread runs, and those that have come less far wait for something else."""
+        """Wait until no other thread runs, and all threads that are further behind wait for something
+        else."""
         with self._changed:
             self._wait(number, position)
         torch.set_rng_state(self._states.get(number, self._start))
@@ -67,7 +68,7 @@ class _Turns:
             self._changed.notify_all()
 
     def wait(self, number: int, position: int) -> None:
-        """Let those that have come less far run, until they wait for something else."""
+        """Let threads that are further behind run, until they wait for something else."""
         self._states[number] = torch.get_rng_state()
         with self._changed:
             self._is_taken = False
@@ -77,16 +78,18 @@ class _Turns:
     def _wait(self, number: int, position: int) -> None:
         self._waiting[number] = position
         self._changed.notify_all()
-        self._changed.wait_for(lambda: not self._is_taken and number == self._next())
+        self._changed.wait_for(
+            lambda: (
+                not self._is_taken
+                and number == min(self._waiting, key=lambda number: (self._waiting[number], number))
+            )
+        )
         del self._waiting[number]
         self._is_taken = True
 
-    def _next(self) -> int:
-        return min(self._waiting, key=lambda number: (self._waiting[number], number))
-
 
 class _Board:
-    """Where the threads meet. One lock guards it; a collective's last rank computes for all."""
+    """Collectives of threads, guarded by one lock. The last rank of a collective computes for all."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -103,13 +106,16 @@ class _Board:
         kind: str,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:
-        """Hand in ``x``, wait for the other ``members``, take a copy of the result."""
+        """Submit ``x``, wait for the other ``members``, and return a copy of the result."""
         with self._changed:
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.tensors[rank] = x
             meeting.kinds.add((kind, tuple(x.shape), x.dtype))
             if len(meeting.tensors) == len(members):
-                meeting.result = _combine(meeting, members, combine)
+                if len(meeting.kinds) > 1:
+                    kinds = ", ".join(sorted(f"{k} of {shape} {dtype}" for k, shape, dtype in meeting.kinds))
+                    raise RanksDisagree(f"ranks {members} meet in different collectives: {kinds}")
+                meeting.result = combine([meeting.tensors[member] for member in members])
                 del self._meetings[key]
                 self._changed.notify_all()
             self._changed.wait_for(lambda: meeting.result is not None or self._is_lost(meeting, members))
@@ -120,7 +126,7 @@ class _Board:
             raise RanksDisagree(f"rank {rank} waits in {kind} for ranks {members}, of which one has ended")
 
     def leave(self, rank: int, failed: bool) -> None:
-        """This thread's function has ended: others do not wait for it any more."""
+        """End this thread's part, so that other threads stop waiting for it."""
         with self._changed:
             self._gone.add(rank)
             self._failed |= failed
@@ -137,7 +143,7 @@ class _Board:
 
 
 class Turn:
-    """A thread's right to run."""
+    """The right of one thread to run."""
 
     def __init__(self, number: int, board: _Board, turns: _Turns) -> None:
         self.number = number
@@ -147,28 +153,28 @@ class Turn:
         self._position = 0
 
     def begin(self) -> None:
-        """Wait for it."""
+        """Wait for the turn."""
         self._turns.begin(self.number, self._position)
 
     def end(self) -> None:
-        """Give it up."""
+        """End the turn."""
         self._turns.end(self.number)
 
     def wait_for_others(self, position: int) -> None:
-        """Say how far this thread has come; those that have not come as far run first."""
+        """Report the position of this thread; threads that are further behind run first."""
         self._position = max(self._position, position)
         self._turns.wait(self.number, self._position)
         self._board.require_going_on()
 
 
 class ThreadCommunicator(Communicator):
-    """One rank that is a thread; sums go in rank order, so that all ranks get the same bits.
+    """Communicator of a rank that is a thread. Sums go in rank order, so that all ranks get the same bits.
 
-    It may be used in one run after another, so that a model can keep it.
+    It can be used in several runs, so that a model can keep it.
     """
 
     turn: Turn
-    """Of the run."""
+    """The turn of this rank in the current run."""
 
     def begin(self, board: _Board, turn: Turn) -> None:
         """Take part in a run."""
@@ -195,8 +201,25 @@ class ThreadCommunicator(Communicator):
             self.turn.begin()
 
 
+class MetaCommunicator(Communicator):
+    """Communicator of one rank on the meta device. Collectives allocate what real ones do, and compute
+    nothing."""
+
+    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return torch.empty_like(x)
+
+    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x
+
+    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
+
+    def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.new_empty((x.shape[0] // len(self.group(axes)), *x.shape[1:]))
+
+
 def communicators(mesh: Mesh) -> list[ThreadCommunicator]:
-    """Those of the ranks of a mesh."""
+    """Return the communicators of the ranks of a mesh."""
     return [ThreadCommunicator(rank, mesh) for rank in range(torch.Size(mesh).numel())]
 
 
@@ -214,13 +237,13 @@ def run_ranks(
 
     Args:
         mesh: of the ranks.
-        function: what a rank does.
-        beside: runs in a thread of its own that takes turns with the ranks, and in no collective.
-        ranks: those of an earlier run, or none.
+        function: runs on each rank.
+        beside: runs in another thread that takes turns with the ranks, and takes part in no collective.
+        ranks: communicators of an earlier run, or none.
 
     Raises:
-        RanksDisagree: ranks ran different collectives, or some ran fewer.
-        Exception: that of the lowest failing thread, ``beside`` first; the others are stopped.
+        RanksDisagree: if ranks ran different collectives, or some ran fewer.
+        Exception: the error of the lowest failing thread, ``beside`` first. The other threads are stopped.
     """
     num_ranks = torch.Size(mesh).numel()
     numbers = range(num_ranks) if beside is None else range(BESIDE, num_ranks)
@@ -254,19 +277,6 @@ def run_ranks(
         thread.join()
     return_freed_memory()
     if errors:
-        raise _first_cause(errors)
+        # The lowest thread that failed by itself comes before threads that were stopped because of it.
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], _Stopped), item[0]))[1]
     return [results[rank] for rank in range(num_ranks)]
-
-
-def _first_cause(errors: dict[int, BaseException]) -> BaseException:
-    """The error of the lowest thread that failed by itself, not because another one had."""
-    return min(errors.items(), key=lambda item: (isinstance(item[1], _Stopped), item[0]))[1]
-
-
-def _combine(
-    meeting: _Meeting, members: tuple[int, ...], combine: Callable[[list[Tensor]], Tensor]
-) -> Tensor:
-    if len(meeting.kinds) > 1:
-        kinds = ", ".join(sorted(f"{kind} of {shape} {dtype}" for kind, shape, dtype in meeting.kinds))
-        raise RanksDisagree(f"ranks {members} meet in different collectives: {kinds}")
-    return combine([meeting.tensors[member] for member in members])

@@ -19,9 +19,9 @@ class Draw:
 
     seed: int = 0
     scale: float = 1.0
-    """Of matrices; at 1 activations keep their range."""
+    """Factor of matrices; with 1, activations keep their range."""
     vectors: float = 1.0
-    """Of parameters of one dim, which are about as large as this."""
+    """Approximate size of the values of 1-D parameters."""
 
     def __str__(self) -> str:
         matrices = f", matrices times {self.scale}" if self.scale != 1 else ""
@@ -33,9 +33,9 @@ USUAL = Draw()
 
 
 class RandomWeights:
-    """The same random numbers for the unsharded model and the ranks, drawn and sliced once for each dtype.
+    """The same random weights for the unsharded model and the ranks, drawn and sliced once for each dtype.
 
-    Models that are given them share them, unless ``own_copies``: then each gets its own.
+    Models share these weights, unless ``own_copies`` is set. Then each model gets a copy.
     """
 
     def __init__(self, plan: Plan, draw: Draw = USUAL) -> None:
@@ -47,7 +47,8 @@ class RandomWeights:
         self._versions: dict[torch.dtype, list[int]] = {}
 
     def were_written_to(self) -> bool:
-        """Whether a model's code changed the weights that it was given: they are drawn again, for copies."""
+        """Return whether a model's code changed its weights. If it did, they are drawn again, and models get
+        copies."""
         if self.own_copies or all(_versions(made) == self._versions[d] for d, made in self._made.items()):
             return False
         self.own_copies = True
@@ -56,11 +57,11 @@ class RandomWeights:
         return True
 
     def unsharded(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
+        """Return the weights of the unsharded model, in the shapes and dtypes of ``tensors`` (on meta).
 
         Args:
-            tensors: by name; the same ones each time.
-            dtype: of those that are floating point.
+            tensors: by name, the same in each call.
+            dtype: of floating point tensors.
         """
         if dtype not in self._made:
             self._made[dtype] = {name: _random(name, tensor, self._draw) for name, tensor in tensors.items()}
@@ -68,7 +69,7 @@ class RandomWeights:
         return self._given(self._made[dtype])
 
     def local(self, rank: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Those of one rank, local, of the same names and dtypes."""
+        """Return the local weights of one rank, with the same names and dtypes."""
         if (dtype, rank) not in self._local:
             self._local[dtype, rank] = local_weights(self._made[dtype], self._plan, rank)
         return self._given(self._local[dtype, rank])
@@ -82,7 +83,7 @@ def _versions(weights: Mapping[str, Tensor]) -> list[int]:
 
 
 def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
-    """Weights of a size that keeps activations in range; norms and biases are random as well."""
+    """Draw weights in a range that keeps activations in range; norms and biases are random as well."""
     generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name) + draw.seed * 1_000_003)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -94,7 +95,7 @@ def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
 
 
 def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """A rank's shard of every weight (global shapes to local ones), in the dtype that it has."""
+    """Return a rank's shard of every weight (global shapes to local ones), without casting."""
     entries = parameter_plans(plan)
     parts = {}
     for name, weight in weights.items():
@@ -104,12 +105,12 @@ def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:
-    """Set parameters and buffers, and every other name of one that is tied; return ``model``.
+    """Set parameters (under all tied names) and buffers, and return ``model``.
 
     Args:
         model: on meta.
         tensors: by name.
-        gradients: parameters require gradients if they did before; else none does.
+        gradients: keep ``requires_grad`` of the parameters. By default no parameter requires a gradient.
     """
     aliases: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

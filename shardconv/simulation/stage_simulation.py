@@ -1,4 +1,5 @@
-"""The stages of a pipeline, simulated one after another: each runs all calls before the next one begins."""
+"""Simulate the stages of a pipeline one after another. Each stage runs all calls before the next one
+begins."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ from .rank_threads import RanksDisagree, ThreadCommunicator
 from .simulated_weights import fill
 
 Mail = dict[tuple[int, int, int], deque[Tensor]]
-"""(rank among those of a stage, sender, receiver) -> tensors that were sent and not received."""
+"""(rank within a stage, sending stage, receiving stage) -> tensors that were sent and not yet received."""
 
 
 class MailTransport(Transport):
-    """Leaves what a stage sends for stages that run later; results of the last stage go nowhere.
+    """Keep tensors for stages that run later. Results of the last stage are dropped.
 
     Args:
-        stage: the one that sends and receives.
-        rank: among those of the stage.
-        mail: of all stages.
+        stage: the stage that sends and receives.
+        rank: rank within the stage.
+        mail: tensors between all stages.
     """
 
     def __init__(self, stage: int, rank: int, mail: Mail) -> None:
@@ -41,12 +42,12 @@ class MailTransport(Transport):
         self._mail = mail
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
-        """Leave a copy for each stage."""
+        """Keep a copy for each receiving stage."""
         for stage in stages:
             self._mail.setdefault((self._rank, self._stage, stage), deque()).append(x.detach().clone())
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Take what was left first.
+        """Take the oldest tensor from a stage.
 
         Raises:
             RanksDisagree: if nothing is there, or a tensor of another shape or dtype.
@@ -63,7 +64,7 @@ class MailTransport(Transport):
         return found
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the results: only those of the last stage are compared."""
+        """Drop the results; the last stage's own results are compared."""
 
 
 def stage_of_rank(
@@ -76,16 +77,16 @@ def stage_of_rank(
     *,
     training: bool = False,
 ) -> nn.Module:
-    """The model of one rank of a stage, on numbers.
+    """Build the model of one rank of a stage, on numbers.
 
     Args:
         model: unsharded, on meta; it is copied.
         plan: with stages.
-        comm: this rank among those of the stage.
-        stage: its number.
-        weights: local ones of the rank, of all stages.
+        comm: of this rank within the stage.
+        stage: number of the stage.
+        weights: local weights of the rank, of all stages.
         transport: to and from the other stages.
-        training: with a backward pass.
+        training: build the model for a backward pass.
     """
     names, local = argument_names(model, plan), copy.deepcopy(model)
     if training:
@@ -94,7 +95,8 @@ def stage_of_rank(
     else:
         parallelize(local, plan, comm)
     link = StageLink(stage, num_stages(plan), transport)
-    keep_stage(local, plan, link, comm.rank, torch.device("cpu"), _dtype(model), names)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    keep_stage(local, plan, link, comm.rank, torch.device("cpu"), dtype, names)
     fill(local, held_by(plan, stage, weights), gradients=training)
     refresh_fused(local)
     return local
@@ -108,12 +110,12 @@ def gradients_of_stages(
     inputs: TraceInputs,
     precision: Precision,
 ) -> dict[str, Tensor]:
-    """The gradients of one rank's parameters, by the first of their names: those of all stages, of which each
-    is given the results of the ones before.
+    """Return the gradients of one rank's parameters in all stages, by the first of their names.
+
+    A tied parameter that several stages hold gets the sum of its gradients.
 
     Args:
-        model, plan, comm: as for ``stage_of_rank``.
-        weights: see there.
+        model, plan, comm, weights: see ``stage_of_rank``.
         inputs: of the call, see ``gradients_of``.
         precision: to compute in.
     """
@@ -134,8 +136,3 @@ def gradients_of_stages(
             if name in found:
                 total[first] = total[first] + found[name] if first in total else found[name]
     return total
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """Of a model whose floating point parameters have one."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

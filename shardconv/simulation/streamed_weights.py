@@ -1,13 +1,13 @@
 """Weights that are read when an operator needs them, and dropped after it.
 
-A ``StreamedTensor`` stands for a parameter. An operator that returns a view of it (one expert of a stack, a
-transpose, a slice) returns another one, and nothing is read; any other operator gets the numbers. So it does
-not matter which module's code reads a parameter, under which of its names, or how often: the memory is that
-of the largest tensor that one operator takes. An operator that writes to a parameter runs each time that the
-parameter is read.
+A ``StreamedTensor`` is a proxy for a parameter. An operator that returns a view of it (one expert of a stack,
+a transpose, a slice) returns another proxy, and nothing is read. Any other operator gets the numbers. It does
+not matter which module's code reads a parameter, under which of its names, or how often: peak memory is the
+size of the largest tensor that one operator reads. An operator that writes to a parameter runs again each
+time that the parameter is read.
 
-What was read last is kept, as much as fits in a fixed number of bytes, and the last tensor whatever its size:
-a parameter that a loop reads in every step, or that all ranks have in common, is read once.
+Recently read tensors are kept up to a fixed number of bytes, and the last one at any size. A parameter that a
+loop reads in every step, or that all ranks share, is thus read once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,19 +36,19 @@ from .simulated_weights import fill
 aten = torch.ops.aten
 
 MAPPED_BYTES = 1 << 20
-"""Tensors of at least so many bytes are in memory of their own."""
+"""Tensors of at least this many bytes get an anonymous memory map."""
 
 
 class TooLargeToRead(ShardconvError):
-    """An operator takes a tensor for which there is not enough memory."""
+    """An operator reads a tensor for which there is not enough memory."""
 
 
 class RecentReads:
-    """Reads lazy tensors, and keeps those that were read last.
+    """Read lazy tensors, and keep the recently read ones.
 
     Args:
-        kept_bytes: most bytes of all tensors that are kept, if the last one does not have more.
-        max_bytes: most bytes of one tensor that is read.
+        kept_bytes: most bytes of all kept tensors, unless the last one is larger.
+        max_bytes: most bytes of one tensor.
     """
 
     def __init__(self, kept_bytes: int, max_bytes: int) -> None:
@@ -57,34 +57,40 @@ class RecentReads:
         self._kept: OrderedDict[LazyTensor, Tensor] = OrderedDict()
 
     def read(self, name: str, lazy: LazyTensor) -> Tensor:
-        """The numbers of a tensor, in its shape and dtype; they must not be written to.
+        """Return the numbers of a tensor, in its shape and dtype. They must not be written to.
 
         Raises:
-            TooLargeToRead: it has more than ``max_bytes``.
-            SourceError: a file cannot be read.
+            TooLargeToRead: if it has more than ``max_bytes``.
+            SourceError: if a file cannot be read.
         """
         found = self._kept.pop(lazy, None)
         if found is None:
-            self._make_room(name, lazy.num_bytes)
-            found = _empty(lazy)
+            if lazy.num_bytes > self._max_bytes:
+                raise TooLargeToRead(
+                    f"an operator takes {lazy.num_bytes:,} bytes of {name} at once, and {self._max_bytes:,} "
+                    "may be taken here"
+                )
+            held = sum(tensor.nbytes for tensor in self._kept.values())
+            while self._kept and held + lazy.num_bytes > self._kept_bytes:
+                held -= self._kept.popitem(last=False)[1].nbytes
+            # The allocator would keep memory for each thread that has run, more than all memory in use. A
+            # mapping goes back to the system when the tensor is dropped.
+            dtype = getattr(torch, lazy.dtype)
+            if lazy.num_bytes < MAPPED_BYTES:
+                found = torch.empty(lazy.shape, dtype=dtype)
+            else:
+                memory = mmap.mmap(-1, lazy.num_bytes)
+                with suppress(AttributeError, OSError):  # a hint that not every system knows
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                found = torch.frombuffer(memory, dtype=dtype).view(lazy.shape)
             read_into([lazy], [found])
         self._kept[lazy] = found
         return found
 
-    def _make_room(self, name: str, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise TooLargeToRead(
-                f"an operator takes {num_bytes:,} bytes of {name} at once, and {self._max_bytes:,} may be "
-                "taken here"
-            )
-        held = sum(tensor.nbytes for tensor in self._kept.values())
-        while self._kept and held + num_bytes > self._kept_bytes:
-            held -= self._kept.popitem(last=False)[1].nbytes
-
 
 @dataclass(eq=False, slots=True)
 class _Parameter:
-    """The contents of a parameter, which aliases of it share."""
+    """The contents of a parameter, shared by its aliases."""
 
     fqn: str
     lazy: LazyTensor
@@ -97,17 +103,17 @@ class StreamedTensor(Tensor):
 
     _parameter: _Parameter
     _view: LazyTensor | None
-    """Elements of the parameter, moved; None: an alias of it."""
+    """Lazy elements of a view of the parameter; None for an alias of the full parameter."""
     _num_writes: int
-    """To the parameter, before the view was taken."""
+    """Number of writes to the parameter before the view was taken."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as for any wrapper
 
     @staticmethod
     def __new__(cls, parameter: _Parameter, view: LazyTensor | None = None) -> StreamedTensor:
-        """A tensor of the shape and dtype of the view, or of the parameter."""
+        """Make a tensor with the shape and dtype of the view, or of the parameter."""
         lazy = parameter.lazy if view is None else view
-        with torch.inference_mode(False):  # views of it that are made in inference mode count their versions
+        with torch.inference_mode(False):  # inference tensors have no version counters
             made: StreamedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, lazy.shape, dtype=getattr(torch, lazy.dtype), device=torch.device("cpu")
             )
@@ -115,24 +121,24 @@ class StreamedTensor(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without contents."""
+        """Name the parameter without its contents."""
         return f"StreamedTensor({self._parameter.fqn}, {self.dtype}, {list(self.shape)})"
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """Itself; nothing has a gradient here."""
+        """Return itself, since streamed tensors have no gradients."""
         return self
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """The numbers as an array."""
+        """Return the numbers as an array."""
         return self.numbers().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        """The numbers in lists."""
+        """Return the numbers in lists."""
         return self.numbers().tolist()
 
     def numbers(self) -> Tensor:
-        """A real tensor, which must not be written to.
+        """Return a real tensor, which must not be written to.
 
         Raises:
             ShardconvError: see ``RecentReads.read``.
@@ -141,10 +147,10 @@ class StreamedTensor(Tensor):
 
     @property
     def lazy(self) -> LazyTensor:
-        """The elements.
+        """Return the elements as a lazy tensor.
 
         Raises:
-            ShardconvError: the parameter was written to since this view of it was taken.
+            ShardconvError: if the parameter was written to since this view of it was taken.
         """
         if self._view is None:
             return self._parameter.lazy
@@ -162,8 +168,11 @@ class StreamedTensor(Tensor):
     ) -> Any:
         """Run one operator."""
         kwargs = kwargs or {}
-        if any(isinstance(given, StreamedTensor) for given in _written_arguments(func, args, kwargs)):
-            return _write(func, args, kwargs)
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[index] if index < len(args) else kwargs.get(argument.name)
+                if isinstance(given, StreamedTensor):
+                    return _write(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         streamed = [tensor for tensor in tensors if isinstance(tensor, StreamedTensor)]
         if len(streamed) == len(tensors):
@@ -178,10 +187,10 @@ class StreamedTensor(Tensor):
 def fill_streamed(
     model: nn.Module, tensors: Mapping[str, LazyTensor], dtype: torch.dtype, reads: RecentReads
 ) -> nn.Module:
-    """Let the parameters of a model be read when they are needed, and read its buffers; return ``model``.
+    """Replace the parameters of a model by streamed tensors, read its buffers, and return ``model``.
 
     Args:
-        model: on meta; a parameter that is tied gets its numbers under each name.
+        model: on meta. A tied parameter is replaced under each name.
         tensors: its parameters and persistent buffers, in its shapes.
         dtype: to compute in.
         reads: reads the parameters.
@@ -201,7 +210,7 @@ def fill_streamed(
 
 
 def _spanning(parts: Sequence[Any]) -> Any:
-    """One tensor of the rows of several, read when an operator needs it; None where there are none."""
+    """Concatenate the rows of several streamed tensors into one; None if a part is missing."""
     if any(not isinstance(part, StreamedTensor) for part in parts):
         return None
     owned = parts[0]._parameter
@@ -210,7 +219,7 @@ def _spanning(parts: Sequence[Any]) -> Any:
 
 
 def computing(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """A tensor in the dtype to compute in, if it has numbers with a point; elements are cast when read."""
+    """Cast a floating point tensor to the dtype to compute in. Elements are cast when they are read."""
     if not getattr(torch, tensor.dtype).is_floating_point:
         return tensor
     wanted = str(dtype).removeprefix("torch.")
@@ -228,13 +237,13 @@ def computing(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def computed_rows(
     name: str, dtype: str, shape: Sequence[int], compute: Callable[[tuple[int, int]], Tensor]
 ) -> LazyTensor:
-    """A tensor that is computed when it is read, a stack of matrices matrix by matrix.
+    """Make a tensor that is computed when it is read. Stacks are computed matrix by matrix.
 
     Args:
         name: for messages.
         dtype: of the tensor.
         shape: of the tensor.
-        compute: returns a span of the first dim; all of a tensor without dims.
+        compute: returns a span of the first dim, or all of a tensor without dims.
     """
     if len(shape) <= 2:
         return computed(name, dtype, shape, partial(compute, (0, shape[0] if shape else 1)))
@@ -243,25 +252,18 @@ def computed_rows(
 
 
 def largest_read(tensor: LazyTensor, dtype: torch.dtype) -> int:
-    """Bytes of a tensor in ``dtype`` that some operator takes at once: of a stack, one matrix at least."""
+    """Return the most bytes in ``dtype`` that an operator reads at once. For stacks, this is one matrix."""
     numel = math.prod(tensor.shape)
     return (numel // max(tensor.shape[0], 1) if len(tensor.shape) > 2 else numel) * dtype.itemsize
 
 
 def computed(name: str, dtype: str, shape: Sequence[int], compute: Callable[[], Tensor]) -> LazyTensor:
-    """A tensor that is computed when it is read, with the name for messages."""
+    """Make a tensor that is computed when it is read; the name is for messages."""
     return from_leaf(ComputedLeaf(name, compute, dtype, math.prod(shape)), shape)
 
 
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes to."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[index] if index < len(args) else kwargs.get(argument.name)
-
-
 def _write(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StreamedTensor:
-    """Let an operator write to a parameter whenever that is read from now on."""
+    """Repeat an operator that writes to a parameter whenever the parameter is read from now on."""
     target, *rest = args
     parameters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StreamedTensor)]
     if not isinstance(target, StreamedTensor) or target._view is not None or len(parameters) > 1:
@@ -279,7 +281,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Strea
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], source: StreamedTensor) -> Any:
-    """The results of an operator that gives views of a parameter."""
+    """Return the results of an operator that returns views of a parameter."""
     if func.overloadpacket in _SAME:
         return StreamedTensor(source._parameter, source._view)
     args, kwargs = tree_map_only(StreamedTensor, lambda t: RecordedTensor(t.lazy), (args, dict(kwargs)))
@@ -291,20 +293,6 @@ def _numbers(value: Any) -> Any:
     return tree_map_only(StreamedTensor, lambda tensor: tensor.numbers(), value)
 
 
-def _empty(lazy: LazyTensor) -> Tensor:
-    """Memory for the numbers of a tensor, which goes back to the system when they are dropped.
-
-    The allocator would keep some of it for each thread that has run, more than all that is in use.
-    """
-    dtype = getattr(torch, lazy.dtype)
-    if lazy.num_bytes < MAPPED_BYTES:
-        return torch.empty(lazy.shape, dtype=dtype)
-    memory = mmap.mmap(-1, lazy.num_bytes)
-    with suppress(AttributeError, OSError):  # a hint that not every system knows
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(lazy.shape)
-
-
 def _written(name: str) -> ShardconvError:
     return ShardconvError(
         f"the forward pass writes to a part or a copy of the parameter {name}, whose numbers are read from "
@@ -313,4 +301,4 @@ def _written(name: str) -> ShardconvError:
 
 
 _SAME = (aten.detach, aten.alias)
-"""Operators that return their argument."""
+"""Operators that return an alias of their argument."""

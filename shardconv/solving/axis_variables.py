@@ -1,8 +1,8 @@
 """The binary variables of one mesh axis, and the cost tables over them.
 
-There is one variable for each leaf that the axis may shard and one for each state that may be partial on it;
-helpers (``OneOf``) stand for products of leaves. Variables that must be equal are joined, and those that must
-be 0 are left out, before the tables go to the elimination.
+There is one variable for each leaf that the axis may shard, one for each state that may be partial on it, and
+one for each product of leaves (``OneOf``). Before the elimination, variables that must be equal are joined,
+and variables that must be 0 are removed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SolverInput:
     Args:
         analysis: of the traced model.
         forbidden: leaves that must stay replicated.
-        folded: which tensors must be treated alike, and how often a layer counts.
-        sequence: leaves of activations that may be sharded although the input decides their size, see
+        folded: tensors that must get the same choice, and weights of layers.
+        sequence: leaves of activations that may be sharded although their size comes from the input, see
             ``sequence_dims``.
     """
 
@@ -59,35 +59,32 @@ class SolverInput:
         self.tokens = num_tokens(analysis.tape)
         self.width = width(analysis.tape)
         self.calls = Counter(call.fqn for call in analysis.tape.calls)
-        """How often each module is called."""
-        self.signatures = self._signatures()
+        """Number of calls of each module."""
+        counts = Counter(
+            (tuple(find(d) for d in dims), find_partial(analysis.partial[tid]))
+            for tid, dims in analysis.dims.items()
+        )
+        self.signatures = [self._signature(dims, state, count) for (dims, state), count in counts.items()]
         self._corresponding: dict[tuple[Node, Node], tuple[tuple[Node, Node], ...] | None] = {}
 
     def may_be_sharded(self, leaf: Node) -> bool:
-        """Whether no constraint but its size keeps a leaf (as ``find`` gives it) replicated.
+        """Return whether no constraint except its size keeps a leaf (a representative of ``find``)
+        replicated.
 
-        Positions that no parameter has stay replicated: sharding them is worth no collective, and models of
-        windows and patches have so many of them that the cheapest choice would be hard to find.
+        Positions that no parameter has stay replicated. Sharding them is not worth a collective, and models
+        of windows and patches have so many of them that the cheapest choice would be hard to find.
         """
         if leaf.blocked or leaf in self.frozen or leaf in self.forbidden or leaf not in self.weighted:
             return False
         return not leaf.atomic or leaf in self.sequence
 
     def corresponding(self, a: Node, b: Node) -> tuple[tuple[Node, Node], ...] | None:
-        """``corresponding_leaves`` of two dims, each pair once."""
+        """Return ``corresponding_leaves`` of two dims, each pair once."""
         key = find(a), find(b)
         if key not in self._corresponding:
             pairs = corresponding_leaves(*key)
             self._corresponding[key] = None if pairs is None else tuple(dict.fromkeys(pairs))
         return self._corresponding[key]
-
-    def _signatures(self) -> list[Signature]:
-        """Those of all tensors."""
-        counts = Counter(
-            (tuple(find(d) for d in dims), find_partial(self.analysis.partial[tid]))
-            for tid, dims in self.analysis.dims.items()
-        )
-        return [self._signature(dims, state, count) for (dims, state), count in counts.items()]
 
     def _signature(self, dims: Sequence[Node], state: Partial, count: int) -> Signature:
         pairs = list(dict.fromkeys((find(x), find(y)) for x, y in multiplying_pairs(dims)))
@@ -103,25 +100,26 @@ class SolverInput:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What tensors of the same dims and state have in common. Its leaves are those that may be sharded."""
+    """The common properties of tensors with the same dims and state. Its leaves are those that may be
+    sharded."""
 
     multiplying: tuple[Node, ...]
     """Leaves that multiply with others, in order."""
     pairs: tuple[tuple[Node, Node], ...]
     """Leaves that multiply with each other, each pair once."""
     leaves: tuple[Node, ...]
-    """Of all dims, each once for each dim."""
+    """Leaves of all dims, each once for each dim."""
     state: Partial
     count: int
-    """How many tensors have it."""
+    """Number of tensors with this signature."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A variable that is 1 exactly where one of some others is."""
+    """A variable that is 1 if and only if one of some others is."""
 
     terms: tuple[int, ...]
-    """The others, ascending."""
+    """The other variables, ascending."""
 
 
 Key = Node | Partial | OneOf
@@ -129,7 +127,7 @@ Key = Node | Partial | OneOf
 
 
 class AxisVariables:
-    """Variables and costs of one mesh axis; ``solve`` returns the cheapest choice.
+    """Variables and costs of one mesh axis. ``solve`` returns the cheapest choice.
 
     Args:
         given: the part of the problem that is the same for all mesh axes.
@@ -143,9 +141,9 @@ class AxisVariables:
         self.taken = taken
         self.variables: dict[Key, int] = {}
         self.keys: list[Key] = []
-        """By variable: its subject."""
+        """The subject of each variable."""
         self.alias: list[int] = []
-        """By variable: one of a lower number, or itself, that it equals."""
+        """For each variable, one with a lower number that it equals, or itself."""
         self.zero: set[int] = set()
         """Variables that must be 0."""
         self.costs: list[tuple[tuple[int, ...], Table]] = []
@@ -158,7 +156,7 @@ class AxisVariables:
         return len(self.keys) - 1
 
     def leaf(self, node: Node) -> int | None:
-        """The variable of a leaf; None if it cannot be sharded on this axis."""
+        """Return the variable of a leaf; None if it cannot be sharded on this axis."""
         node = find(node)
         if not self.given.may_be_sharded(node):
             return None
@@ -168,11 +166,11 @@ class AxisVariables:
         return known if known is not None else self._new(node)
 
     def leaves(self, node: Node) -> list[int]:
-        """The variables of the leaves of a dim."""
+        """Return the variables of the leaves of a dim."""
         return list(dict.fromkeys(v for x in dim_trees.leaves(node) if (v := self.leaf(x)) is not None))
 
     def state(self, state: Partial) -> int | None:
-        """The variable of a partial state; None if it is never partial."""
+        """Return the variable of a partial state; None if it is never partial."""
         state = find_partial(state)
         if state.zero:
             return None
@@ -195,7 +193,7 @@ class AxisVariables:
         self.costs.append((tuple(variables), table))
 
     def _charge(self, variable: int, cost: float) -> None:
-        """Add ``cost`` where the variable is 1."""
+        """Add ``cost`` if the variable is 1."""
         self._add((variable,), np.array([0.0, cost]))
 
     def _exclude(self, a: int, b: int) -> None:
@@ -207,10 +205,10 @@ class AxisVariables:
     # Solution --------------------------------------------------------------------------------
 
     def solve(self) -> tuple[list[Node], list[Partial]]:
-        """The leaves that are sharded and the states that are partial.
+        """Return the leaves that are sharded and the states that are partial.
 
         Raises:
-            Infeasible: every choice breaks a constraint.
+            Infeasible: if every choice breaks a constraint.
         """
         problem = Problem(len(self.keys))
         roots = [self._root(v) for v in range(len(self.keys))]
@@ -228,7 +226,7 @@ class AxisVariables:
 
     @staticmethod
     def _add_to(problem: Problem, variables: list[int], table: Table, zero: set[int]) -> None:
-        """Add a cost after fixing zeros and joining variables that are the same."""
+        """Add a cost after fixing zeros and joining equal variables."""
         if len(variables) == 1:
             if variables[0] not in zero:
                 problem.add(variables, table)

@@ -1,8 +1,8 @@
 """Exact minimization of a sum of small cost tables over binary variables.
 
-Variable elimination (bucket elimination, Dechter 1999): a variable is removed by minimizing it out of
-the tables that mention it; going back gives the optimum. The cost is exponential only in the width of
-the graph, which is small here. Where it is not, the search conditions on the variable of highest degree.
+Variable elimination (bucket elimination, Dechter 1999) removes a variable by minimizing it out of the tables
+that mention it; going back gives the optimum. The cost is exponential only in the width of the graph, which
+is small here. If it is not, the search conditions on the variable of highest degree.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Problem:
         self._tables[key] = moved if known is None else known + moved
 
     def add_unary(self, variable: int, cost: float) -> None:
-        """Add ``cost`` where the variable is 1."""
+        """Add ``cost`` if the variable is 1."""
         self.add((variable,), np.array([0.0, cost]))
 
     def forbid_both(self, a: int, b: int) -> None:
-        """Not both 1."""
+        """Forbid that both are 1."""
         self.add((a, b), np.array([[0.0, 0.0], [0.0, np.inf]]))
 
     def solve(self) -> list[int]:
-        """The assignment of least cost; 0 where nothing decides.
+        """Return the assignment of least cost, with 0 for variables that do not matter.
 
         Raises:
-            Infeasible: every assignment costs infinitely much.
+            Infeasible: if every assignment costs infinitely much.
         """
         solution = [0] * self.num_variables
         if _eliminate(dict(self._tables), solution) == np.inf:
@@ -60,7 +60,7 @@ class Problem:
 
 
 def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> float:
-    """Fill ``solution`` for every variable that occurs in ``tables``; returns the cost."""
+    """Fill ``solution`` for every variable in ``tables``, and return the cost."""
     touching: dict[int, set[tuple[int, ...]]] = {}
     for key in tables:
         for variable in key:
@@ -73,7 +73,7 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
     while neighbors:
         degree, variable = heapq.heappop(waiting)
         if variable not in neighbors or degree != len(neighbors[variable]):
-            continue  # it was put back with the degree that it has now
+            continue  # an outdated entry; the variable is in the heap again with its current degree
         scope = tuple(sorted(neighbors[variable] | {variable}))
         if len(scope) > MAX_WIDTH:
             constant += _condition(tables, neighbors, solution)

@@ -1,10 +1,10 @@
-"""Where gradients are partial, and where they are summed: the cheapest choice, exactly.
+"""Choose where gradients are partial, and where they are summed. The choice is the cheapest one, exactly.
 
-The forward pass is solved. On each mesh axis, a tensor is then Partial, sharded or replicated. The
-gradient of a Partial is the same on all ranks, that of a shard is complete where the shard is. The gradient
-of a replicated tensor may be **replicated** or **partial** (a term of a sum). It is partial wherever the
-tensor meets one that is not replicated, since each rank goes on with its own part. One binary variable for
-each replicated tensor says which. Constraints and costs:
+The forward pass is solved already. On each mesh axis, a tensor is partial, sharded or replicated. The
+gradient of a partial tensor is the same on all ranks, and the gradient of a shard is complete on its rank.
+The gradient of a replicated tensor may be **replicated** or **partial** (a term of a sum). It is partial
+wherever the tensor meets one that is not replicated, since each rank continues with its own part. There is
+one binary variable for each replicated tensor. Constraints and costs:
 
 - an operator whose results are replicated has one state for all of its tensors; if a result is sharded or
   Partial, the operator's replicated inputs have partial gradients (``_operator``);
@@ -12,10 +12,10 @@ each replicated tensor says which. Constraints and costs:
   replicated to partial a division; where the forward pass communicates, the gradient takes the adjoint, which
   costs nothing or as much, depending on the states (``_mark``);
 - the gradients of the model's outputs are replicated;
-- a parameter with a partial gradient costs a sum over the ranks that share it (``_parameter``).
+- a parameter with a partial gradient costs a sum over the ranks that share it (in ``__init__``).
 
-All terms partial, with sums at the forward reductions, is always a solution: the adjoint of the program that
-all ranks run together. Putting the sums elsewhere only makes it cheaper.
+There is always a solution: all gradients are partial, with sums at the forward reductions. This is the
+adjoint of the program that all ranks run together. Sums at other places only make it cheaper.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKENS_PER_WIDTH = 1.0
 
 SHARDED, PARTIAL, REPLICATED = "sharded", "partial", "replicated"
 PARTIALLY_SHARDED = "partially sharded"
-"""States of a tensor on a mesh axis; partially sharded: some segments of a dim are, others are not."""
+"""States of a tensor on a mesh axis. Partially sharded means that some segments of a dim are sharded."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class Gradients:
 
     Attributes:
         partial: tensor -> mesh axes over which the gradient of its replicated positions is partial.
-        refusal: why there is no solution; empty if there is.
+        refusal: why there is no solution; empty if there is one.
     """
 
     partial: Mapping[int, tuple[int, ...]]
     refusal: str = ""
 
     def axes(self, tid: int) -> tuple[int, ...]:
-        """Mesh axes over which the gradient of a tensor is partial."""
+        """Return the mesh axes over which the gradient of a tensor is partial."""
         return self.partial.get(tid, ())
 
 
 def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) -> Gradients:
-    """The cheapest gradient states for a solved forward pass.
+    """Return the cheapest gradient states for a solved forward pass.
 
     Args:
         analysis: of the traced model.
         assignment: the solved forward pass.
-        folded: which tensors must be treated alike, and how often a layer counts.
+        folded: tensors that must get the same choice, and weights of layers.
     """
     partial: dict[int, tuple[int, ...]] = {}
     for axis in range(len(assignment.mesh)):
@@ -83,10 +83,14 @@ def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) 
 
 
 def placement(analysis: Analysis, assignment: Assignment, tid: int, axis: int) -> str:
-    """The state of a tensor on a mesh axis: one of the four above."""
+    """Return the state of a tensor on a mesh axis: one of the four above."""
     if axis in assignment.partial_axes(analysis.partial[tid]):
         return PARTIAL
-    kinds = {_dim_placement(dim, assignment, axis) for dim in analysis.dims[tid]}
+    return _of_product(_dim_placement(dim, assignment, axis) for dim in analysis.dims[tid])
+
+
+def _of_product(parts: Iterable[str]) -> str:
+    kinds = set(parts)
     return SHARDED if SHARDED in kinds else PARTIALLY_SHARDED if PARTIALLY_SHARDED in kinds else REPLICATED
 
 
@@ -96,9 +100,7 @@ def _dim_placement(node: Node, assignment: Assignment, axis: int) -> str:
         return SHARDED if node.size > 1 and axis in assignment.axes(node) else REPLICATED
     kinds = {_dim_placement(child, assignment, axis) for child in node.children}
     if node.kind == PRODUCT:
-        return (
-            SHARDED if SHARDED in kinds else PARTIALLY_SHARDED if PARTIALLY_SHARDED in kinds else REPLICATED
-        )
+        return _of_product(kinds)
     return kinds.pop() if len(kinds) == 1 else PARTIALLY_SHARDED
 
 
@@ -113,7 +115,7 @@ class _AxisGradients:
         self.kinds = {t: placement(analysis, assignment, t, axis) for t in analysis.dims}
         """Tensor -> its state in the forward pass."""
         self.alias: dict[int, int] = {}
-        """Tensor -> one of a lower number that has the same gradient state."""
+        """Tensor -> one with a lower number that has the same gradient state."""
         self.fixed: list[tuple[int, int]] = []
         """Tensors whose gradients are partial (1) or replicated (0)."""
         self.costs: list[tuple[tuple[int, ...], Sequence[object]]] = []
@@ -121,13 +123,31 @@ class _AxisGradients:
         hidden = width(self.tape)
         self.latency = LATENCY * hidden**2
         self.moved = TOKENS_PER_WIDTH * hidden / num_tokens(self.tape)
-        self._build()
+        passive = passive_calls(self.tape)
+        sites = {index: norm.site for norm in analysis.norms for index in norm.site.events}
+        for index, event in enumerate(self.tape.events):
+            if isinstance(event, Mark):
+                if event.call in passive:
+                    self._same((event.source, event.target))
+                else:
+                    self._mark(event)
+            elif (site := sites.get(index)) is None:
+                self._operator(event.inputs, event.outputs)
+            elif index == site.events[-1]:
+                self._operator((*site.inputs, *site.parameters), (site.output,))
+        for tid, info in enumerate(self.tape.tensors):
+            if info.kind == "parameter" and self._is_variable(tid):
+                sum_cost = folded.weight(info.name) * (2 * math.prod(info.shape) + self.latency / 4)
+                self.costs.append(((tid,), [0.0, sum_cost]))
+        for a, b in (*folded.ties, *analysis.repeats):
+            self._same((a, b))
+        self.fixed += [(tid, 0) for tid in self.tape.outputs if self._is_variable(tid)]
 
     def solve(self) -> list[int]:
-        """The tensors whose gradients are partial.
+        """Return the tensors whose gradients are partial.
 
         Raises:
-            Infeasible: the constraints contradict each other.
+            Infeasible: if the constraints contradict each other.
         """
         roots = sorted({self._root(t) for t in self.kinds if self._is_variable(t)})
         number = {root: i for i, root in enumerate(roots)}
@@ -163,26 +183,6 @@ class _AxisGradients:
             self.alias[other] = roots[0]
 
     # Constraints and costs -------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        passive = passive_calls(self.tape)
-        sites = {index: norm.site for norm in self.analysis.norms for index in norm.site.events}
-        for index, event in enumerate(self.tape.events):
-            if isinstance(event, Mark):
-                if event.call in passive:
-                    self._same((event.source, event.target))
-                else:
-                    self._mark(event)
-            elif (site := sites.get(index)) is None:
-                self._operator(event.inputs, event.outputs)
-            elif index == site.events[-1]:
-                self._operator((*site.inputs, *site.parameters), (site.output,))
-        for tid, info in enumerate(self.tape.tensors):
-            if info.kind == "parameter" and self._is_variable(tid):
-                self._parameter(tid)
-        for a, b in (*self.folded.ties, *self.analysis.repeats):
-            self._same((a, b))
-        self.fixed += [(tid, 0) for tid in self.tape.outputs if self._is_variable(tid)]
 
     def _operator(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         given = [t for t in outputs if t in self.kinds and t in self.needed]
@@ -221,8 +221,3 @@ class _AxisGradients:
         elif change in ((PARTIALLY_SHARDED, SHARDED), (SHARDED, PARTIALLY_SHARDED)):
             variable = before if change[0] == PARTIALLY_SHARDED else after
             self.fixed += [(variable, 0), (variable, 1)]  # no step of the runtime does that
-
-    def _parameter(self, tid: int) -> None:
-        info = self.tape.tensors[tid]
-        weight = self.folded.weight(info.name)
-        self.costs.append(((tid,), [0.0, weight * (2 * math.prod(info.shape) + self.latency / 4)]))

@@ -1,15 +1,15 @@
-"""The constraints and costs of one mesh axis as small cost tables; ``solve.py`` lists them as formulas."""
+"""The constraints and costs of one mesh axis as small cost tables. ``solve.py`` lists them as formulas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from ..dim_analysis import dim_trees
-from ..dim_analysis.analysis import Contraction, Partial, TableLookup, differentiable
+from ..dim_analysis.analysis import Contraction, Partial, differentiable
 from ..dim_analysis.dim_trees import LEAF, SUM, Node, find
 from ..tracing.tape import Mark
 from .axis_variables import AxisVariables, OneOf, Signature, SolverInput
@@ -23,15 +23,15 @@ UNEVEN = 0.1
 """Weight of the elements that the largest rank holds beyond an even share. Uneven heads are better than
 evenly sharded matrices that are gathered before attention."""
 LATENCY = 0.4 * SPARE
-"""Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
+"""Fixed cost of a collective, in squares of the width. Much narrower outputs are not worth a gather."""
 STATISTIC = 0.75
-"""Cost of the statistic of a norm, in latencies: it is one number for each token. Between two products, a
-norm on shards is better than gathers around it."""
+"""Cost of the statistic of a norm, in latencies: one number per token. Between two products, a norm on shards
+is better than gathers around it."""
 SEQUENCE = 0.5
-"""Worth of an activation that is sharded over the sequence, in latencies: a norm with its surroundings is
+"""Value of an activation that is sharded over the sequence, in latencies. A norm with its surroundings is
 worth more than the collective that it costs."""
 EPSILON = 1e-7
-"""Breaks ties: reduce and gather as early as possible, slice as late as possible."""
+"""Tie-breaker: reduce and gather as early as possible, slice as late as possible."""
 
 
 def solve_axis(
@@ -41,17 +41,13 @@ def solve_axis(
     saving_weight: float = 1.0,
     pinned: Mapping[Node | Partial, bool] = MappingProxyType({}),
 ) -> tuple[list[Node], list[Partial]]:
-    """The leaves that a mesh axis of this extent shards, and the states that are partial on it.
+    """Return the leaves that a mesh axis shards, and the states that are partial on it.
 
     Args:
-        given: the part of the problem that is the same for all mesh axes.
-        extent: size of the mesh axis.
-        taken: leaf -> number of parts into which earlier axes shard it.
-        saving_weight: factor of the worth of a sharded element of a parameter.
-        pinned: leaves and states of parameters whose choice is made.
+        given, extent, taken, saving_weight, pinned: see ``AxisProblem``.
 
     Raises:
-        Infeasible: the pinned choices contradict the constraints.
+        Infeasible: if the pinned choices contradict the constraints.
     """
     return AxisProblem(given, extent, taken, saving_weight, pinned).solve()
 
@@ -63,8 +59,8 @@ class AxisProblem(AxisVariables):
         given: the part of the problem that is the same for all mesh axes.
         extent: size of the mesh axis.
         taken: leaf -> number of parts into which earlier axes shard it.
-        saving_weight: factor of the worth of a sharded element of a parameter.
-        pinned: leaves and states of parameters whose choice is made.
+        saving_weight: factor of the value of a sharded element of a parameter.
+        pinned: leaves and states of parameters with a fixed choice.
     """
 
     def __init__(
@@ -90,23 +86,30 @@ class AxisProblem(AxisVariables):
         for tid, info in enumerate(analysis.tape.tensors):
             if info.kind == "parameter" and tid in analysis.dims:
                 self._savings(tid)
-        for norm in analysis.norms:
-            self._statistic(norm.normalized, self._weight(norm.site.call))
-        for lookup in analysis.lookups:
-            self._lookup(lookup)
-        for work in analysis.works:
-            self._reward(work.dims)
+        for norm in analysis.norms:  # a norm on shards reduces its statistic over the ranks
+            for v in self.leaves(norm.normalized):
+                self._charge(v, self._weight(norm.site.call) * STATISTIC * self.latency)
+        for lookup in analysis.lookups:  # a sum over rows can be reduce-scattered, and a tied head needs rows
+            volume = math.prod(analysis.tape.tensors[lookup.output].shape) * self.moved
+            for v in self.leaves(analysis.dims[lookup.table][0]):
+                self._charge(v, -1.1 * volume)
+        for work in analysis.works:  # products are better computed in parts
+            for dim in work.dims:
+                for v in self.leaves(dim):
+                    self._charge(v, -1e-3 * self.latency)
         for tid in (*analysis.tape.outputs, *analysis.handed_out):
             self._must_be_replicated(tid)
+        dims = analysis.dims
         for a, b in (*given.folded.ties, *analysis.handed_back):
-            self._tie(a, b)
-        for a, b in analysis.repeats:
-            self._repeat(a, b)
+            if a in dims and b in dims:
+                self._tie(a, b, zip(dims[a], dims[b], strict=True))
+        for a, b in analysis.repeats:  # calls of a module may have different numbers of dims
+            pairs = zip(reversed(dims[a]), reversed(dims[b]), strict=False)
+            self._tie(a, b, ((x, y) for x, y in pairs if x.size == y.size))
         if given.sequence:
             self._sequence()
         for key, chosen in pinned.items():
-            # The choice is made; without effect where no constraint or cost mentions the leaf or state.
-            variable = self.variables.get(key)
+            variable = self.variables.get(key)  # None if no constraint or cost mentions it
             if variable is not None:
                 self._add((variable,), np.array([np.inf, 0.0] if chosen else [0.0, np.inf]))
 
@@ -116,7 +119,8 @@ class AxisProblem(AxisVariables):
     # Constraints and costs -------------------------------------------------------------------
 
     def _exclusions(self, of: Signature) -> None:
-        """s(a) + s(b) <= 1 for leaves that multiply, s(l) + p <= 1; a trifle for each that is 1."""
+        """Require s(a) + s(b) <= 1 for leaves that multiply, and s(l) + p <= 1; each that is 1 has a tiny
+        cost."""
         for x in of.multiplying:
             self.leaf(x)
         for x, y in of.pairs:
@@ -133,7 +137,7 @@ class AxisProblem(AxisVariables):
             self._charge(partial, 10 * EPSILON * of.count * self.latency)
 
     def _contraction(self, contraction: Contraction) -> None:
-        """p(output) = sum of p(inputs) + sum of s(contracted dims) <= 1."""
+        """Require p(output) = sum of p(inputs) + sum of s(contracted dims) <= 1."""
         output = self.state(contraction.output)
         terms: list[int] = []
         for dim in contraction.dims:
@@ -153,7 +157,7 @@ class AxisProblem(AxisVariables):
             self._add((output, *terms), _either(len(terms)))
 
     def _all_or_none(self, dim: Node) -> int | None:
-        """The variable that says whether a contracted dim is sharded: every segment, or none."""
+        """Return the variable for whether a contracted dim is sharded: all segments, or none."""
         parts = [self._one_of(p) for p in dim_trees.segments(dim)]
         if any(p is None for p in parts):
             self.zero.update(v for p in dim_trees.segments(dim) for v in self.leaves(p))
@@ -164,7 +168,7 @@ class AxisProblem(AxisVariables):
         return first
 
     def _one_of(self, part: Node) -> int | None:
-        """The variable that says whether a leaf or product is sharded."""
+        """Return the variable for whether a leaf or product is sharded."""
         terms: list[int] = []
         for factor in dim_trees.factors(part):
             v = self._all_or_none(factor) if factor.kind == SUM else self.leaf(factor)
@@ -180,8 +184,10 @@ class AxisProblem(AxisVariables):
         return known
 
     def _mark(self, mark: Mark) -> None:
-        """p(after) <= p(before), but where a module returns its input; an all_reduce, or an all_gather or a
-        slice of each dim, for each change."""
+        """Require p(after) <= p(before), except where a module returns its input.
+
+        Each change costs an all_reduce, or an all_gather or a slice of each dim.
+        """
         analysis = self.given.analysis
         weight = self._weight(mark.call)
         volume = math.prod(analysis.tape.tensors[mark.source].shape) * self.moved
@@ -203,14 +209,14 @@ class AxisProblem(AxisVariables):
             self._mark_dim(x, y, gather)
 
     def _keep(self, mark: Mark) -> float:
-        """The cost of a replicated tensor that becomes a term of a sum: one rank keeps it, others have zeros.
+        """Return the cost of making a replicated tensor partial: one rank keeps it, others have zeros.
 
-        It is almost free where a module returns its input, and cannot be done at other marks.
+        It is almost free where a module returns its input, and impossible at other marks.
         """
         return 100 * EPSILON * self.latency if mark.target in self.given.analysis.returned else math.inf
 
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
-        """For each pair of leaves, s(before) (1 - s(after)) costs ``gather``; slicing is almost free."""
+        """Charge ``gather`` for s(before) (1 - s(after)) of each pair of leaves. Slicing is almost free."""
         pairs = self.given.corresponding(before, after)
         slice_ = 100 * EPSILON * self.latency
         if pairs is None:
@@ -230,7 +236,7 @@ class AxisProblem(AxisVariables):
                 self._charge(b, slice_)
 
     def _savings(self, tid: int) -> None:
-        """-w N (1 - 1/n - UNEVEN (largest share - 1/n)) s(l) for a parameter of N elements."""
+        """Reward a sharded parameter of N elements by w N (1 - 1/n - UNEVEN (largest share - 1/n)) s(l)."""
         dims = self.given.analysis.dims[tid]
         name = self.given.analysis.tape.tensors[tid].name
         calls = max(1, self.given.calls[name.rpartition(".")[0]])
@@ -246,22 +252,11 @@ class AxisProblem(AxisVariables):
                     saved = 1 - even - UNEVEN * (largest - even)
                     self._charge(v, -worth * numel * share * saved)
 
-    def _statistic(self, dim: Node, weight: float) -> None:
-        """A norm reduces its statistic over the ranks if a normalized leaf is sharded."""
-        for v in self.leaves(dim):
-            self._charge(v, weight * STATISTIC * self.latency)
-
-    def _lookup(self, lookup: TableLookup) -> None:
-        """Rows before columns: a sum can be reduce-scattered, and a tied head needs rows."""
-        analysis = self.given.analysis
-        volume = math.prod(analysis.tape.tensors[lookup.output].shape) * self.moved
-        for v in self.leaves(analysis.dims[lookup.table][0]):
-            self._charge(v, -1.1 * volume)
-
     def _sequence(self) -> None:
-        """Activations that are sharded over the sequence are worth more than the collectives.
+        """Reward activations that are sharded over the sequence by more than the cost of the collectives.
 
-        What the model returns is replicated where its own code has it: with labels, it computes a loss of it.
+        Outputs of the model are replicated in the model's own code, which computes a loss from them if there
+        are labels.
         """
         given = self.given
         tape = given.analysis.tape
@@ -278,39 +273,16 @@ class AxisProblem(AxisVariables):
                         if find(dim) in given.sequence and (v := self.leaf(dim)) is not None:
                             self._charge(v, -SEQUENCE * self._weight(event.call) * self.latency)
 
-    def _reward(self, dims: Sequence[Node]) -> None:
-        """A product over these dims is better computed in parts."""
-        for dim in dims:
-            for v in self.leaves(dim):
-                self._charge(v, -1e-3 * self.latency)
-
-    def _tie(self, a: int, b: int) -> None:
-        """Corresponding tensors of layers of one kind, or of two calls of the model: the same choice."""
-        dims = self.given.analysis.dims
-        if a in dims and b in dims:
-            self._tie_states(a, b)
-            for x, y in zip(dims[a], dims[b], strict=True):
-                self._tie_dims(x, y)
-
-    def _repeat(self, a: int, b: int) -> None:
-        """Tensors at one slot of a module that is called more than once: the same choice."""
-        dims = self.given.analysis.dims
-        self._tie_states(a, b)
-        for x, y in zip(reversed(dims[a]), reversed(dims[b]), strict=False):
-            if x.size == y.size:
-                self._tie_dims(x, y)
-
-    def _tie_states(self, a: int, b: int) -> None:
+    def _tie(self, a: int, b: int, dims: Iterable[tuple[Node, Node]]) -> None:
+        """Make the same choice for two tensors, in these pairs of their dims."""
         partial = self.given.analysis.partial
         self._tie_variables(self.state(partial[a]), self.state(partial[b]))
-
-    def _tie_dims(self, x: Node, y: Node) -> None:
-        leaves = self.given.corresponding(x, y)
-        if leaves is None:
-            self.zero.update([*self.leaves(x), *self.leaves(y)])
-            return
-        for p, q in leaves:
-            self._tie_variables(self.leaf(p), self.leaf(q))
+        for x, y in dims:
+            leaves = self.given.corresponding(x, y)
+            if leaves is None:
+                self.zero.update([*self.leaves(x), *self.leaves(y)])
+            for p, q in leaves or ():
+                self._tie_variables(self.leaf(p), self.leaf(q))
 
     def _tie_variables(self, p: int | None, q: int | None) -> None:
         if p is not None and q is not None:
@@ -319,7 +291,7 @@ class AxisProblem(AxisVariables):
             self.zero.update(v for v in (p, q) if v is not None)
 
     def _must_be_replicated(self, tid: int) -> None:
-        """s = p = 0."""
+        """Require s = p = 0."""
         analysis = self.given.analysis
         self.zero.update(v for dim in analysis.dims[tid] for v in self.leaves(dim))
         partial = self.state(analysis.partial[tid])
@@ -328,7 +300,7 @@ class AxisProblem(AxisVariables):
 
 
 def _shares(node: Node, share: float) -> Iterator[tuple[Node, float]]:
-    """The leaves of a dim with the fraction of the dim that each one divides."""
+    """Yield the leaves of a dim with the fraction of the dim that each one divides."""
     node = find(node)
     if node.kind == LEAF:
         if node.size > 1:
@@ -339,7 +311,8 @@ def _shares(node: Node, share: float) -> Iterator[tuple[Node, float]]:
 
 
 def _either(count: int) -> Table:
-    """Table over (output, terms): output is 1 exactly where one term is; never two."""
+    """Return a table over (output, terms) in which the output is 1 if exactly one term is. Two terms are
+    forbidden."""
     table = np.full((2,) * (count + 1), np.inf)
     table[(0,) * (count + 1)] = 0.0
     for i in range(count):

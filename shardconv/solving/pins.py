@@ -1,14 +1,14 @@
-"""Parameters that are laid out as another plan says, and those beside them that follow.
+"""Pin the layouts of parameters to another plan, and let related parameters follow.
 
-An adapter is solved with the plan of its model: the shards of the model stay as they are. A dim of an
-adapter's parameter gets the axes of the nearest dim of the model that is the same one (the inputs of a layer,
-its outputs), so that products of the adapter's parameters are laid out as the weight that they are added to.
-Dims that the model does not have, such as the rank of a low-rank product, stay replicated.
+An adapter is solved with the plan of its model, whose shards stay as they are. A dim of an adapter's
+parameter gets the axes of the nearest linked dim of the model (the inputs or outputs of a layer), so that
+products of the adapter's parameters have the layout of the weight that they are added to. Dims that the model
+does not have, such as the rank of a low-rank product, stay replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import LEAF, Conflict, Node, cut, factors, find, leaves, split
 
 Pins = Mapping[Node, tuple[int, ...]]
-"""Leaf -> indices of the prime factors of tp that shard it; none: it stays replicated."""
+"""Leaf -> indices of the prime factors of tp that shard it; empty if it stays replicated."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Given:
 
     mesh: Mesh
     parameters: Mapping[str, ParameterPlan]
-    """By the FQNs of the traced model."""
+    """Plans of parameters by FQN in the traced model."""
     unread: frozenset[str] = frozenset()
-    """Those of modules that the traced call does not run, since it runs copies of them."""
+    """Parameters of modules that the traced call does not run, since it runs copies of them."""
 
 
 def pins_of(analysis: Analysis, given: Given) -> Pins:
-    """The leaves whose choice is made: all of those of parameters.
+    """Return the pinned leaves: all leaves of parameters.
 
-    Dims are refined to what the other plan says of them.
+    Dims are refined to the layouts of the other plan.
 
     Raises:
-        SolveError: the code of the model with adapters does not allow a dim of a parameter to be laid out so.
+        SolveError: if the code of the model with adapters does not allow such a layout.
     """
     # For each axis of a mesh, the indices of its prime factors among those of tp.
     counts = [len(prime_factors(extent)) for extent in given.mesh]
@@ -75,7 +75,7 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
 
 
 def prime_factors(n: int) -> tuple[int, ...]:
-    """Prime factors in ascending order; () for 1."""
+    """Return the prime factors in ascending order; () for 1."""
     out = []
     factor = 2
     while n > 1:
@@ -87,18 +87,20 @@ def prime_factors(n: int) -> tuple[int, ...]:
 
 
 def _chosen(node: Node, dim: Dim) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """The leaves of a dim with the axes that a layout gives them.
+    """Yield the leaves of a dim with the axes that a layout gives them.
 
     Raises:
-        Conflict: the dim cannot be refined to the layout.
+        Conflict: if the dim cannot be refined to the layout.
     """
     node = find(node)
     if not axes_of(dim):
         yield from ((x, ()) for x in leaves(node))
     elif isinstance(dim, Leaf):
-        *inner, outer = reversed(_outer_to_inner(node))
-        yield outer, dim.axes
-        yield from ((x, ()) for part in inner for x in leaves(part))
+        parts = [find(x) for x in factors(node)]
+        if not parts or parts[0].kind != LEAF:
+            raise Conflict
+        yield parts[0], dim.axes
+        yield from ((x, ()) for part in parts[1:] for x in leaves(part))
     elif isinstance(dim, Product):
         rest = node
         for factor in dim.factors[:-1]:
@@ -111,20 +113,8 @@ def _chosen(node: Node, dim: Dim) -> Iterator[tuple[Node, tuple[int, ...]]]:
             yield from _chosen(part, segment)
 
 
-def _outer_to_inner(node: Node) -> Sequence[Node]:
-    """The factors of a dim; the first one is a leaf.
-
-    Raises:
-        Conflict: it is not.
-    """
-    found = factors(node)
-    if not found or find(found[0]).kind != LEAF:
-        raise Conflict
-    return [find(x) for x in found]
-
-
 def _nearest(leaf: Node, pinned: Pins) -> tuple[int, ...]:
-    """The choice for the nearest of the pinned leaves that are linked to a leaf; none if none is."""
+    """Return the choice of the nearest pinned leaf that is linked to a leaf; () if there is none."""
     seen = {find(leaf)}
     level: Iterable[Node] = tuple(seen)
     while level:

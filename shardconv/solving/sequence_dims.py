@@ -1,7 +1,7 @@
-"""Sequence parallelism: a solved model once more, with activations sharded over the sequence.
+"""Sequence parallelism: solve a model again, with activations sharded over the sequence.
 
-Parameters stay as they are. Between the parallel blocks, where norms, dropout and residuals treat each token
-alone, a dim may be sharded that the input's length decides; the solver chooses where that begins and ends. A
+The layouts of parameters stay. Between the parallel blocks, where norms, dropout and residuals treat each
+token separately, the sequence dim may be sharded, and the solver chooses where this begins and ends. A
 reduction becomes a reduce_scatter there, and a gather precedes each module that needs all tokens.
 (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198.)
 """
@@ -26,11 +26,11 @@ SECOND_TOKENS = "decoder_input_ids"
 
 
 def sequence_leaves(analysis: Analysis) -> set[Node]:
-    """The leaves that are the sequence and may be sharded.
+    """Return the leaves that are the sequence and may be sharded.
 
-    Each is a dim of its own wherever it occurs: a sharded factor of a product (batch times sequence) could
-    not be gathered. Where code puts images or sounds among the tokens, no dim behind that is linked to
-    theirs: those of activations ``[B, S, H]`` are known by their sizes.
+    Each is a whole dim wherever it occurs, since a sharded factor of a product (batch times sequence) could
+    not be gathered. If code puts images or sounds among the tokens, the dims behind it are not linked to the
+    tokens' dim. Then the sequence dims of activations ``[B, S, H]`` are found by their sizes.
     """
     tape = analysis.tape
     inputs = {tape.tensors[t].name: t for t in tape.inputs}
@@ -59,12 +59,13 @@ def sequence_leaves(analysis: Analysis) -> set[Node]:
 def solve_sequence(
     analysis: Analysis, plain: Assignment, folded: Folded, forbidden: Iterable[Node] = ()
 ) -> Assignment | None:
-    """The cheapest assignment in which parameters are sharded as they are, and activations over the sequence.
+    """Return the cheapest assignment with the given layouts of parameters and activations sharded over the
+    sequence.
 
     Args:
         analysis: of the traced model.
         plain: the solved model.
-        folded: which tensors must be treated alike.
+        folded: tensors that must get the same choice.
         forbidden: leaves that must stay replicated.
 
     Returns:
@@ -90,7 +91,7 @@ def solve_sequence(
 
 
 def _pinned(analysis: Analysis, plain: Assignment, axis: int) -> dict[Node | Partial, bool]:
-    """Leaves and states of parameters, and whether they use a mesh axis."""
+    """Return the leaves and states of parameters, and whether they use a mesh axis."""
     out: dict[Node | Partial, bool] = {}
     for tid, info in enumerate(analysis.tape.tensors):
         if info.kind in ("parameter", "buffer") and tid in analysis.dims:

@@ -1,4 +1,5 @@
-"""Chooses which leaves are sharded, and where values change placement: the cheapest choice, exactly.
+"""Choose which leaves are sharded, and where values change placement. The choice is the cheapest one,
+exactly.
 
 For each mesh axis, of n ranks, there are binary variables: s(l), whether the axis shards leaf l, and p(t),
 whether the state of tensor t is partial on it. The methods are those of ``AxisProblem``.
@@ -9,11 +10,13 @@ Constraints:
 - leaf l of tensor t: s(l) + p(t) <= 1 (``_exclusions``);
 - a product y of x1, x2 that contracts dims c: p(y) = p(x1) + p(x2) + sum of s(c), of which at most one is 1;
   all segments of a contracted dim are sharded, or none (``_contraction``);
-- a mark from x to y: p(y) <= p(x), but where a module returns its input: there one rank may keep a replicated
+- a mark from x to y: p(y) <= p(x), except where a module returns its input: there one rank may keep a
+replicated
   value, and the others zeros (``_mark``);
 - outputs of the model, of its encoder and base model: s = p = 0 (``_must_be_replicated``);
-- tensors of folded layers, of one module that is called again, or that the next call reads in place of each
-  other: equal variables (``_tie``, ``_repeat``).
+- tensors of folded layers, of a module that is called again, or that the next call reads instead of each
+other:
+  equal variables (``_tie``).
 
 Costs, where V is the number of elements of the tensor times (n - 1)/n and L the latency of a collective:
 
@@ -21,8 +24,8 @@ Costs, where V is the number of elements of the tensor times (n - 1)/n and L the
   all_gather of each pair of leaves; slicing is free (``_mark``). These are the volumes of ring algorithms
   (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009);
 - a parameter of N elements: -w N s(l), less where shares are uneven, so that sharding pays (``_savings``);
-- a norm whose normalized dim is sharded: most of L (``_statistic``);
-- small rewards: rows of looked-up tables before columns (``_lookup``), work that is divided (``_reward``).
+- a norm whose normalized dim is sharded: most of L (in ``__init__``);
+- small rewards: rows of looked-up tables before columns, and work that is divided (in ``__init__``).
 
 tp is a mesh of its prime factors, solved one after another: with fewer key/value heads than ranks, the
 heads take the first axes and the group the rest.
@@ -30,14 +33,14 @@ heads take the first axes and the group the rest.
 Costs are in elements and scale with the square of the model's width, so that a small model gets
 the plan of a large one of the same shape.
 
-Where more than ``MAX_REPLICATED`` of the model would stay replicated, the model is solved again
-with a higher worth of each sharded element.
+If more than ``MAX_REPLICATED`` of the model would stay replicated, the model is solved again with a higher
+value of each sharded element.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -49,18 +52,20 @@ from .mesh_axis_problem import solve_axis
 from .pins import Pins, prime_factors
 
 MAX_REPLICATED = 0.01
-"""Fraction of the matrices that may stay replicated for the sake of fewer collectives. At tp 8, a hundredth
-of a model on every rank is 7% more memory than an even share."""
+"""Fraction of the matrices that may stay replicated to save collectives. At tp 8, a hundredth of a model on
+every rank is 7% more memory than an even share."""
 SAVING_WEIGHTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-"""Worth of a sharded element: as in ``mesh_axis_problem``, and more where too much would stay replicated."""
+"""Values of a sharded element: the one in ``mesh_axis_problem``, and higher ones if too much stays
+replicated."""
 MIN_GAIN = 0.01
-"""A higher weight is taken if it shards at least this fraction of the matrices more, or leaves at most
+"""A higher weight is used if it shards at least this fraction of the matrices more, or leaves at most
 ``MAX_REPLICATED`` of them."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The solution: mesh axes of every leaf and partial state; none means replicated."""
+    """The solution: mesh axes of every leaf and partial state. Leaves and states without axes are
+    replicated."""
 
     mesh: tuple[int, ...]
     leaves: Mapping[Node, tuple[int, ...]]
@@ -69,14 +74,14 @@ class Assignment:
     """``find_partial(state)`` -> mesh axes."""
     replicated: tuple[float, float] = (0.0, 0.0)
     """Fraction of the elements of matrices that every rank holds: here, and in the plan with the fewest
-    collectives; they differ where collectives were accepted to shard more."""
+    collectives. They differ if more collectives were accepted to shard more."""
 
     def axes(self, leaf: Node) -> tuple[int, ...]:
-        """Mesh axes that shard a leaf."""
+        """Return the mesh axes that shard a leaf."""
         return self.leaves.get(find(leaf), ())
 
     def partial_axes(self, state: Partial) -> tuple[int, ...]:
-        """Mesh axes over which a state is partial."""
+        """Return the mesh axes over which a state is partial."""
         return self.partials.get(find_partial(state), ())
 
 
@@ -87,23 +92,23 @@ def solve(
     folded: Folded | None = None,
     pins: Pins | None = None,
 ) -> Assignment:
-    """The cheapest assignment for ``tp`` ranks.
+    """Return the cheapest assignment for ``tp`` ranks.
 
     Args:
         analysis: dims and constraints of the traced model.
         tp: number of ranks.
         forbidden: leaves that must stay replicated.
-        folded: which tensors must be treated alike, and how often a layer counts.
-        pins: leaves whose choice is made: those of all parameters, or none.
+        folded: tensors that must get the same choice, and weights of layers.
+        pins: leaves with a fixed choice: those of all parameters, or none.
 
     Raises:
-        Infeasible: the pinned choices contradict the constraints.
+        Infeasible: if the pinned choices contradict the constraints.
     """
     given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
     first = best = _solve(given, tp, SAVING_WEIGHTS[0], pins or {})
     if pins:
         return best
-    # Fraction of the elements of matrices none of whose leaves may be sharded.
+
     least = _fraction_without(given, given.may_be_sharded)
     enough = MAX_REPLICATED if least < MAX_REPLICATED else least + MIN_GAIN
     if best.replicated[0] <= enough:
@@ -121,7 +126,7 @@ def solve(
 
 
 def _is_gain(before: Assignment, after: Assignment) -> bool:
-    """Whether enough more is sharded for the collectives that it costs."""
+    """Return whether enough more is sharded for the collectives that it costs."""
     (was, _), (now, _) = before.replicated, after.replicated
     return now < was - MIN_GAIN or now <= MAX_REPLICATED < was
 
@@ -140,20 +145,24 @@ def _solve(
             leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
         for state in partial:
             partial_axes[state] = (*partial_axes.get(state, ()), axis)
-    replicated = _replicated(given, leaf_axes.keys()) if mesh else 0.0
-    mesh, renamed = _merged_axes(mesh, [*leaf_axes.values(), *partial_axes.values()])
+    replicated = _fraction_without(given, lambda leaf: leaf in leaf_axes) if mesh else 0.0
+    # Adjacent axes that are always used together become one.
+    used = [*leaf_axes.values(), *partial_axes.values()]
+    merged: list[list[int]] = []
+    for axis in range(len(mesh)):
+        if merged and all((axis in axes) == (axis - 1 in axes) for axes in used):
+            merged[-1].append(axis)
+        else:
+            merged.append([axis])
+    renamed = {old: new for new, group in enumerate(merged) for old in group}
+    mesh = tuple(math.prod(mesh[a] for a in group) for group in merged)
     merged_leaves = {leaf: _renamed(axes, renamed) for leaf, axes in leaf_axes.items()}
     merged_states = {state: _renamed(axes, renamed) for state, axes in partial_axes.items()}
     return Assignment(mesh, merged_leaves, merged_states, (replicated, replicated))
 
 
-def _replicated(given: SolverInput, sharded: Collection[Node]) -> float:
-    """Fraction of the elements of matrices none of whose leaves is sharded."""
-    return _fraction_without(given, lambda leaf: leaf in sharded)
-
-
 def _fraction_without(given: SolverInput, is_one: Callable[[Node], bool]) -> float:
-    """Fraction of the elements of matrices none of whose leaves is such a one."""
+    """Return the fraction of the elements of matrices that have no such leaf."""
     without = total = 0.0
     for tid, info in enumerate(given.analysis.tape.tensors):
         dims = given.analysis.dims.get(tid, ())
@@ -163,21 +172,6 @@ def _fraction_without(given: SolverInput, is_one: Callable[[Node], bool]) -> flo
             if not any(is_one(find(x)) for d in dims for x in leaves(d)):
                 without += numel
     return without / total if total else 0.0
-
-
-def _merged_axes(
-    mesh: tuple[int, ...], used: Collection[tuple[int, ...]]
-) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The mesh in which adjacent axes that are always used together are one, and old axis -> new axis."""
-    merged: list[list[int]] = []
-    for axis in range(len(mesh)):
-        together = merged and all((axis in axes) == (axis - 1 in axes) for axes in used)
-        if together:
-            merged[-1].append(axis)
-        else:
-            merged.append([axis])
-    renamed = {old: new for new, group in enumerate(merged) for old in group}
-    return tuple(math.prod(mesh[a] for a in group) for group in merged), renamed
 
 
 def _renamed(axes: tuple[int, ...], names: Mapping[int, int]) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
-"""Ints that remember where they came from, while a model is traced.
+"""Trace ints through torch functions, to find the attributes that must shrink with the parameters.
 
-A ``TorchFunctionMode`` answers sizes with ``TracedInt``, int attributes of modules and of their configs are
-wrapped as well, and every torch call that is given some is recorded as a ``TracedIntCall``: that is how the
-attributes are found that must shrink with the parameters.
+A ``TorchFunctionMode`` returns sizes as ``TracedInt``. Int attributes of modules and of their configs are
+wrapped as well, and every torch call with traced ints among its arguments is recorded as a ``TracedIntCall``.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedConfig
 
 from .ints import TracedInt
 from .recorder import Recorder
@@ -22,7 +22,7 @@ from .tape import Ref, TracedIntCall
 
 
 class Functions(TorchFunctionMode):
-    """Answers sizes with traced ints and records the calls that are given some."""
+    """Return sizes as traced ints, and record the calls with traced ints."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -30,12 +30,21 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_is_mapped(a) for a in args):
+        # A tensor may be a slice inside of ``torch.vmap``. Its operators reach the recorder as operators on
+        # the full tensor. torch (2.13) has no public function for this question.
+        is_slice = torch._C._functorch.is_functorch_wrapped_tensor
+        if any(isinstance(a, torch.Tensor) and is_slice(a) for a in args):
             return func(*args, **kwargs)
         if func in _SIZES:
-            return self._size(func(*args, **kwargs), args, kwargs)
-        if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):
-            return self._converted(func, args, kwargs)
+            found, tid = func(*args, **kwargs), self.recorder.identities.tid(args[0])
+            if isinstance(found, int):
+                dim = args[1] if len(args) > 1 else kwargs["dim"]
+                return TracedInt(found, ("size", tid, dim % args[0].dim()))
+            return torch.Size([TracedInt(n, ("size", tid, d)) for d, n in enumerate(found)])
+        if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):  # of the true value
+            real = self.recorder.ask(args[0])
+            with torch.utils._python_dispatch._disable_current_modes():
+                return func(real, *args[1:], **kwargs)
         if func in _ROW_LOOKUPS:
             return func(*args, **kwargs)
         if func in _PUTTING:
@@ -57,8 +66,8 @@ class Functions(TorchFunctionMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call ``func``; a tensor of literals, or of tensors of one number each, keeps its values, whatever
-        device it is made for."""
+        """Call ``func``. A tensor that is made from numbers keeps its values, whatever device it is made
+        for."""
         if func in _INDEXING:
             return func(args[0], self._index(args[1]), *args[2:], **kwargs)
         if func not in _LITERALS or isinstance(args[0], torch.Tensor):
@@ -71,24 +80,20 @@ class Functions(TorchFunctionMode):
         return self.recorder.identities.meta(real)
 
     def _numbers(self, arguments: Any) -> Any:
-        """Arguments in which numbers that were given as tensors are numbers."""
+        """Replace tensors among arguments by their numbers."""
         return pytree.tree_map_only(torch.Tensor, lambda t: self.recorder.ask(t).item(), arguments)
 
     def _index(self, index: Any) -> Any:
-        """An index in which lists of numbers are tensors with values: torch makes tensors without of them."""
+        """Replace lists of numbers in an index by tensors with values. torch would make tensors without
+        values."""
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
-        if not isinstance(index, list) or not _is_numbers(index):
+        flat = pytree.tree_leaves(index) if isinstance(index, list) else []
+        if not flat or not all(isinstance(v, int) for v in flat):
             return index
         with torch.utils._python_dispatch._disable_current_modes():
             real = torch.tensor(index)
         return self.recorder.identities.meta(real)
-
-    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``tolist`` and the like: of the true value, if it does not depend on parameters."""
-        real = self.recorder.ask(args[0])
-        with torch.utils._python_dispatch._disable_current_modes():
-            return func(real, *args[1:], **kwargs)
 
     def _refs(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -97,13 +102,6 @@ class Functions(TorchFunctionMode):
             items = [self._refs(v) for v in value]
             return tuple(items) if isinstance(value, tuple) else items
         return value
-
-    def _size(self, result: Any, args: Any, kwargs: Any) -> Any:
-        tid = self.recorder.identities.tid(args[0])
-        if isinstance(result, int):
-            dim = args[1] if len(args) > 1 else kwargs["dim"]
-            return TracedInt(result, ("size", tid, dim % args[0].dim()))
-        return torch.Size([TracedInt(n, ("size", tid, d)) for d, n in enumerate(result)])
 
 
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
@@ -116,32 +114,20 @@ _FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.arange})
 _NARROW = frozenset({torch.narrow, torch.Tensor.narrow})
 _PUTTING = frozenset({torch.index_put, torch.Tensor.index_put, torch.Tensor.index_put_})
 _ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})
-"""Tensors alone decide their shapes: the row of padding is a position of the table."""
+"""Functions whose shapes depend only on tensors. The row of padding is a position of the table."""
 
 
 def _check_rows(into: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool = False) -> None:
-    """What torch checks on numbers alone: that there are as many rows as places for them.
+    """Check that there are as many rows as places for them, which torch only checks for real tensors.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: if there are more or fewer.
     """
     places: tuple[int, ...] = indices[0].shape if indices and indices[0] is not None else ()
     if len(places) != 1 or values.dim() != into.dim() - len(indices) + 1 or indices[0].dtype == torch.bool:
         return
     if values.shape[0] not in (1, places[0]):
         raise ValueError(f"{values.shape[0]} rows cannot be put in the places of {places[0]} tokens")
-
-
-def _is_mapped(value: Any) -> bool:
-    """Whether a tensor is a slice inside of ``torch.vmap``: its operators reach the recorder as operators on
-    the full tensor. torch does not offer this question in public."""
-    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _is_numbers(values: list[Any]) -> bool:
-    """Whether a list has ints, bools and lists of them, and at least one item."""
-    flat = pytree.tree_leaves(values)
-    return bool(flat) and all(isinstance(v, int) for v in flat)
 
 
 def _has_traced(values: Any) -> bool:
@@ -158,7 +144,7 @@ def _has_traced(values: Any) -> bool:
 
 
 def wrap_ints(module: nn.Module, fqn: str) -> dict[int, Any]:
-    """Wrap the int attributes; ``id`` of each config that was put in place of another -> the other."""
+    """Wrap the int attributes of a module. Return a map from ``id`` of each new config to the old config."""
     attributes = module.__dict__
     replaced: dict[int, Any] = {}
     for key, value in list(attributes.items()):
@@ -177,15 +163,13 @@ def wrap_ints(module: nn.Module, fqn: str) -> dict[int, Any]:
 
 
 def _is_config(value: Any) -> bool:
-    from transformers import PreTrainedConfig
-
     return isinstance(value, PreTrainedConfig)
 
 
 def _traced_config(config: Any, fqn: str, key: str) -> Any:
-    """A copy of ``config`` whose int attributes are traced as ``key.<name>`` of module ``fqn``.
+    """Copy ``config`` so that its int attributes are traced as ``key.<name>`` of module ``fqn``.
 
-    Those of configs in it are traced as ``key.<config>.<name>``.
+    Attributes of nested configs are traced as ``key.<config>.<name>``.
     """
     kind = type(config)
     inner: dict[tuple[str, int], Any] = {}
@@ -201,18 +185,14 @@ def _traced_config(config: Any, fqn: str, key: str) -> Any:
         return value
 
     traced = copy.copy(config)
-    kept = _made_plain(kind)
+    # transformers makes each subclass of a config a dataclass, which is slow. A base without that is made
+    # once.
+    kept = _MADE_PLAIN.get(kind)
+    if kept is None:
+        members = {"__init_subclass__": classmethod(lambda cls: None)}
+        kept = _MADE_PLAIN[kind] = type(kind.__name__, (kind,), members)
     object.__setattr__(traced, "__class__", type(kind.__name__, (kept,), {"__getattribute__": read}))
     return traced
 
 
 _MADE_PLAIN: dict[type, type] = {}
-
-
-def _made_plain(kind: type) -> type:
-    """A class of configs that may be subclassed many times: transformers makes each one a dataclass."""
-    known = _MADE_PLAIN.get(kind)
-    if known is None:
-        members = {"__init_subclass__": classmethod(lambda cls: None)}
-        known = _MADE_PLAIN[kind] = type(kind.__name__, (kind,), members)
-    return known

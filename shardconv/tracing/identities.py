@@ -1,7 +1,7 @@
-"""Which tensor of the tape each tensor of Python is.
+"""Map each Python tensor to a tensor of the tape.
 
-The tape's tensors are values. A Python tensor that is written in place has another value from then on, and so
-do the tensors that share its memory: these are **stale** until they are next read.
+The tape's tensors are values. A Python tensor that is written in place has another value afterwards, and so
+do the tensors that share its memory. These are **stale** until they are next read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from torch import Tensor
 from .tape import ALIAS_WRITE, Op, Tape, TensorInfo
 from .values import MemoryLayout, Values
 
-# A dict that can be taken back to an earlier state.
-
 K = TypeVar("K")
 T = TypeVar("T")
 
 
 class Journal(dict[K, T]):
-    """Keeps the values that changes replaced, in ``log``; a value is never None."""
+    """A dict that can be rewound. It keeps replaced values in ``log``; values must not be None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +33,12 @@ class Journal(dict[K, T]):
         super().__setitem__(key, value)
 
     def pop(self, key: K, default: Any = None) -> Any:
-        """As of a dict; the default is None."""
+        """Remove and return the value of a key. The default is None."""
         self.log.append((key, self.get(key)))
         return super().pop(key, default)
 
     def rewind(self, length: int) -> None:
-        """Undo the changes behind the first ``length``."""
+        """Undo the changes after the first ``length``."""
         while len(self.log) > length:
             key, before = self.log.pop()
             if before is None:
@@ -52,19 +50,20 @@ class Journal(dict[K, T]):
 META = torch.device("meta")
 
 TensorKey = NewType("TensorKey", int)
-"""Stands for a tensor in a table. A tensor cannot be a key itself while the tracer's modes are active, since
-hashing and comparing it are torch calls, which they see. The holder of the table keeps the tensor alive."""
+"""Identifies a tensor in a table. A tensor cannot be a key itself while the tracer's modes are active, since
+hashing and comparing it are torch calls, which the modes see. The owner of the table keeps the tensor
+alive."""
 StorageKey = NewType("StorageKey", int)
-"""Stands for memory in a table, under the same condition."""
+"""Identifies memory in a table, under the same condition."""
 
 
 def tensor_key(tensor: Tensor) -> TensorKey:
-    """The key of a tensor, valid as long as the tensor is alive."""
+    """Return the key of a tensor, valid as long as the tensor is alive."""
     return TensorKey(id(tensor))
 
 
 def storage_key(tensor: Tensor) -> StorageKey:
-    """The key of the memory under a tensor, valid as long as some tensor on it is alive."""
+    """Return the key of the memory under a tensor, valid as long as some tensor on it is alive."""
     return StorageKey(int(tensor.untyped_storage()._cdata))
 
 
@@ -86,9 +85,9 @@ class Identities:
         self._twins: dict[TensorKey, Tensor] = {}
         self._on_storage: dict[StorageKey, list[Tensor]] = {}
         self._writes: dict[StorageKey, list[tuple[int, Tensor]]] = {}
-        """Writes to the memory, in order: the new values and the tensors that have them."""
+        """Writes to the memory, in order: the new values, and the tensors that have them."""
         self._stale: Journal[TensorKey, int] = Journal()
-        """Tensors whose memory was written through others, with the first such write that they miss."""
+        """Tensors whose memory was written through others, with the first such write that they missed."""
 
     def new(self, tensor: Tensor, kind: str = "value", name: str = "") -> int:
         """Give ``tensor``, of any shape, a new identity on the tape."""
@@ -102,16 +101,17 @@ class Identities:
         return tid
 
     def tid(self, tensor: Tensor) -> int:
-        """The identity of ``tensor``; an unknown one is a constant."""
+        """Return the identity of ``tensor``; an unknown one is a constant."""
         key = tensor_key(tensor)
         if key in self._stale:
-            # ``tensor`` shares memory with some that were written to: it has a new value.
+            # ``tensor`` shares memory with tensors that were written to, so it has a new value.
             missed = self._stale.pop(tensor_key(tensor))
             for mutated, holder in self._writes[storage_key(self.meta(tensor))][missed:]:
                 old = self._tids[tensor_key(tensor)]
                 new = self.new(tensor)
                 shape = self.tape.tensors[mutated].shape
-                overwrites_all = tensor.numel() == _storage_size(tensor) == math.prod(shape)
+                in_storage = tensor.untyped_storage().nbytes() // tensor.element_size()
+                overwrites_all = tensor.numel() == in_storage == math.prod(shape)
                 call = self._stack[-1] if self._stack else 0
                 op = Op(ALIAS_WRITE, (overwrites_all,), {}, (old, mutated), (new,), call)
                 self.tape.events.append(op)
@@ -122,8 +122,8 @@ class Identities:
         return self.add_constant(tensor) if tid is None else tid
 
     def _same_memory(self, tensor: Tensor) -> int | None:
-        """The identity of a tensor with the same elements of the same memory, as of what a ``Parameter`` was
-        made of; None if there is none."""
+        """Return the identity of a tensor with the same elements of the same memory, or None. A ``Parameter``
+        is made from one."""
         if tensor.device != META:
             return None
         storage, layout = storage_key(tensor), _layout(tensor)
@@ -139,7 +139,8 @@ class Identities:
     def add_constant(
         self, tensor: Tensor, kind: str = "constant", name: str = "", is_weight: bool = False
     ) -> int:
-        """A new identity for a tensor that the traced code did not make; off meta, its value is known."""
+        """Give a new identity to a tensor that the traced code did not make. If it is not on meta, its value
+        is known."""
         tid = self.new(tensor, kind, name)
         if tensor.device == META:
             self.values.add_unknown(tid, is_weight)
@@ -148,7 +149,7 @@ class Identities:
         return tid
 
     def meta(self, tensor: Tensor) -> Tensor:
-        """``tensor`` itself if it is on meta, else a stand-in of its shape and dtype that is."""
+        """Return ``tensor`` if it is on meta, otherwise a proxy of its shape and dtype on meta."""
         if tensor.device == META:
             return tensor
         key = tensor_key(tensor)
@@ -162,15 +163,15 @@ class Identities:
         return twin
 
     def become(self, tensor: Tensor, tid: int) -> None:
-        """``tensor`` is another tensor of the tape from now on."""
+        """Make ``tensor`` another tensor of the tape from now on."""
         self._tids[tensor_key(tensor)] = tid
 
     def is_stale(self, tensor: Tensor) -> bool:
-        """Whether its memory was written through another tensor since it was last read."""
+        """Return whether its memory was written through another tensor since it was last read."""
         return tensor_key(tensor) in self._stale
 
     def rewrite(self, tensor: Tensor) -> int:
-        """A new value for a tensor that was written in place; its aliases become stale."""
+        """Give a new value to a tensor that was written in place. Its aliases become stale."""
         storage = storage_key(self.meta(tensor))
         tid = self.new(tensor)
         writes = self._writes.setdefault(storage, [])
@@ -182,7 +183,7 @@ class Identities:
         return tid
 
     def point(self) -> IdentitiesPoint:
-        """The state of now."""
+        """Return the current state."""
         return IdentitiesPoint(len(self._tids.log), len(self._stale.log))
 
     def rewind(self, point: IdentitiesPoint, num_tensors: int) -> None:
@@ -204,10 +205,5 @@ class IdentitiesPoint:
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    """Which elements of its memory a tensor has."""
+    """Describe which elements of its memory a tensor has."""
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def _storage_size(tensor: Tensor) -> int:
-    """Number of elements in the memory that a tensor is a view of."""
-    return tensor.untyped_storage().nbytes() // tensor.element_size()

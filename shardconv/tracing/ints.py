@@ -1,9 +1,8 @@
 """Integers that remember where they came from.
 
-While a model is traced, its int attributes and the sizes of its tensors are ``TracedInt``. Arithmetic
-on them builds an expression, so that a view or a split that is given one tells which attributes and
-which tensor sizes decide its shape. ``evaluate`` computes such an expression again under other values:
-that is how attribute edits are found.
+While a model is traced, its int attributes and the sizes of its tensors are ``TracedInt``. Arithmetic on them
+builds an expression, so that the arguments of a view or a split tell which attributes and tensor sizes
+determine its shape. ``evaluate`` computes such an expression with other values, to find attribute edits.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 class TracedInt(int):
-    """An int with an ``expr``; behaves as its value everywhere."""
+    """An int with an ``expr``. It behaves like its value everywhere."""
 
     expr: Expr
 
     def __new__(cls, value: int, expr: Expr) -> TracedInt:
-        """Wrap ``value``, which ``expr`` evaluates to in the traced model."""
+        """Wrap ``value``, to which ``expr`` evaluates in the traced model."""
         self = super().__new__(cls, value)
         self.expr = expr
         return self
@@ -51,26 +50,15 @@ def _operand(value: int) -> Expr | int:
     return value.expr if type(value) is TracedInt else int(value)
 
 
-def _forward(symbol: str) -> Callable[[TracedInt, Any], Any]:
-    compute = getattr(int, f"__{_OPERATIONS[symbol].__name__}__")
+def _arithmetic(symbol: str, name: str, is_reflected: bool) -> Callable[[TracedInt, Any], Any]:
+    compute = getattr(int, name)
 
     def method(self: TracedInt, other: Any) -> Any:
         result = compute(self, other)
         if result is NotImplemented or not isinstance(other, int):
             return result
-        return TracedInt(result, (symbol, self.expr, _operand(other)))
-
-    return method
-
-
-def _reflected(symbol: str) -> Callable[[TracedInt, Any], Any]:
-    compute = getattr(int, f"__r{_OPERATIONS[symbol].__name__}__")
-
-    def method(self: TracedInt, other: Any) -> Any:
-        result = compute(self, other)
-        if result is NotImplemented or not isinstance(other, int):
-            return result
-        return TracedInt(result, (symbol, _operand(other), self.expr))
+        operands = (_operand(other), self.expr) if is_reflected else (self.expr, _operand(other))
+        return TracedInt(result, (symbol, *operands))
 
     return method
 
@@ -81,7 +69,7 @@ _watchers: list[Callable[[Expr | int, Expr | int], None]] = []
 
 @contextmanager
 def watching(watcher: Callable[[Expr | int, Expr | int], None]) -> Iterator[None]:
-    """Tell ``watcher`` both sides whenever code asks which of two ints is larger."""
+    """Pass both sides to ``watcher`` whenever code asks which of two ints is larger."""
     _watchers.append(watcher)
     try:
         yield
@@ -103,14 +91,15 @@ def _compared(name: str) -> Callable[[TracedInt, Any], Any]:
 for _name in _COMPARISONS:
     setattr(TracedInt, _name, _compared(_name))
 for _symbol, _function in _OPERATIONS.items():
-    setattr(TracedInt, f"__{_function.__name__}__", _forward(_symbol))
-    setattr(TracedInt, f"__r{_function.__name__}__", _reflected(_symbol))
+    for _reflected in (False, True):
+        _name = f"__{'r' if _reflected else ''}{_function.__name__}__"
+        setattr(TracedInt, _name, _arithmetic(_symbol, _name, _reflected))
 
 
 def evaluate(value: Any, lookup: Callable[[Expr], int]) -> Any:
-    """``value`` with every ``TracedInt`` computed anew; ``lookup`` gives attributes and sizes.
+    """Return ``value`` with every ``TracedInt`` computed again. ``lookup`` returns attributes and sizes.
 
-    Containers (tuple, list, dict, slice) are rebuilt, anything else is returned as it is.
+    Containers (tuple, list, dict, slice) are rebuilt; other values are returned unchanged.
     """
     if type(value) is TracedInt:
         return _evaluate_expr(value.expr, lookup)
@@ -134,7 +123,7 @@ def _evaluate_expr(expr: Expr | int, lookup: Callable[[Expr], int]) -> int:
 
 
 def traced_ints(value: Any) -> Iterator[TracedInt]:
-    """Every ``TracedInt`` in ``value`` and the containers in it."""
+    """Yield every ``TracedInt`` in ``value`` and in nested containers."""
     if type(value) is TracedInt:
         yield value
     elif isinstance(value, (tuple, list)):
@@ -148,7 +137,7 @@ def traced_ints(value: Any) -> Iterator[TracedInt]:
 
 
 def sources(expr: Expr | int) -> Iterator[Expr]:
-    """The attributes and sizes that an expression reads."""
+    """Yield the attributes and sizes that an expression reads."""
     if isinstance(expr, int):
         return
     if expr[0] in ("attr", "size"):

@@ -1,4 +1,4 @@
-"""Which layers of a stack do the same: the events of each, compared in terms of no layer in particular."""
+"""Find out which layers of a stack do the same, by comparing their events independently of the layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from .ints import Expr, TracedInt
 from .tape import (
     Event,
     Mark,
-    Op,
     Ref,
     Tape,
     TensorInfo,
@@ -38,14 +37,14 @@ class Segment:
     start: int
     stop: int
     made: list[int] = field(default_factory=list)
-    """Tensors that it makes, in order: equal positions correspond in layers of one kind."""
+    """Tensors that it makes, in order. Equal positions correspond in layers of one kind."""
     outside: list[int] = field(default_factory=list)
     """Tensors that it reads and does not make, in order of first use."""
     kind: int = -1
 
 
 def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
-    """The events of each of some calls, but for calls that have none, such as those of dropped layers."""
+    """Return the events of each call, without calls that have no events (of dropped layers)."""
     last = last_calls(tape)
     events_of: dict[int, list[int]] = {}
     for position, event in enumerate(tape.events):
@@ -55,7 +54,7 @@ def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
 
 
 def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
-    """The tensors that were filled with one number, such as states; equal values for equal tensors."""
+    """Return the tensors that are filled with one number, such as states. Equal tensors have equal values."""
     found: dict[int, tuple[str, str, str, TensorInfo]] = {}
     for event in tape.events:
         if isinstance(event, Mark):
@@ -70,7 +69,7 @@ def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
 
 
 class _States:
-    """The tensors of ``made_alike``, in terms of the layers that read them."""
+    """The tensors of ``made_alike``, described independently of the layers that read them."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -78,9 +77,9 @@ class _States:
         self.replays = {t: r for r in tape.replays for t in r.outputs if t in self.made}
 
     def key(self, segment: Segment, tid: int) -> Any:
-        """Equal where one layer may read one tensor as another layer reads another.
+        """Return a key that is equal for tensors that two layers may read in the same role.
 
-        They were made alike, with sizes from the same places: attributes of the layer, or of other modules.
+        They are filled alike, with sizes from the same attributes of the layer or of other modules.
         """
         made = self.made.get(tid)
         if made is None:
@@ -91,14 +90,27 @@ class _States:
 
 
 def classify(tape: Tape, segments: list[Segment]) -> None:
-    """Number the kinds: equal signatures, the same tensors from outside of the stack, and the same that are
-    read behind it."""
+    """Number the kinds of layers.
+
+    Layers of a kind have equal signatures, read the same tensors from outside of the stack, and make the same
+    tensors that are read behind it.
+    """
     signatures = _signatures(tape, segments)
     owner = {t: i for i, s in enumerate(segments) for t in s.made}
     passed: dict[int, set[int]] = {}
     for signature, segment in zip(signatures, segments, strict=True):
         passed.setdefault(signature, set()).update(p for p, t in enumerate(segment.outside) if t in owner)
-    alike, equal = _interchangeable(tape), _States(tape)
+    # A layer may read a tensor in place of another layer's tensor of the same shape if it is empty, such as
+    # an empty cache, or if it is one number, such as the length of a layer's cache: this cannot be sharded,
+    # and as it depends on no parameter, it is not partial either.
+    weighted = {t for t, info in enumerate(tape.tensors) if info.kind == "parameter"}
+    for event in tape.events:
+        inputs, outputs = reads_and_writes(event)
+        if not weighted.isdisjoint(inputs):
+            weighted.update(outputs)
+    numel = [math.prod(info.shape) for info in tape.tensors]
+    alike = {t for t, n in enumerate(numel) if n == 0 or (n == 1 and t not in weighted)}
+    equal = _States(tape)
     returned = _read_behind(tape, segments)
     kinds: dict[Any, int] = {}
     for signature, segment, read in zip(signatures, segments, returned, strict=True):
@@ -113,7 +125,7 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
 
 
 def alike(tape: Tape, segments: list[Segment]) -> list[list[Segment]]:
-    """The layers in groups that do the same, whatever tensors from outside they do it to."""
+    """Group the layers that do the same, with any tensors from outside."""
     groups: dict[int, list[Segment]] = {}
     for signature, segment in zip(_signatures(tape, segments), segments, strict=True):
         groups.setdefault(signature, []).append(segment)
@@ -121,7 +133,7 @@ def alike(tape: Tape, segments: list[Segment]) -> list[list[Segment]]:
 
 
 def _signatures(tape: Tape, segments: list[Segment]) -> list[int]:
-    """A number for each layer, equal for those that do the same; fills the segments' tensors."""
+    """Return a number for each layer, equal for layers that do the same, and set the segments' tensors."""
     replays: dict[str, list[TracedIntCall]] = {}
     names = {s.fqn for s in segments}
     for replay in tape.replays:
@@ -134,8 +146,10 @@ def _signatures(tape: Tape, segments: list[Segment]) -> list[int]:
 
 
 def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:
-    """The positions of each layer's tensors that are read behind the stack or between its layers; of the last
-    one, only those that no layer would read if it followed."""
+    """Return the positions of each layer's tensors that are read behind the stack or between its layers.
+
+    Positions that each layer passes to the next one do not count for the last layer.
+    """
     starts = [*(s.start for s in segments[1:]), len(tape.events)]
     others = (tape.events[s.stop : start] for s, start in zip(segments, starts, strict=True))
     behind = {t for events in others for event in events for t in reads_and_writes(event)[0]}
@@ -148,23 +162,8 @@ def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:
     return [*map(frozenset, found[:-1]), frozenset(found[-1] - passed)]
 
 
-def _interchangeable(tape: Tape) -> set[int]:
-    """Tensors that a layer may read in place of another layer's of the same shape.
-
-    One empty cache is as good as another. So is one number as another, such as the length of a layer's cache:
-    it cannot be sharded, and depends on no parameter, so that it is not partial either.
-    """
-    weighted = {t for t, info in enumerate(tape.tensors) if info.kind == "parameter"}
-    for event in tape.events:
-        inputs, outputs = reads_and_writes(event)
-        if not weighted.isdisjoint(inputs):
-            weighted.update(outputs)
-    numel = [math.prod(info.shape) for info in tape.tensors]
-    return {t for t, n in enumerate(numel) if n == 0 or (n == 1 and t not in weighted)}
-
-
 class _LayerSignature:
-    """A layer's events, in terms that do not depend on which layer it is."""
+    """A layer's events, described independently of the layer."""
 
     def __init__(self, tape: Tape, segment: Segment) -> None:
         self.tape = tape
@@ -173,7 +172,7 @@ class _LayerSignature:
         self.outside: dict[int, int] = {}
 
     def compute(self, replays: Sequence[TracedIntCall]) -> tuple[Any, ...]:
-        """A hashable value; fills the segment's tensors."""
+        """Return a hashable value, and set the segment's tensors."""
         parts = [self._event(e) for e in self.tape.events[self.segment.start : self.segment.stop]]
         parts += [self._replay(r) for r in replays]
         self.segment.made = list(self.position)
@@ -186,7 +185,10 @@ class _LayerSignature:
         if isinstance(event, Mark):
             source = self._tensor(event.source)
             return (fqn, event.slots, source, self._make(event.target))
-        args = self._value(_unscaled(event))
+        given = event.args
+        if event.name.rpartition(".")[0] in _SCALING:  # layers may scale by different numbers
+            given = tuple("scale" if type(a) is float and a and math.isfinite(a) else a for a in given)
+        args = self._value(given)
         kwargs = tuple((k, self._value(v)) for k, v in event.kwargs.items())
         return (fqn, event.name, args, kwargs, tuple(self._make(t) for t in event.outputs))
 
@@ -236,10 +238,3 @@ class _LayerSignature:
         if expr[0] == "size":
             return ("size", self._tensor(expr[1]), expr[2])
         return (expr[0], self._expr(expr[1]), self._expr(expr[2]))
-
-
-def _unscaled(op: Op) -> tuple[Any, ...]:
-    """The arguments of an operator, without the number that it scales by."""
-    if op.name.rpartition(".")[0] not in _SCALING:
-        return op.args
-    return tuple("scale" if type(a) is float and a and math.isfinite(a) else a for a in op.args)

@@ -1,9 +1,9 @@
-"""Runs a module that cannot be traced on numbers, to learn the shapes and dtypes of its results.
+"""Run a module that cannot be traced on numbers, to learn the shapes and dtypes of its results.
 
 Its code may use numpy, control flow that depends on data, or an operator without a meta function. A copy of
-the module gets random parameters and is run on the CPU, with the true inputs where they are known and
-plausible ones elsewhere. The results tell shapes and dtypes; the module is recorded as one operator that
-reads its inputs and all of its parameters.
+the module gets random parameters and runs on the CPU, with the true inputs where they are known, and
+plausible ones otherwise. The module is recorded as one operator that reads its inputs and all of its
+parameters.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .tape import Op, Ref
 from .values import MAX_STAND_IN, fixed_seed
 
 OPAQUE = "opaque"
-"""Name of the operator that stands for a module."""
+"""Name of the operator that represents a module."""
 MAX_ELEMENTS = 1 << 30
-"""A module with more parameters takes too long on a CPU to be tried."""
+"""Modules with more parameter elements would take too long on a CPU."""
 _DRAWN = 65_537
-"""So many random numbers are drawn, and repeated in a larger parameter; a prime: rows are not alike."""
+"""Random numbers that are drawn, and repeated in larger parameters. A prime, so that rows differ."""
 
 
 class TooLarge(Exception):
-    """The module has too many parameters to be run here."""
+    """The module has too many parameters to run here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Opaque:
     """A call of a module that becomes one operator.
 
     Attributes:
-        recorder: taken back to where the module was entered.
+        recorder: rewound to the point where the module was entered.
         copied: makes a deep copy of a module, without hooks of the tracer.
-        read: tensors from outside of the module that its code was seen to read.
+        read: tensors from outside of the module that its code read until it failed.
     """
 
     recorder: Recorder
@@ -51,11 +51,11 @@ class Opaque:
     read: tuple[int, ...]
 
     def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module on numbers, put it on the tape, and return its results, on meta.
+        """Run the module on numbers, record it as an operator, and return its results on meta.
 
         Raises:
-            TooLarge: it has too many parameters to be run.
-            Exception: whatever its code raises.
+            TooLarge: if it has too many parameters to run.
+            Exception: any error of its code.
         """
         own = [*module.parameters(), *module.buffers()]
         if sum(t.numel() for t in own) > MAX_ELEMENTS:
@@ -73,7 +73,7 @@ class Opaque:
             return self._recorded(list(given.values()) + own, written, result, real, given)
 
     def _plausible(self, tensor: Tensor) -> Tensor:
-        """A real tensor of the same strides: the true value if there is one."""
+        """Return a real tensor with the same strides, and with the true value if there is one."""
         recorder = self.recorder
         tid = recorder.identities.tid(tensor)
         info = recorder.tape.tensors[tid]
@@ -126,7 +126,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _fill(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Random parameters, zeros where a buffer has no value; the buffers and copies of them."""
+    """Set random parameters, and zeros for buffers without values. Return the buffers, and copies of them."""
     done: dict[TensorKey, Tensor] = {}
     numbers = _Numbers()
 
@@ -150,13 +150,13 @@ def _fill(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class _Numbers:
-    """Random numbers that keep activations in range; tensors of equal rows share memory."""
+    """Random numbers that keep activations in range. Tensors with equal rows share memory."""
 
     def __init__(self) -> None:
         self._drawn: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Numbers of the shape and dtype of a tensor, which nobody may write to."""
+        """Return numbers of the shape and dtype of a tensor, which must not be written to."""
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         if tensor.numel() > MAX_STAND_IN:
@@ -166,23 +166,20 @@ class _Numbers:
         key = tensor.shape[-1], tensor.dtype
         known = self._drawn.get(key)
         if known is None or len(known) < tensor.numel():
-            known = self._drawn[key] = _repeated(tensor)
+            drawn = (
+                torch.randn(min(_DRAWN, tensor.numel())).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
+            )
+            known = self._drawn[key] = drawn.repeat(-(-tensor.numel() // _DRAWN))[: tensor.numel()]
         return known[: tensor.numel()].view(tensor.shape)
 
 
-def _repeated(tensor: Tensor) -> Tensor:
-    """As many random numbers as a tensor has elements."""
-    drawn = torch.randn(min(_DRAWN, tensor.numel())).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
-    return drawn.repeat(-(-tensor.numel() // _DRAWN))[: tensor.numel()]
-
-
 def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[str, Any]) -> nn.Module:
-    """A deep copy of a traced module, as it was before it was wrapped.
+    """Deep copy a traced module as it was before it was wrapped.
 
     Args:
-        module: is left as it is.
+        module: the module, which does not change.
         keep: memo of ``copy.deepcopy``: by ``id``, objects that are not copied, and their replacements.
-        forwards: for each path of a module in it, the ``forward`` that its instance had, if any.
+        forwards: path of a module in it -> the ``forward`` that its instance had, if any.
     """
     memo = dict(keep)
     copied = copy.deepcopy(module, memo)

@@ -16,7 +16,7 @@ FIRST_ASKED = {
     "aten.masked_select.default": 1,
     "aten.repeat_interleave.self_Tensor": 1,
 }
-"""Operators whose result has a shape that depends on values: on those of this input and later ones."""
+"""Operators whose result shape depends on values -> the first input whose values are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class OperatorFacts:
 
     name: str
     take_apart: bool
-    """It is composite, and recorded as its parts."""
+    """Whether it is composite, and recorded as its parts."""
     is_mutable: bool
     takes_device: bool
     makes_new: bool
-    """One tensor comes out, and it shares memory with no other."""
+    """Whether it returns one tensor that shares memory with no other."""
 
     @classmethod
     def of(cls, func: Any, keep: Collection[str]) -> OperatorFacts:
-        """The facts of an ATen overload; ``keep`` names composite operators that are not taken apart."""
+        """Return the facts of an ATen overload. Composite operators in ``keep`` are not decomposed."""
         name = str(func)
         kept = name.rsplit(".", 1)[0].rstrip("_") in keep
         return cls(
@@ -48,16 +48,17 @@ class OperatorFacts:
 
 
 class MetaResults:
-    """Remembers results of operators that make one new tensor: layers repeat, and meta functions are slow."""
+    """Cache the results of operators that make one new tensor, since layers repeat and meta functions are
+    slow."""
 
     MOST = 50_000
-    """Results; beyond, all are forgotten."""
+    """Number of results at which the cache is cleared."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of ``func``, whose tensor arguments are on the meta device."""
+        """Return the result of ``func``, whose tensor arguments are on the meta device."""
         key = (func, torch.get_default_dtype(), _geometry(args), _geometry(tuple(kwargs.items())))
         known = self._known.get(key)
         if known is not None:
@@ -72,11 +73,11 @@ class MetaResults:
 
 
 META_RESULTS = MetaResults()
-"""Of all traces: a model is traced several times for a plan."""
+"""Shared by all traces, since a model is traced several times for a plan."""
 
 
 def _geometry(value: Any) -> Any:
-    """An operator's arguments as a hashable value, tensors by shape, strides and dtype."""
+    """Return an operator's arguments as a hashable value, tensors by shape, strides and dtype."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -85,9 +86,9 @@ def _geometry(value: Any) -> Any:
 
 
 def result_on_meta(name: str, args: Any) -> Tensor | None:
-    """The result of an operator whose meta function refuses some dtypes; None for any other.
+    """Return the result of an operator whose meta function rejects some dtypes; None for other operators.
 
-    For ``_grouped_mm``: x ``[S, I]`` and weight ``[E, I, O]`` give ``[S, O]``.
+    ``_grouped_mm`` of x ``[S, I]`` and weight ``[E, I, O]`` returns ``[S, O]``.
     """
     if name == "aten._grouped_mm.default":
         x, weight = args[0], args[1]
@@ -96,7 +97,7 @@ def result_on_meta(name: str, args: Any) -> Tensor | None:
 
 
 def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to, in the order of its schema."""
+    """Return the tensors that an operator writes to, in the order of its schema."""
     out = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -107,7 +108,7 @@ def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tens
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments and in lists of them."""
+    """Return the tensors among arguments and in lists of arguments."""
     out: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -1,10 +1,10 @@
-"""Records ATen operators on meta tensors.
+"""Record ATen operators on meta tensors.
 
-In inference mode a ``TorchDispatchMode`` sees composite operators (``linear``,
-``scaled_dot_product_attention``, ``reshape`` …) before they are taken apart. An operator that has no
-rule and is composite is recorded as its parts. Questions about values are answered by ``Values``.
+In inference mode, a ``TorchDispatchMode`` sees composite operators (``linear``,
+``scaled_dot_product_attention``, ``reshape`` …) before they are decomposed. A composite operator without a
+rule is recorded as its parts. ``Values`` answers questions about values.
 
-The recording can be taken back to an earlier point, when a module turns out to be untraceable.
+The recording can be rewound to an earlier point if a module cannot be traced.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every ATen operator and writes the tape.
+    """Record every ATen operator on a tape.
 
     Args:
         keep: names of operators, without overload, that are recorded as one even if they are composite.
-        answers: guesses to give, by module call, as on the tape of an earlier run.
-        few_chosen: guessed choices fall on few columns.
+        answers: guesses by module call, from the tape of an earlier run.
+        few_chosen: guessed choices are among a few columns.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values = Values(self.tape, few_chosen)
         self.identities = Identities(self.tape, self.values, self.stack)
         self.is_paused = False
-        """Whether a module is being run on numbers: its calls are not recorded."""
+        """Whether a module is running on numbers, so that calls are not recorded."""
         self.call_counts: dict[str, int] = {}
         """FQN -> number of calls."""
         self._facts: dict[Any, OperatorFacts] = {}
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Tensors ---------------------------------------------------------------------------------
 
     def register_model(self, model: nn.Module) -> None:
-        """Parameters and buffers become tensors of the tape; tied ones keep their first name."""
+        """Make parameters and buffers tensors of the tape. Tied ones keep their first name."""
         for name, parameter in model.named_parameters():
             self.values.add_unknown(self.identities.new(parameter, "parameter", name), is_weight=True)
         persistent = set(model.state_dict(keep_vars=True))
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.identities.add_constant(buffer, kind, name, is_weight=True)
 
     def register_input(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A meta stand-in for an input; its real value answers data-dependent questions."""
+        """Return a meta proxy for an input. Its real value answers questions about data."""
         twin = torch.empty_like(value, device=META)
         tid = self.identities.new(twin, "input", name)
         self.values.known[tid] = value
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Operators -------------------------------------------------------------------------------
 
     def emit(self, op: Op) -> None:
-        """Put an operator on the tape."""
+        """Append an operator to the tape."""
         self.tape.events.append(op)
         self.values.made(op)
 
@@ -101,9 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         if facts.name == "aten._local_scalar_dense.default":
             return self.ask(args[0]).item()
-        return self._record(func, facts, args, kwargs, _calling_module())
-
-    def _record(self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
+        origin = _calling_module()
         inputs: list[int] = []
         recorded_args = tuple([self._recorded(a, inputs) for a in args])
         recorded_kwargs = {k: self._recorded(v, inputs) for k, v in kwargs.items()}
@@ -111,17 +109,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result, values = self._run(func, facts, args, kwargs, op)
         if facts.is_mutable:
             op.outputs = tuple(self.identities.rewrite(t) for t in mutated_arguments(func, args, kwargs))
-            if not op.outputs:
-                op.outputs = self._outputs(result)
-        else:
-            op.outputs = self._outputs(result)
+        if not op.outputs:
+            leaves = result if isinstance(result, (tuple, list)) else (result,)
+            op.outputs = tuple(self.identities.new(t) for t in leaves if isinstance(t, torch.Tensor))
         self.emit(op)
         for tid, value in zip(op.outputs, values, strict=False):
             (self.values.guessed if self.values.is_unknown(tid) else self.values.known)[tid] = value
         return result
 
     def _recorded(self, value: Any, inputs: list[int]) -> Any:
-        """An argument as it is on the tape; its tensors are added to ``inputs``."""
+        """Return an argument as it is on the tape, and add its tensors to ``inputs``."""
         if isinstance(value, torch.Tensor):
             tid = self.identities.tid(value)
             inputs.append(tid)
@@ -131,14 +128,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tuple(items) if type(value) is tuple else items
         return value
 
-    def _outputs(self, result: Any) -> tuple[int, ...]:
-        leaves = result if isinstance(result, (tuple, list)) else (result,)
-        return tuple(self.identities.new(t) for t in leaves if isinstance(t, torch.Tensor))
-
     def _run(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], op: Op
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Execute on meta; where the shape depends on data, on values, which are returned as well."""
+        """Run on meta. If the shape depends on data, run on values, which are returned as well."""
         tensors = tensors_in(args) + tensors_in(kwargs.values())
         if "device" in kwargs or (facts.takes_device and not tensors):
             kwargs = {**kwargs, "device": META}
@@ -157,7 +150,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run_on_values(op)
 
     def _run_on_values(self, op: Op) -> tuple[Any, list[torch.Tensor]]:
-        """The result of an operator whose meta function does not know it."""
+        """Return the result of an operator whose meta function fails."""
         asked = op.inputs[FIRST_ASKED.get(op.name, 0) :]
         if all(self.values.value(t) is not None for t in asked):
             result = self.values.results(op, asked)
@@ -170,11 +163,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Values ----------------------------------------------------------------------------------
 
     def compared(self, left: Any, right: Any) -> None:
-        """Code asked which of two ints is larger."""
+        """Note that code asked which of two ints is larger."""
         self.tape.comparisons.append((left, right))
 
     def ask(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor, on the CPU and of its shape, or a guess; ranks must hold all of it."""
+        """Return the values of a tensor on the CPU, or a guess. Ranks must hold all of the tensor."""
         tid = self.identities.tid(tensor)
         self.emit(Op("question", (Ref(tid),), {}, (tid,), (), self.call(), None, _calling_module()))
         value = self.values.value(tid)
@@ -185,11 +178,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._answered(lambda: self.values.guess(tid))
 
     def note_guess(self, what: str) -> None:
-        """Tell the user that something was guessed here."""
+        """Note a guess for the user."""
         self.tape.guesses.append(f"{starred(self.current_fqn()) or 'the model'}: {what}")
 
     def _answered(self, guess: Callable[[], T]) -> T:
-        """A guess, or the answer that the same question was given in an earlier run."""
+        """Return a guess, or the answer to the same question in an earlier run."""
         call = self.tape.calls[self.call()] if self.tape.calls else None
         key = (call.fqn, call.index) if call else ("", 0)
         given, before = self.answers.get(key, ()), self.tape.answers.setdefault(key, [])
@@ -200,15 +193,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Modules ---------------------------------------------------------------------------------
 
     def call(self) -> int:
-        """The module call that is running."""
+        """Return the module call that is running."""
         return self.stack[-1] if self.stack else 0
 
     def current_fqn(self) -> str:
-        """The module that is running."""
+        """Return the FQN of the module that is running."""
         return self.tape.calls[self.stack[-1]].fqn if self.stack else ""
 
     def mark(self, call: int, slots: list[tuple[str, torch.Tensor]]) -> None:
-        """Record identities for the tensors at these slots; equal tensors share one."""
+        """Record identities for the tensors at these slots. Slots with the same tensor share one."""
         slots_of: dict[TensorKey, list[str]] = {}
         tensors: dict[TensorKey, torch.Tensor] = {}
         for name, tensor in slots:
@@ -225,20 +218,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source in self.values.known:
                 self.values.known[target] = self.values.known[source]
             else:
-                self.values.made(Op("mark", (Ref(source),), {}, (source,), (target,), call, _identity()))
+                alias = torch.ops.aten.alias.default
+                self.values.made(Op("mark", (Ref(source),), {}, (source,), (target,), call, alias))
             self.tape.events.append(Mark(call, tuple(slots_of[key]), source, target))
 
     # Taking back -----------------------------------------------------------------------------
 
     def point(self) -> Point:
-        """Where the recording is now."""
+        """Return the current state of the recording."""
         t = self.tape
         recorded = (t.tensors, t.events, t.calls, t.replays, t.guesses, t.opaque)
         lengths = tuple(len(x) for x in recorded)
         return Point(lengths, self.identities.point(), len(self.stack))
 
     def rewind(self, point: Point) -> None:
-        """Forget all that was recorded since ``point``."""
+        """Forget everything that was recorded since ``point``."""
         tape = self.tape
         num_tensors, num_events, num_calls, num_replays, num_guesses, num_opaque = point.lengths
         self.values.forget(num_tensors, len(tape.tensors))
@@ -254,13 +248,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A state of a recorder that it can go back to."""
+    """A state of a recorder to which it can be rewound."""
 
     lengths: tuple[int, ...]
-    """Of the lists of the tape."""
+    """Lengths of the lists of the tape."""
     identities: IdentitiesPoint
     depth: int
-    """Of the stack of module calls."""
+    """Depth of the stack of module calls."""
 
 
 _PARTS = ("identities", "operators", "recorder", "trace", "functions", "opaque")
@@ -268,7 +262,7 @@ _TRACER = ("torch.", "contextlib", *(f"{__package__}.{part}" for part in _PARTS)
 
 
 def _calling_module() -> str:
-    """The Python module outside of torch and of the tracer whose code is calling an operator."""
+    """Return the name of the Python module outside of torch and of the tracer that is calling an operator."""
     frame = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
@@ -276,7 +270,3 @@ def _calling_module() -> str:
             return name
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-
-
-def _identity() -> Any:
-    return torch.ops.aten.alias.default

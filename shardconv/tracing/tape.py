@@ -1,7 +1,7 @@
-"""One forward pass as a tape: operators, the tensors they read and write, and marks.
+"""The tape of one forward pass: operators, the tensors that they read and write, and marks.
 
-Tensors are values: an in-place operator makes a new one. A **mark** is an identity at a module's input or
-output: only there can the runtime put a collective.
+Tensors are values, so an in-place operator makes a new one. A **mark** is an identity at a module's input or
+output, the only place where the runtime can insert a collective.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 ALIAS_WRITE = "alias_write"
-"""The operator that gives a tensor the value that was written to its memory through another."""
+"""The operator that gives a tensor the value that was written to its memory through another tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     call: int
-    """Index into ``Tape.calls`` of the module call that it ran in."""
+    """Index into ``Tape.calls`` of the module call around it."""
     overload: Any = None
     origin: str = ""
     """Name of the Python module whose code called it."""
@@ -70,7 +70,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of a module; ``index`` counts the calls of that module."""
+    """One call of a module; ``index`` counts the calls of this module."""
 
     fqn: str
     index: int
@@ -79,42 +79,42 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class ReturnedItem:
-    """An item of what a module call returned."""
+    """An item of the result of a module call."""
 
     is_tensor: bool = False
     argument: str = ""
-    """Name of the argument that it is, where it is no tensor: a cache that is handed through."""
+    """Name of the argument that it is, if it is not a tensor: a cache that is passed through."""
     is_other: bool = False
-    """Neither a tensor, nor None, nor an argument."""
+    """Whether it is neither a tensor, nor None, nor an argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The form of what a module call returned; its tensors have marks."""
+    """The form of the result of a module call. Its tensors have marks."""
 
     kind: str
-    """``tensor``: one item; ``tuple``, ``list``: these items; ``other``."""
+    """``tensor`` (one item), ``tuple`` or ``list`` (these items), or ``other``."""
     items: tuple[ReturnedItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """A call of a method of a cache that writes to it."""
+    """A call of a cache's method that writes to it."""
 
     call: int
-    """Index of the module call whose code made it."""
+    """Index of the module call whose code called the method."""
     method: str
     args: tuple[Any, ...]
     """Tensors are ``Ref``."""
     kwargs: dict[str, Any]
     givers: dict[int, tuple[str, str]]
-    """Index of a module call that was given this cache -> (its argument, attribute of that which is the
-    cache; empty if the argument is the cache itself)."""
+    """Index of a module call that got this cache -> (argument, attribute of the argument that is the cache;
+    empty if the argument is the cache itself)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedIntCall:
-    """A torch function that was given traced ints: attribute edits must keep its result right."""
+    """A torch function with traced ints among its arguments. Attribute edits must keep its result right."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -127,7 +127,7 @@ Event = Op | Mark
 
 
 def last_calls(tape: Tape) -> list[int]:
-    """For each call, the last call in it."""
+    """Map each call to the last call in it."""
     last = list(range(len(tape.calls)))
     for index in range(len(tape.calls) - 1, -1, -1):
         parent = tape.calls[index].parent
@@ -137,29 +137,29 @@ def last_calls(tape: Tape) -> list[int]:
 
 
 def reads_and_writes(event: Event) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tensors that an event reads, and those that it makes."""
+    """Return the tensors that an event reads, and the tensors that it makes."""
     if isinstance(event, Mark):
         return (event.source,), (event.target,)
     return event.inputs, event.outputs
 
 
 def makers(tape: Tape) -> dict[int, Event]:
-    """Tensor -> the event that made it."""
+    """Map each tensor to the event that made it."""
     return {tid: event for event in tape.events for tid in reads_and_writes(event)[1]}
 
 
 def tensors_read(tape: Tape) -> set[int]:
-    """The tensors that any event reads."""
+    """Return the tensors that any event reads."""
     return {tid for event in tape.events for tid in reads_and_writes(event)[0]}
 
 
 def starred(fqn: str) -> str:
-    """``fqn`` with a star for every number, so that the layers of a stack are named alike."""
+    """Replace every number in ``fqn`` by a star, so that the layers of a stack have the same name."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn)
 
 
 def prefixes(fqn: str) -> Iterator[str]:
-    """A name and the modules that contain it, innermost first."""
+    """Yield a name and the modules that contain it, innermost first."""
     while fqn:
         yield fqn
         fqn = fqn.rpartition(".")[0]
@@ -174,47 +174,49 @@ class Tape:
     calls: list[ModuleCall] = field(default_factory=list)
     replays: list[TracedIntCall] = field(default_factory=list)
     comparisons: list[tuple[Any, Any]] = field(default_factory=list)
-    """Both sides, as ``ints.Expr``, wherever code asked which of two ints is larger."""
+    """Both sides, as ``ints.Expr``, of each comparison of ints."""
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     handed_back: tuple[int, ...] = ()
-    """Outputs under the name of an argument: a caller gives them to the next call, on the same rank."""
+    """Outputs that are named like an argument. A caller passes them to the next call, on the same rank."""
     guesses: list[str] = field(default_factory=list)
-    """Questions that were answered by a guess, for the plan's notes."""
+    """Questions that were answered by a guess, for the notes of the plan."""
     answers: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    """(FQN, index) of a module call -> the guesses that it was given, in order."""
+    """(FQN, index) of a module call -> its guesses, in order."""
     result_tuples: dict[int, tuple[type[tuple[Any, ...]], int]] = field(default_factory=dict)
     """Index of a module call -> the type of the tuple that it returned, and its number of items."""
     returned: dict[int, Returned] = field(default_factory=dict)
-    """Index of a module call -> the form of what it returned."""
+    """Index of a module call -> the form of its result."""
     cache_updates: list[CacheUpdate] = field(default_factory=list)
     given_caches: set[int] = field(default_factory=set)
-    """Indices of the module calls that were given a cache."""
+    """Indices of the module calls that got a cache."""
     opaque: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(FQN, index) of a module call that could not be traced -> why."""
+    """(FQN, index) of a module call that could not be traced -> the reason."""
     not_in_training: frozenset[str] = frozenset()
-    """Modules whose parameters other code reads in training, instead of calling them."""
+    """Modules that are not called in training, since other code reads their parameters."""
     inner_sources: frozenset[str] = frozenset()
-    """Of operators that replaced several others: names of the Python modules that called those."""
+    """Names of the Python modules that called the operators that an opaque operator replaced."""
 
     def training_call(self, call: int) -> int:
-        """The innermost call around code, or itself, that is made in training too."""
+        """Return the innermost call around (or equal to) a call that is also made in training."""
         while self.calls[call].fqn in self.not_in_training:
             call = self.calls[call].parent
         return call
 
     def sources(self) -> frozenset[str]:
-        """Names of the Python modules whose code called torch."""
+        """Return names of the Python modules whose code called torch."""
         called = frozenset(e.origin for e in self.events if isinstance(e, Op) and e.origin)
         return called | self.inner_sources
 
 
 def draws(tape: Tape) -> list[Op]:
-    """The operators that draw random numbers; dropout does not, in inference."""
-    return [e for e in tape.events if isinstance(e, Op) and e.overload is not None and _is_random(e.overload)]
-
-
-def _is_random(overload: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded not in overload.tags:
-        return False
-    return not {"train", "training", "dropout_p"} & {a.name for a in overload._schema.arguments}
+    """Return the operators that draw random numbers in inference, where dropout does not."""
+    random = torch.Tag.nondeterministic_seeded
+    of_training = {"train", "training", "dropout_p"}
+    ops = (e for e in tape.events if isinstance(e, Op) and e.overload is not None)
+    return [
+        op
+        for op in ops
+        if random in op.overload.tags
+        and of_training.isdisjoint(a.name for a in op.overload._schema.arguments)
+    ]

@@ -1,10 +1,8 @@
-"""Runs a model once on meta tensors and records it.
+"""Run a model once on meta tensors and record it. Hooks on every module record marks.
 
-Hooks on every module record marks.
-
-The innermost module whose forward fails on meta tensors becomes one operator (``opaque.py``). If it fails
-on numbers as well, the module around it is tried, and so on; the model itself is refused. If it fails on
-numbers with the same error, which neither names the meta device nor follows a guess, that is about its
+The innermost module whose forward fails on meta tensors becomes one operator (``opaque.py``). If it fails on
+numbers as well, the module around it is tried, and so on, except the model itself. If it fails on numbers
+with the same error, and the error neither names the meta device nor follows a guess, then it is about its
 inputs, and no other module is tried.
 """
 
@@ -29,17 +27,15 @@ from .identities import tensor_key
 from .ints import watching
 from .opaque import Opaque, pristine_copy
 from .recorder import Point, Recorder
-from .tape import CacheUpdate, Event, Mark, ModuleCall, Op, Ref, Returned, ReturnedItem, Tape
-
-# Which caches module calls are given, and what is written to them, while a model is traced.
-
+from .tape import CacheUpdate, ModuleCall, Op, Ref, Returned, ReturnedItem, Tape, reads_and_writes
 
 _UPDATES = tuple(name for name in vars(Cache) if name.startswith("update"))
-"""Methods that write what one layer computed."""
+"""Methods that write the results of one layer."""
 
 
 def caches_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Cache]]:
-    """(argument, attribute, cache) of each cache among arguments, or of each that such a one consists of."""
+    """Yield (argument, attribute, cache) of each cache among arguments, or of each part of a composite
+    cache."""
     for name, value in arguments.items():
         if isinstance(value, Cache):
             parts = [(key, part) for key, part in vars(value).items() if isinstance(part, Cache)]
@@ -47,20 +43,20 @@ def caches_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Cache]]:
 
 
 class GivenCaches:
-    """The caches that the running module calls were given."""
+    """The caches that the running module calls got."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._given: dict[int, list[tuple[str, str, Cache]]] = {}
 
     def enter(self, call: int, arguments: Mapping[str, Any]) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         self._given[call] = list(caches_in(arguments))
         if self._given[call]:
             self._recorder.tape.given_caches.add(call)
 
     def note(self, cache: Cache, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A cache is about to be written to."""
+        """Note that a cache is about to be written to."""
         recorder = self._recorder
         if recorder.is_paused:
             return
@@ -82,7 +78,7 @@ class GivenCaches:
 
 @contextmanager
 def watching_caches(given: GivenCaches) -> Iterator[None]:
-    """Note every update of a cache of transformers' own kinds."""
+    """Note every update of a cache of transformers' own classes."""
     before = {name: vars(Cache)[name] for name in _UPDATES}
     for name, method in before.items():
         setattr(Cache, name, _noted(given, name, method))
@@ -114,19 +110,19 @@ def trace(
     """Run ``model(**inputs, **options)`` once and record it.
 
     Args:
-        model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it
-            runs and restored afterwards.
-        inputs: real CPU tensors by keyword, of global shapes; their values answer data-dependent questions.
+        model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it runs, and
+            restored afterwards.
+        inputs: real CPU tensors by keyword, of global shapes. Their values answer questions about data.
         keep: operators that are recorded as one even if they are composite.
         options: further arguments, not tensors.
-        like: the tape of the model of which this is one rank's: questions get the same answers, and
-            the same modules become one operator.
-        on_numbers: a module that fails on the meta device is run on numbers, and becomes one operator.
-        few_chosen: choices that parameters decide, such as those of experts, fall on few of many: enough
-            where all of them run the same code with the same parameters.
+        like: the tape of the global model, if this is a rank's. Questions get the same answers, and the same
+            modules become one operator.
+        on_numbers: run a module that fails on the meta device on numbers, and record it as one operator.
+        few_chosen: choices that depend on parameters, for example of experts, are among a few of many. This
+            is enough if all of them run the same code with the same parameters.
 
     Raises:
-        SolveError: the forward pass failed on the meta device.
+        SolveError: if the forward pass failed on the meta device.
     """
     recorder = Recorder(keep, like.answers if like else None, few_chosen)
     recorder.register_model(model)
@@ -157,7 +153,10 @@ def trace(
 
 @contextmanager
 def _autocast_as_on_cpu() -> Iterator[None]:
-    """Code may switch autocast off for the device of a tensor; torch knows none on the meta device."""
+    """Replace the meta device by the CPU in autocast, which models may disable for the device of a tensor.
+
+    torch (2.13) has no autocast for the meta device.
+    """
     init = torch.autocast.__init__
 
     def on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -174,25 +173,25 @@ def _autocast_as_on_cpu() -> Iterator[None]:
 
 
 class _Tracer:
-    """Attaches hooks to the modules of one model, and takes them off again in ``undo``.
+    """Attach hooks to the modules of one model; ``undo`` removes them.
 
-    The forward pass may store tensors on modules, such as caches of positions: that is undone too.
+    The forward pass may store tensors on modules, such as caches of positions. This is undone too.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None, on_numbers: bool) -> None:
         self.recorder = recorder
         self.like = like
         self.on_numbers = on_numbers
-        """Whether modules that fail may become one operator; those of ``like`` always do."""
+        """Whether modules that fail may become one operator. Opaque modules of ``like`` always do."""
         self.caches = GivenCaches(recorder)
         self.frames: list[_Frame] = []
-        """One for each module call of the tape."""
+        """One frame for each module call of the tape."""
         self.hooks: dict[nn.Module, _ModuleHook] = {}
         self.kept: dict[int, Any] = {id(recorder): recorder, id(self): self}
-        """Memo of ``copy.deepcopy``, which is keyed by ``id``: objects that a copy of a module shares."""
+        """Memo of ``copy.deepcopy``, keyed by ``id``: objects that a copy of a module shares."""
         self.failure: tuple[BaseException, str] | None = None
         self.wrong_inputs: BaseException | None = None
-        """An error that a module raises on numbers as well: no module around it is tried."""
+        """An error that a module also raises on numbers. No module around it is tried."""
         self.handles: list[Any] = []
         states: dict[int, dict[Any, Any]] = {}
         for module in model.modules():
@@ -201,21 +200,19 @@ class _Tracer:
         for fqn, module in model.named_modules():
             self.kept.update(wrap_ints(module, fqn))
         for fqn, module in model.named_modules():
-            self._attach(_ModuleHook(self, module, fqn), module)
-
-    def _attach(self, hook: _ModuleHook, module: nn.Module) -> None:
-        self.hooks[module] = hook
-        self.kept[id(hook)] = hook
-        self.handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
-        if not isinstance(module, torch.jit.ScriptModule):
-            module.__dict__["forward"] = hook.guarded(module.forward)
+            hook = _ModuleHook(self, module, fqn)
+            self.hooks[module] = hook
+            self.kept[id(hook)] = hook
+            self.handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.__dict__["forward"] = hook.guarded(module.forward)
 
     def undo(self) -> None:
-        """Leave the model as it was.
+        """Restore the model.
 
-        The tracer lets go of its hooks, which refer to it: solving runs without the garbage collector, and
-        all tensors of a trace would live as long.
+        References between the tracer and its hooks are removed. Solving runs without the garbage collector,
+        so cycles would keep all tensors of a trace alive.
         """
         for handle in self.handles:
             handle.remove()
@@ -227,26 +224,26 @@ class _Tracer:
         self.frames.clear()
 
     def copied(self, module: nn.Module) -> nn.Module:
-        """A deep copy of a module, without hooks of the tracer."""
+        """Deep copy a module, without hooks of the tracer."""
         named = module.named_modules(remove_duplicate=False)
         forwards = {path: self.hooks[m].own_forward for path, m in named if m in self.hooks}
         return pristine_copy(module, self.kept, forwards)
 
     def where(self, error: BaseException) -> str:
-        """The innermost module that raised this error."""
+        """Return the innermost module that raised this error."""
         return self.failure[1] if self.failure is not None and self.failure[0] is error else ""
 
     def note_failure(self, error: BaseException, fqn: str) -> None:
-        """A module raised; those around it raise the same error again."""
+        """Note that a module raised an error. Modules around it raise the same error again."""
         if self.failure is None or self.failure[0] is not error:
             self.failure = error, fqn
 
     def rewind(self, point: Point) -> tuple[int, ...]:
-        """Take back the operators of a module; returns the earlier tensors that they read."""
+        """Rewind the operators of a module, and return the earlier tensors that they read."""
         tape = self.recorder.tape
         num_tensors, num_events, num_calls, *_ = point.lengths
         gone = tape.events[num_events:]
-        read = [t for e in gone for t in _reads(e) if t < num_tensors]
+        read = [t for e in gone for t in reads_and_writes(e)[0] if t < num_tensors]
         tape.inner_sources |= {e.origin for e in gone if isinstance(e, Op) and e.origin}
         for frame in reversed(self.frames[num_calls:]):
             frame.restore()
@@ -269,7 +266,7 @@ class _Frame:
     buffers: dict[str, Any]
 
     def restore(self) -> None:
-        """Give the module the attributes that it had."""
+        """Restore the attributes of the module."""
         for now, before in (
             (self.module.__dict__, self.attributes),
             (self.module._buffers, self.buffers),
@@ -279,9 +276,9 @@ class _Frame:
 
 
 def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
-    """The tensors that a model returns to its caller, who must get all of each.
+    """Return the tensors that a model returns to its caller, who must get all of each.
 
-    An output that is named like an argument (a state, a cache) goes back to the same rank at the next call.
+    An output that is named like an argument (a state, a cache) is passed to the same rank in the next call.
     """
     handed_back = _handed_back(model, outputs)
     if isinstance(outputs, Mapping):
@@ -290,7 +287,7 @@ def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
 
 
 def _handed_back(model: nn.Module, outputs: Any) -> dict[str, Any]:
-    """The outputs that are named like an argument."""
+    """Return the outputs that are named like an argument."""
     if not isinstance(outputs, Mapping):
         return {}
     arguments = inspect.signature(model.forward).parameters
@@ -308,19 +305,19 @@ class _ModuleHook:
         self.tracer = tracer
         self.recorder = tracer.recorder
         self.fqn = fqn
-        out = []
+        self.parameters: list[str] = []
+        """Names of positional parameters."""
         for parameter in inspect.signature(module.forward).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
                 break
-            out.append(parameter.name)
-        self.parameters = out
+            self.parameters.append(parameter.name)
         self.own_forward = module.__dict__.get("forward")
         self.is_entered = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: the call is on the tape, and its inputs get marks."""
+        """Record the call and mark its inputs, as a forward pre-hook."""
         if not self.recorder.is_paused:
-            with torch._C.DisableTorchFunction():  # the model does not read this size
+            with torch._C.DisableTorchFunction():  # sizes that the tracer reads are not the model's
                 self._enter(module, args, kwargs)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -339,7 +336,7 @@ class _ModuleHook:
         self.is_entered = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook: the outputs get marks; the caller's tensors get their earlier identities back."""
+        """Mark the outputs and restore the identities of the caller's tensors, as a forward hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():
                 self.recorder.tape.returned[self.recorder.stack[-1]] = self._form(output, args, kwargs)
@@ -373,7 +370,7 @@ class _ModuleHook:
         recorder.stack.pop()
 
     def guarded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``; if it cannot be traced, the module becomes one operator."""
+        """Return a ``forward`` that makes the module one operator if it cannot be traced."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -390,7 +387,7 @@ class _ModuleHook:
                 is_hopeless = error is self.tracer.wrong_inputs
                 if not self.fqn or not self.tracer.on_numbers or is_hopeless:
                     raise
-                # The module as one operator; if that fails as well, the error that it raised when traced.
+                # Try the module as one operator. If that fails as well, raise the error of the trace.
                 may_be_numbers = bool(self.recorder.tape.guesses) or "meta" in str(error)
                 try:
                     output = self._opaque(point, args, kwargs)
@@ -419,13 +416,20 @@ class _ModuleHook:
 
 
 def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """The state that a forward pass may change: attributes, dicts among them (such as caches of tables by
-    device), those of objects that are no modules (such as a cached table of ids), tensors, hooks that the
-    first one registers."""
+    """Return the dicts that a forward pass may change.
+
+    These are attributes, dicts among them (such as caches of tables by device), attributes of objects that
+    are not modules (such as a cached table of ids), tensors, and hooks, which a first forward may register.
+    """
+    values = module.__dict__.values()
+    others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
+    objects = (
+        v for v in values if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, others)
+    )
     return (
         module.__dict__,
-        *(value for value in module.__dict__.values() if type(value) is dict),
-        *(vars(value) for value in module.__dict__.values() if _is_object(value)),
+        *(value for value in values if type(value) is dict),
+        *(value.__dict__ for value in objects),
         module._buffers,
         module._parameters,
         module._forward_hooks,
@@ -433,16 +437,6 @@ def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
         module._forward_hooks_with_kwargs,
         module._forward_pre_hooks_with_kwargs,
     )
-
-
-def _is_object(value: Any) -> bool:
-    """Whether this is an object with attributes, but no module, tensor, class or function."""
-    others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, others)
-
-
-def _reads(event: Event) -> tuple[int, ...]:
-    return (event.source,) if isinstance(event, Mark) else event.inputs
 
 
 def _tensor_slots(prefix: str, value: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Values of the tensors of a tape: true ones where no parameter decides them, else consistent guesses.
+"""Values of the tensors of a tape: true values if they depend on no parameter, otherwise consistent guesses.
 
-Parameters have no values while a model is traced, and need none to decide shapes; but some code asks
-(``.item()``, ``nonzero``, ``.tolist()``). Inputs and buffers have true values: tensors that depend on them
-alone are computed by evaluating the tape backwards from the question.
+Parameters have no values while a model is traced, and shapes rarely depend on them; but some code asks for
+values (``.item()``, ``nonzero``, ``.tolist()``). Inputs and buffers have true values, and tensors that depend
+only on them are computed by evaluating the tape backwards from the question.
 
-Elsewhere the answer is a guess, by evaluating the tape from **stand-ins**: a product with weights
-counts as a ramp that is rotated from row to row. So all questions about one tensor agree with
-each other (the sizes of all groups add up, a mask has as many positions as the ids that it gives), and
-a choice of the largest scores is spread over all columns, or over few of them from the first to the last: all
-experts are on the tape, or some.
+All other answers are guesses, by evaluating the tape from **stand-ins**: a product with weights becomes a
+ramp that is rotated from row to row. So all questions about a tensor have consistent answers (the sizes of
+all groups add up, a mask has as many positions as the ids that it gives). A choice of the largest scores is
+spread over all columns, or over a few of them from the first to the last, so that all experts are on the
+tape, or some of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .tape import Op, Ref, Tape, TensorInfo
 
 MAX_STAND_IN = 1 << 22
-"""Elements; above this, a stand-in is one number repeated."""
+"""Elements above which a stand-in is one number repeated."""
 _MOST_BYTES = 1 << 26
-"""Of guesses that are kept: older ones are computed again if somebody asks once more."""
+"""Most bytes of guesses that are kept. Older ones are computed again when they are needed."""
 _VALUE_FREE = frozenset(
     f"aten.{name}"
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like")
@@ -44,7 +44,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Where a tensor lies in its memory."""
+    """The position of a tensor in its memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,22 +52,22 @@ class MemoryLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> MemoryLayout:
-        """The layout of a tensor, of any shape."""
+        """Return the layout of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def end(self) -> int:
-        """One past the last element in memory."""
+        """Return the index behind the last element in memory."""
         if 0 in self.shape:
             return self.offset
         return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
 
 class Values:
-    """Values of the tensors of one tape, computed when somebody asks.
+    """Values of the tensors of one tape, which are computed on demand.
 
     Attributes:
         known: true values by tensor.
-        guessed: values of tensors that depend on parameters, as far as anybody asked.
+        guessed: guesses for tensors that depend on parameters, if they were needed.
 
     Args:
         tape: whose tensors they are.
@@ -84,23 +84,24 @@ class Values:
         self._unknown: set[int] = set()
         self._weights: set[int] = set()
         self._recent: dict[int, tuple[int, list[int]]] = {}
-        """Address of memory -> its bytes, and the guesses in it, which can be computed again; older first."""
+        """Address of memory -> its bytes, and the guesses in it, which can be computed again; oldest
+        first."""
         self._recent_bytes = 0
 
     # Told by the recorder -------------------------------------------------------------------
 
     def is_unknown(self, tid: int) -> bool:
-        """Whether the value depends on parameters."""
+        """Return whether the value depends on parameters."""
         return tid in self._unknown
 
     def add_unknown(self, tid: int, is_weight: bool = False) -> None:
-        """A tensor without a value: a parameter, or a buffer that a file holds."""
+        """Add a tensor without a value: a parameter, or a buffer that is stored in a file."""
         self._unknown.add(tid)
         if is_weight:
             self._weights.add(tid)
 
     def made(self, op: Op) -> None:
-        """An operator made its outputs."""
+        """Note that an operator made its outputs."""
         self._producer.update(dict.fromkeys(op.outputs, op))
         if _base(op) in _VALUE_FREE and not self._is_empty_of_runtime(op):
             return
@@ -110,12 +111,13 @@ class Values:
             self._weights.update(op.outputs)
 
     def wrote(self, op: Op, old: MemoryLayout, written: MemoryLayout) -> None:
-        """``op`` is an ``alias_write``: its output is the first input after a write through the second."""
+        """Note that ``op`` is an ``alias_write``: its output is the first input after a write through the
+        second."""
         self.made(op)
         self._layouts[op.outputs[0]] = old, written
 
     def forget(self, first: int, end: int) -> None:
-        """These tensors are taken off the tape."""
+        """Remove tensors that were taken off the tape."""
         for tid in range(first, end):
             for known in (self.known, self.guessed, self._producer, self._layouts):
                 known.pop(tid, None)
@@ -124,13 +126,13 @@ class Values:
 
     @staticmethod
     def _is_empty_of_runtime(op: Op) -> bool:
-        """Results of collectives are made up when a rank is retraced."""
+        """Return whether this is the result of a collective in a retrace, which has no values."""
         return op.origin.startswith("shardconv") and "empty" in op.name
 
     # Questions -------------------------------------------------------------------------------
 
     def value(self, tid: int) -> Tensor | None:
-        """The true value of a tensor, global, on the CPU; None if it depends on parameters."""
+        """Return the true value of a tensor, global, on the CPU; None if it depends on parameters."""
         try:
             self._evaluate(tid, guessing=False)
         except Unknown:
@@ -138,7 +140,7 @@ class Values:
         return self.known[tid]
 
     def guess(self, tid: int) -> Tensor:
-        """The true value, or else the value that follows from the stand-ins; on the CPU, of global shape."""
+        """Return the true value, or the value that follows from the stand-ins, global, on the CPU."""
         value = self.value(tid)
         if value is None:
             self._evaluate(tid, guessing=True)
@@ -146,28 +148,33 @@ class Values:
         return value
 
     def results(self, op: Op, asked: Collection[int]) -> Any:
-        """The results of an operator.
+        """Return the results of an operator.
 
         Args:
             op: the operator; it has no outputs yet.
-            asked: those of its inputs whose values decide the answer; of others, only the shape is used.
+            asked: inputs whose values are used. Of other inputs, only the shape is used.
         """
         return _call(op, lambda t: self.guess(t) if t in asked else _repeated(0, self._tape.tensors[t]))
 
     def stand_in(self, tid: int) -> Tensor:
-        """A plausible value of a tensor that depends on parameters."""
+        """Return a plausible value of a tensor that depends on parameters."""
         return stand_in(self._tape.tensors[tid], self._few_chosen)
 
     # Evaluation ------------------------------------------------------------------------------
 
     def _evaluate(self, tid: int, guessing: bool) -> None:
-        self._drop_old()
+        # Masks of thousands of tokens by hundreds of experts would take gigabytes if all layers' were kept.
+        while self._recent_bytes > _MOST_BYTES:
+            size, tids = self._recent.pop(next(iter(self._recent)))
+            self._recent_bytes -= size
+            for old in tids:
+                self.guessed.pop(old, None)
         for op in self._needed(tid, guessing):
             if not self._unknown.isdisjoint(_read(op)):
                 self._unknown.update(op.outputs)
             try:
                 results = self._run(op)
-            except Exception:
+            except Exception:  # the operator fails on stand-ins
                 self._unknown.update(op.outputs)
                 results = []
             self._keep(op, results)
@@ -175,7 +182,7 @@ class Values:
                 raise Unknown
 
     def _needed(self, tid: int, guessing: bool) -> list[Op]:
-        """The operators to run, in order, before a tensor is there; stand-ins are put in place."""
+        """Return the operators to run, in order, before a tensor has a value, and add the stand-ins."""
         pending, found = [tid], set[Op]()
         while pending:
             current = pending.pop()
@@ -196,7 +203,7 @@ class Values:
         return sorted(found, key=lambda op: op.outputs[0])
 
     def _ends_at(self, op: Op) -> bool:
-        """Whether a guess looks no further back: something was multiplied with weights."""
+        """Return whether a guess starts at this operator, since it multiplies with weights."""
         if op.overload is None and op.name != "alias_write":
             return True
         weights = self._weights.intersection(op.inputs)
@@ -242,20 +249,12 @@ class Values:
                     self._recent_bytes += memory.nbytes()
                 self._recent[memory.data_ptr()][1].append(tid)
 
-    def _drop_old(self) -> None:
-        """Masks of thousands of tokens by hundreds of experts take gigabytes if each layer's are kept."""
-        while self._recent_bytes > _MOST_BYTES:
-            size, tids = self._recent.pop(next(iter(self._recent)))
-            self._recent_bytes -= size
-            for tid in tids:
-                self.guessed.pop(tid, None)
-
 
 def stand_in(info: TensorInfo, few_chosen: bool = False) -> Tensor:
-    """A plausible value of the given shape and dtype: a ramp from -1 to 1 along the last dim, rotated by row.
+    """Return a plausible value: a ramp from -1 to 1 along the last dim, rotated by row.
 
     Vectors are ones, bools are true, ints and large tensors are 0. The largest number of a row is in each
-    column as often as in any other or, if ``few_chosen``, in the last, the first, and some between.
+    column equally often or, with ``few_chosen``, in the last column, the first, and a few between.
     """
     if not (info.dtype.is_floating_point or info.dtype.is_complex):
         return _repeated(int(info.dtype == torch.bool), info)
@@ -277,13 +276,13 @@ def stand_in(info: TensorInfo, few_chosen: bool = False) -> Tensor:
 
 
 def _repeated(value: int, info: TensorInfo) -> Tensor:
-    """One number in any shape, without memory."""
+    """Return one number in any shape, without memory."""
     with _disable_current_modes():
         return torch.full((), value, dtype=info.dtype, device="cpu").expand(info.shape)
 
 
 def _read(op: Op) -> tuple[int, ...]:
-    """The inputs of an operator on whose values its result depends; of others, it has the shape."""
+    """Return the inputs of an operator whose values its result depends on."""
     base = _base(op)
     return () if base in _VALUE_FREE else op.inputs[:1] if base in _OF_THE_SHAPE else op.inputs
 
@@ -293,7 +292,7 @@ def _base(op: Op) -> str:
 
 
 def _call(op: Op, load: Callable[[int], Tensor]) -> Any:
-    """Run an operator on CPU tensors; it writes to copies, and always draws the same random numbers."""
+    """Run an operator on CPU tensors. It writes to copies, and always draws the same random numbers."""
     func = op.overload
     seeded = torch.Tag.nondeterministic_seeded in func.tags
     with _disable_current_modes(), fixed_seed() if seeded else nullcontext():
@@ -302,7 +301,7 @@ def _call(op: Op, load: Callable[[int], Tensor]) -> Any:
 
 
 def _restored(value: Any, op: Op, load: Callable[[int], Tensor]) -> Any:
-    """An argument of an operator on the CPU; of a tensor that may be written to, a copy."""
+    """Return an argument of an operator on the CPU, as a copy if it may be written to."""
     if isinstance(value, Ref):
         tensor = load(value.tid)
         return tensor.clone() if op.overload._schema.is_mutable else tensor
@@ -315,7 +314,7 @@ def _restored(value: Any, op: Op, load: Callable[[int], Tensor]) -> Any:
 
 @contextmanager
 def fixed_seed() -> Iterator[None]:
-    """Random numbers are the same each time; the caller's generator is left as it was."""
+    """Draw the same random numbers each time, and restore the caller's generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

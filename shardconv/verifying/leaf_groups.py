@@ -1,8 +1,8 @@
-"""Leaves that have one size wherever they occur, and which of them a smaller model may shrink.
+"""Find groups of leaves that have one size wherever they occur, and that a smaller model may shrink.
 
-A leaf, the leaves that marks and ties link to it, and those of other calls of a module are one **group**. A
-group is kept where its size means something else as well: the input decides it, code picks positions along it
-by number, or a constant of the code has values for each position.
+A leaf, the leaves that marks and ties link to it, and the same leaves in other calls of a module form one
+**group**. A group keeps its size if the size has another meaning as well: the input determines it, code picks
+positions along it by number, or a constant of the code has a value for each position.
 """
 
 from __future__ import annotations
@@ -20,35 +20,42 @@ from ..planning.solution import stand_in
 from ..tracing.tape import Mark, Op, Ref, Tape, starred, tensors_read
 from .token_tables import HashedTable, hashed_tables
 
-# Dims of the parameters and buffers that the traced call does not read, so that they shrink as well.
+# Parameters and buffers that the traced call does not read get dims as well, so that they shrink with the
+# others.
 #
-# Code that reads them in another call (an expert that got no token, a second head, what takes the place of
-# masked states in training) finds sizes that go with the others.
+# Code may read them in another call: an expert that got no token, a second head, an embedding of masked
+# states.
 
 
 _STORED = ("parameter", "buffer")
 
 
 def unread_parameters(tape: Tape) -> set[int]:
-    """The parameters and buffers that no event reads."""
+    """Return the parameters and buffers that no event reads."""
     read = tensors_read(tape)
     return {t for t, i in enumerate(tape.tensors) if i.kind in _STORED and t not in read}
 
 
 def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> Analysis:
-    """The analysis with dims for these: those of a parameter that is named alike but for numbers, or else for
-    each size the dim in which most elements of parameters are.
+    """Add dims for unread parameters to an analysis.
+
+    They are the dims of a parameter whose name differs only in numbers. If there is none, each size gets the
+    dim of this size that has most elements of parameters.
 
     Args:
         analysis: of the folded tape.
-        stand_ins: layer -> the layer that stands for it; the parameters of the first are left out.
+        stand_ins: layer -> the layer that represents it; the parameters of the first are left out.
     """
     tensors = analysis.tape.tensors
     alike: dict[tuple[str, tuple[int, ...]], tuple[Node, ...]] = {}
     for tid, dims in analysis.dims.items():
         if tensors[tid].kind in _STORED:
             alike.setdefault((_starred(tensors[tid].name), tensors[tid].shape), dims)
-    wide = _by_size(analysis)
+    inside: Counter[Node] = Counter()
+    for tid, dims in analysis.dims.items():
+        for dim in dims if tensors[tid].kind == "parameter" else ():
+            inside[find(dim)] += math.prod(tensors[tid].shape)
+    wide = {dim.size: dim for dim, _ in reversed(inside.most_common())}
     out = dict(analysis.dims)
     for tid in sorted(unread_parameters(analysis.tape) - out.keys()):
         name, shape = tensors[tid].name, tensors[tid].shape
@@ -58,18 +65,8 @@ def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> 
     return replace(analysis, dims=out)
 
 
-def _by_size(analysis: Analysis) -> dict[int, Node]:
-    """Size -> the dim of parameters in which most elements are."""
-    inside: Counter[Node] = Counter()
-    for tid, dims in analysis.dims.items():
-        info = analysis.tape.tensors[tid]
-        for dim in dims if info.kind == "parameter" else ():
-            inside[find(dim)] += math.prod(info.shape)
-    return {dim.size: dim for dim, _ in reversed(inside.most_common())}
-
-
 def _starred(name: str) -> str:
-    """A name with a star for every number, also within words."""
+    """Replace every number in a name by a star, also within words."""
     return re.sub(r"\d+", "*", name)
 
 
@@ -96,9 +93,9 @@ _PICKING = frozenset(
         "_grouped_mm",
     )
 )
-"""Operators that take or return positions along their dim ``dim``."""
+"""Operators that take or return positions along their argument ``dim``."""
 _FILLING = frozenset(("aten.index_put", "aten.masked_scatter"))
-"""Operators whose third argument is as many rows as a mask has places."""
+"""Operators whose third argument has as many rows as a mask selects."""
 _INDEXING = frozenset(("aten.index", "aten.index_put", "aten._unsafe_index"))
 
 
@@ -111,16 +108,16 @@ class LeafGroup:
     rows: bool = False
     """Whether they are the rows of a table that is looked up by token ids."""
     times: int = 1
-    """The dims of parameters that have such a leaf are at least so many times as large."""
+    """Dims of parameters with such a leaf are at least this many times as large."""
     hashed: HashedTable | None = None
-    """Where the rows of a table are looked up by hashes: how these are made."""
+    """How the rows of a table are looked up, if they are looked up by hashes."""
     experts: bool = False
-    """Whether they count experts, which shrink after everything else."""
+    """Whether the leaves count experts, which shrink last."""
     parameters: frozenset[str] = frozenset()
-    """FQNs of the parameters that have such a leaf, numbers as ``*``."""
+    """FQNs of the parameters that have such a leaf, with ``*`` for numbers."""
 
     def is_alike(self, other: LeafGroup) -> bool:
-        """Whether these are the same leaves, or the same ones of another layer."""
+        """Return whether these are the same leaves, or the same ones of another layer."""
         return self is other or (
             self.size == other.size and bool(self.parameters) and self.parameters == other.parameters
         )
@@ -129,19 +126,35 @@ class LeafGroup:
 def leaf_groups(
     analysis: Analysis, ties: Sequence[tuple[int, int]], token_tables: Collection[int]
 ) -> list[LeafGroup]:
-    """The groups that may shrink.
+    """Return the groups that may shrink.
 
     Args:
         analysis: of the model.
         ties: pairs of tensors whose dims are alike.
-        token_tables: parameters and buffers that are looked up by token ids alone.
+        token_tables: parameters and buffers that are looked up only by token ids.
     """
     union = _Union()
-    for a, b in _alike(analysis, ties):
-        for x, y in zip(analysis.dims[a], analysis.dims[b], strict=False):
-            union.join_dims(x, y)
-    for dim, other in (*_counted(analysis), *_moved(analysis)):
-        union.join_dims(dim, other)
+    marks = ((e.source, e.target) for e in analysis.tape.events if isinstance(e, Mark))
+    for a, b in (*marks, *ties, *analysis.repeats):
+        if a in analysis.dims and b in analysis.dims and len(analysis.dims[a]) == len(analysis.dims[b]):
+            for x, y in zip(analysis.dims[a], analysis.dims[b], strict=True):
+                union.join_dims(x, y)
+    for op in (event for event in analysis.tape.events if isinstance(event, Op)):
+        base = op.name.rsplit(".", 1)[0]
+        if base in GROUPED_PRODUCTS:
+            # The ends of the rows of each matrix are counts of ids, which may be computed without the scores
+            # of the experts. Nothing else may link them to the stack.
+            _, stack, *ends = (analysis.dims.get(t) for t in op.inputs[:3])
+            if stack and ends and ends[0]:
+                union.join_dims(stack[0], ends[0][0])
+        if base.rstrip("_") in (_INDEXING | _FILLING):
+            # Nothing else may link the last dims of rows and of the tensor that they are read from or written
+            # to.
+            into, dtype = analysis.dims.get(op.inputs[0]), analysis.tape.tensors[op.inputs[0]].dtype
+            for tid in (*op.inputs[1:], *op.outputs):
+                moved = analysis.dims.get(tid)
+                if into and moved and analysis.tape.tensors[tid].dtype == dtype and dtype.is_floating_point:
+                    union.join_dims(into[-1], moved[-1])
     rows = {x for table in token_tables for x in leaves(analysis.dims[table][0])}
     heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
     unread = [
@@ -152,7 +165,14 @@ def leaf_groups(
             if other.size == row.size:
                 union.join(row, other)
     hashed = {x: h for t, h in hashed_tables(analysis.tape).items() for x in leaves(analysis.dims[t][0])}
-    experts = _experts(analysis)
+    # Code picks positions along dims of experts by number, but computes the numbers from scores. So these are
+    # the dims that count the matrices of a stack, and the dims of scores of as many experts.
+    stacks = [analysis.dims[stack.parameter][0] for stack in find_stacks(analysis.tape)]
+    counts = {dim.size for dim in stacks}
+    long = {x for d in analysis.dims.values() for dim in d if dim.size in counts for x in leaves(dim)}
+    ops = (event for event in analysis.tape.events if isinstance(event, Op))
+    experts = {x for dim in stacks for x in leaves(dim)}
+    experts |= {x for op in ops for x in _picked(analysis, op) if x in long}
     kept = {union.find(x) for x in _kept(analysis, {*rows, *hashed, *experts})}
     members: dict[Node, set[Node]] = {}
     times: dict[Node, int] = {}
@@ -202,7 +222,7 @@ class _Union:
             self._parent[a] = b
 
     def join_dims(self, a: Node, b: Node) -> None:
-        """Join the leaves of two dims, as far as they are divided alike."""
+        """Join the leaves of two dims as far as they have the same structure."""
         a, b = find(a), find(b)
         if a.kind == b.kind == LEAF and a.size == b.size:
             self.join(a, b)
@@ -211,59 +231,23 @@ class _Union:
                 self.join_dims(left, right)
 
 
-def _alike(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Pairs of tensors of one shape."""
-    marks = ((e.source, e.target) for e in analysis.tape.events if isinstance(e, Mark))
-    for a, b in (*marks, *ties, *analysis.repeats):
-        if a in analysis.dims and b in analysis.dims and len(analysis.dims[a]) == len(analysis.dims[b]):
-            yield a, b
-
-
-def _counted(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
-    """The dim of a stack of matrices, and that of the ends of their rows: counts of ids, which need not be
-    computed from the scores of as many experts."""
-    for event in analysis.tape.events:
-        if isinstance(event, Op) and event.name.rsplit(".", 1)[0] in GROUPED_PRODUCTS:
-            _, stack, *ends = (analysis.dims.get(t) for t in event.inputs[:3])
-            if stack and ends and ends[0]:
-                yield stack[0], ends[0][0]
-
-
-def _moved(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
-    """The last dims of rows and of what these are taken from or put into: nothing else may link them."""
-    for event in analysis.tape.events:
-        if isinstance(event, Op) and event.name.rsplit(".", 1)[0].rstrip("_") in (_INDEXING | _FILLING):
-            first = event.inputs[0]
-            dtype = analysis.tape.tensors[first].dtype
-            for tid in (*event.inputs[1:], *event.outputs):
-                into, rows = analysis.dims.get(first), analysis.dims.get(tid)
-                if into and rows and analysis.tape.tensors[tid].dtype == dtype and dtype.is_floating_point:
-                    yield into[-1], rows[-1]
-
-
-def _experts(analysis: Analysis) -> set[Node]:
-    """The leaves of dims that count the matrices of a stack, and of scores of as many experts.
-
-    Code picks positions along these by number, but computes the numbers from the scores.
-    """
-    stacks = [analysis.dims[stack.parameter][0] for stack in find_stacks(analysis.tape)]
-    counts = {dim.size for dim in stacks}
-    long = {x for d in analysis.dims.values() for dim in d if dim.size in counts for x in leaves(dim)}
-    ops = (event for event in analysis.tape.events if isinstance(event, Op))
-    return {x for dim in stacks for x in leaves(dim)} | {
-        x for op in ops for x in _picked(analysis, op) if x in long
-    }
-
-
 def _kept(analysis: Analysis, picked: set[Node]) -> Iterator[Node]:
-    """The leaves that keep their size: those along which code picks positions, but for ``picked``."""
+    """Yield the leaves that keep their size. Code may pick positions along the leaves ``picked``."""
     tape = analysis.tape
     yield from frozen_leaves(analysis)
     for tid, dims in analysis.dims.items():
         info = tape.tensors[tid]
         if info.kind == "input" or (info.kind == "constant" and not info.name):
             yield from (x for dim in dims for x in leaves(dim))
-    yield from _counts_of_inputs(analysis)
+    # Dims of activations that are as large as a dim of ids or of a mask are rows and lengths. The inputs are
+    # made with sizes that no parameter has.
+    counts = {
+        n for t in tape.inputs if not tape.tensors[t].dtype.is_floating_point for n in tape.tensors[t].shape
+    }
+    stored = [t for t in analysis.dims if tape.tensors[t].kind in _STORED]
+    counts -= {n for t in stored for n in tape.tensors[t].shape}
+    for dims in analysis.dims.values():
+        yield from (x for dim in dims for x in leaves(dim) if x.size in counts)
     for event in tape.events:
         if isinstance(event, Op):
             yield from (x for x in _picked(analysis, event) if x not in picked)
@@ -272,21 +256,8 @@ def _kept(analysis: Analysis, picked: set[Node]) -> Iterator[Node]:
             yield from leaves(use.groups)
 
 
-def _counts_of_inputs(analysis: Analysis) -> Iterator[Node]:
-    """The leaves of activations that are as large as a dim of ids or of a mask, and of no stored tensor: rows
-    and lengths, chosen to be like no other size."""
-    tape = analysis.tape
-    counts = {
-        n for t in tape.inputs if not tape.tensors[t].dtype.is_floating_point for n in tape.tensors[t].shape
-    }
-    stored = [t for t in analysis.dims if tape.tensors[t].kind in ("parameter", "buffer")]
-    counts -= {n for t in stored for n in tape.tensors[t].shape}
-    for dims in analysis.dims.values():
-        yield from (x for dim in dims for x in leaves(dim) if x.size in counts)
-
-
 def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
-    """The leaves of the dims along which an operator takes or returns positions."""
+    """Return the leaves of the dims along which an operator takes or returns positions."""
     base = op.name.rsplit(".", 1)[0]
     if base.startswith("aten.conv"):
         positions = (d for t in (*op.inputs, *op.outputs) for d in analysis.dims.get(t, ())[2:])
@@ -294,7 +265,8 @@ def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
     if base == "aten.embedding":
         return _leaves(analysis, op.inputs[:1], 0)
     if base == "aten.select":
-        return _leaves(analysis, op.inputs[:1], op.args[1]) if op.args[2] else ()  # all dims have a first one
+        # Every dim has a position 0.
+        return _leaves(analysis, op.inputs[:1], op.args[1]) if op.args[2] else ()
     if base.rstrip("_") in _INDEXING:
         indexed = [i for i, index in enumerate(op.args[1]) if index is not None]
         picked = [x for dim in indexed for x in _leaves(analysis, op.inputs[:1], dim)]
@@ -313,7 +285,7 @@ def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
 
 
 def _filling_rows(analysis: Analysis, op: Op) -> list[Node]:
-    """The leaves that count the rows with which an operator fills places: all dims but the last."""
+    """Return the leaves that count the rows that an operator writes: all dims but the last."""
     if op.name.rsplit(".", 1)[0].rstrip("_") not in _FILLING or not isinstance(op.args[2], Ref):
         return []
     return [x for dim in analysis.dims.get(op.args[2].tid, ())[:-1] for x in leaves(dim)]

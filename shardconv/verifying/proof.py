@@ -1,9 +1,9 @@
-"""What of a plan holds, shown on numbers in as few runs as can show it.
+"""Prove on numbers what a plan is used for, in as few runs as possible.
 
-A plan is for more than the calls that were traced: a loss of sharded logits, logits that stay on the ranks,
-the plain implementations of attention and experts, and embeddings in place of ids. Each of these concerns
-another part of the model, so that one run shows several. Only where such a run fails is each of them run by
-itself, which says what does not hold.
+A plan is used for more than the calls that were traced: a loss of sharded logits, logits that stay on the
+ranks, eager attention and experts, and embeddings in place of ids. Each of these concerns another part of the
+model, so one run checks several of them. If such a run fails, each is run separately to find out which one is
+wrong.
 """
 
 from __future__ import annotations
@@ -29,35 +29,34 @@ from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
 from ..simulation.simulated_weights import USUAL, Draw, RandomWeights
 from ..solving.sequence_dims import SECOND_TOKENS
 
-# Simulates the ranks on numbers, before a byte is written.
+# The ranks are simulated on numbers before a byte is written.
 #
 # All ranks run in one process, on random weights, in float64, and must return the same as the unsharded
 # model. Models are made smaller first, so that this takes little memory.
 
 
 class OutputsDiffer(SolveError):
-    """The ranks return other numbers than the unsharded model."""
+    """The ranks return different numbers than the unsharded model."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated."""
+    """A plan, its model, and the numbers to simulate them on."""
 
     plan: Plan
     model: nn.Module
     """Unsharded, on meta; it is copied."""
     inputs: TraceInputs
-    """Of its calls."""
     draw: Draw = USUAL
-    """Of its weights."""
+    """Random numbers of the weights."""
 
     @cached_property
     def simulation(self) -> Simulation:
-        """On random weights; its models are made once."""
+        """Return the simulation on random weights, which builds its models once."""
         return Simulation(self.plan, self.model, RandomWeights(self.plan, self.draw))
 
     def with_model(self, model: nn.Module) -> Case:
-        """The case of another model with the same parameters, on the same weights."""
+        """Return the case of another model with the same parameters, on the same weights."""
         case = replace(self, model=model)
         case.__dict__["simulation"] = Simulation(self.plan, model, self.simulation.weights)
         return case
@@ -75,18 +74,18 @@ def simulate(
 
     Args:
         case: the plan to prove, and its model.
-        inputs: others than those of the case.
+        inputs: inputs to use instead of the case's.
         gradients: run the backward pass too.
-        calls: 2: hand back what the first call returns, and compare a second one.
+        calls: with 2, a second call that continues the first is compared too.
         logits: which of the ranks' logits are compared.
 
     Returns:
-        How they compare. Gradients that differ are no error: the outcome says which.
+        The outcome. Wrong gradients are not an error; the outcome names the worst one.
 
     Raises:
-        Unprovable: the unsharded model fails.
-        OutputsDiffer: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
-        SolveError: the ranks fail.
+        Unprovable: if the unsharded model fails.
+        OutputsDiffer: if the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
+        SolveError: if the ranks fail.
     """
     inputs = inputs or case.inputs
     outcome = case.simulation.evaluate(inputs, calls=calls, logits=logits)
@@ -100,7 +99,7 @@ def simulate(
 
 
 def runs(case: Case) -> bool:
-    """Whether the unsharded model runs on random weights."""
+    """Return whether the unsharded model runs on random weights."""
     try:
         case.simulation.run_unsharded(case.inputs)
     except Unprovable:
@@ -109,15 +108,16 @@ def runs(case: Case) -> bool:
 
 
 def may_be_padded(case: Case) -> bool:
-    """Whether padding at the end of sequences, as the runtime adds it, changes the results of no token.
+    """Return whether the runtime's padding at the end of sequences leaves the results of all tokens
+    unchanged.
 
-    It pads one sequence: never that of an encoder beside a decoder's.
+    The runtime pads one sequence, so models with an encoder and a decoder are not padded.
     """
     inputs = case.inputs
     if SECOND_TOKENS in inputs.tensors:
         return False
     mask = inputs.tensors.get("attention_mask")
-    if mask is not None:  # at the end: the results of tokens that attend to nothing are not compared
+    if mask is not None:  # masked at the end, since masking at the start leaves tokens that attend to nothing
         mask = torch.ones_like(mask)
         mask[0, -2:] = 0
         inputs = replace(inputs, tensors={**inputs.tensors, "attention_mask": mask})
@@ -125,42 +125,35 @@ def may_be_padded(case: Case) -> bool:
     return case.simulation.agrees_when_padded(replace(inputs, options=options))
 
 
-# Other weights and inputs for models that fail on the first ones.
-#
-# Code divides by what it counts, takes logarithms, or asks for what the first random numbers do not give.
-# Such a model is tried with a few others, always the same ones in the same order.
+# Some models fail on the first random numbers: they divide by counts, take logarithms, or require certain
+# values. They are tried with a few other numbers, always the same ones in the same order.
 
 _DRAWS = (Draw(1), Draw(4, vectors=0.02), Draw(2, 0.25), Draw(3, 4.0))
-"""The second is for code that divides vectors by the standard deviation with which they are initialized."""
+"""Small vectors are for code that divides vectors by the standard deviation of their initialization."""
 
 
 def other_numbers(case: Case) -> Iterator[tuple[str, Case]]:
-    """The case as it is and with other numbers, and in words what these are."""
+    """Yield the case as it is and with other numbers, each with a description."""
     yield f"weights of {case.draw}", case
     for draw in _DRAWS:
         yield f"weights of {draw}", replace(case, draw=draw)
-    yield "ids in reverse order", replace(case, inputs=_reversed(case.inputs))
+    # Reversing all integers per token keeps their counts, and keeps them consistent with the ids.
+    tensors = case.inputs.tensors
+    ids = tensors.get("input_ids")
+    flipped = {
+        name: tensor.flip(1)
+        for name, tensor in tensors.items()
+        if ids is not None and not tensor.is_floating_point() and not name.endswith("attention_mask")
+        if tensor.shape[:2] == ids.shape[:2]
+    }
+    yield "ids in reverse order", replace(case, inputs=replace(case.inputs, tensors={**tensors, **flipped}))
 
 
-def _reversed(inputs: TraceInputs) -> TraceInputs:
-    """The ids of each row in reverse order, so that there are as many of each."""
-    ids = {n: t.flip(1) for n, t in inputs.tensors.items() if _is_per_token(n, inputs)}
-    return replace(inputs, tensors={**inputs.tensors, **ids})
-
-
-def _is_per_token(name: str, inputs: TraceInputs) -> bool:
-    tensor, ids = inputs.tensors[name], inputs.tensors.get("input_ids")
-    if ids is None or tensor.is_floating_point() or name.endswith("attention_mask"):
-        return False
-    return tensor.shape[:2] == ids.shape[:2]
-
-
-# Proves a plan for the other implementations that a user may choose when the model is loaded.
+# A user may choose other implementations of attention and experts when the model is loaded.
 #
-# transformers can run attention and experts in several ways. A plan is solved for the one that the config
-# chooses; the others run other code on the same parameters. The plain one ("eager") of both, and those of
-# attention that run on a CPU, are simulated as well. A fused kernel for GPUs cannot be: it is given the same
-# heads as the implementation that was traced.
+# A plan is solved for the implementations that the config chooses; others run other code on the same
+# parameters. The eager implementations, and attention that runs on a CPU, are simulated as well. Fused
+# kernels for GPUs cannot be simulated, but they get the same heads as the implementation that was traced.
 
 PLAIN = "eager"
 OTHERS = ("sdpa", "flex_attention")
@@ -174,21 +167,21 @@ _SETTERS = {
 
 @dataclass(frozen=True)
 class Wrong:
-    """An implementation under which the ranks compute something else than the unsharded model."""
+    """An implementation with which the ranks differ from the unsharded model."""
 
     kind: str
     name: str
     note: str
-    """For the plan."""
+    """Note for the plan."""
 
 
 def other_kinds(model: nn.Module) -> list[str]:
-    """What the model implements in another way than the plain one."""
+    """Return the kinds of implementations of the model that are not eager."""
     return [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
 
 
 def with_implementations(case: Case, names: Mapping[str, str]) -> Case | None:
-    """The case with these implementations, by kind; None where the model is none other then."""
+    """Return the case with these implementations, by kind; None if the model does not change."""
     other = copy.deepcopy(case.model)
     try:
         for kind, name in names.items():
@@ -201,7 +194,7 @@ def with_implementations(case: Case, names: Mapping[str, str]) -> Case | None:
 
 
 def wrong_plain(case: Case) -> tuple[Wrong, ...]:
-    """The plain implementations under which the plan does not hold.
+    """Find the eager implementations for which the plan is wrong.
 
     Args:
         case: proven for the implementations of the model's config.
@@ -213,7 +206,7 @@ def wrong_plain(case: Case) -> tuple[Wrong, ...]:
 
 
 def wrong_others(case: Case) -> tuple[Wrong, ...]:
-    """The further implementations of attention under which the plan does not hold; argument as above."""
+    """Find the other implementations of attention for which the plan is wrong."""
     chosen = _chosen(case.model, "attention")
     names = [name for name in OTHERS if chosen is not None and name != chosen]
     return tuple(wrong for name in names for wrong in _wrong(case, "attention", name, calls=1))
@@ -236,8 +229,8 @@ def _chosen(model: nn.Module, kind: str) -> str | None:
 
 
 def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
-    """Why the plan does not hold with these implementations, by kind; None if it does, or if they cannot be
-    run at all."""
+    """Say why the plan is wrong with these implementations, by kind; None if it is right, or if they cannot
+    run."""
     other = with_implementations(case, names)
     if other is None:
         return None
@@ -254,11 +247,11 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Code that compiles itself, as flex attention does, runs as it is.
+    """Run code that compiles itself, such as flex attention, without compilation.
 
-    Where nothing will be compiled, ``torch.compile`` imports Inductor nevertheless, which takes longer than
-    the proof of most models; it returns its function unchanged here. transformers (5.17 to 5.24) keeps what
-    it compiled in an instance of a class, which is another one meanwhile.
+    ``torch.compile`` imports Inductor even where nothing is compiled, which takes longer than the proof of
+    most models. Here, it returns its function unchanged. transformers (5.17 to 5.24) keeps the compiled
+    function in a singleton, which is replaced meanwhile.
     """
     compile_, kept = torch.compile, _compiled_attention()
     instance = getattr(kept, "_instance", None)
@@ -275,24 +268,22 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """In place of ``torch.compile``, which may be a decorator."""
+    """Replace ``torch.compile``, which may be called as a decorator."""
     return function if function is not None else _unchanged
 
 
 def _compiled_attention() -> Any:
-    """The class, if it has been imported."""
+    """Return the singleton's class, if it has been imported."""
     module = sys.modules.get("transformers.integrations.flex_attention")
     return getattr(module, "WrappedFlexAttention", None)
 
-
-# Embeddings that are given in place of ids, which were traced.
 
 IN_PLACE_OF = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
 """Argument of transformers' models -> the ids that it replaces."""
 
 
 def embedding_arguments(model: nn.Module, inputs: TraceInputs) -> tuple[str, ...]:
-    """The arguments of a model that may replace the ids that it is given."""
+    """Return the arguments of a model that may replace the ids that it is given."""
     taken = forward_signature(model).parameters
     return tuple(
         name
@@ -302,13 +293,13 @@ def embedding_arguments(model: nn.Module, inputs: TraceInputs) -> tuple[str, ...
 
 
 def proven_arguments(case: Case, *, gradients: bool) -> tuple[str, ...]:
-    """The arguments for embeddings with which, one at a time, the ranks compute the same.
+    """Return the arguments for embeddings with which the ranks compute the same, tested one at a time.
 
-    Where the unsharded model itself does not run on them, nothing is proven.
+    Arguments with which the unsharded model fails are not proven.
 
     Args:
         case: proven for ids; its plan allows these arguments.
-        gradients: whether the gradients must be right, too.
+        gradients: also require right gradients.
     """
     return tuple(
         name
@@ -318,9 +309,9 @@ def proven_arguments(case: Case, *, gradients: bool) -> tuple[str, ...]:
 
 
 def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]:
-    """The inputs with random embeddings, such as those of a trained prompt, in place of ids.
+    """Yield the inputs with random embeddings (for example of a trained prompt) in place of ids.
 
-    First they come beside the other inputs, then, if there are images or sounds, beside ids and masks alone.
+    The other inputs are kept first. If there are images or sounds, the second inputs keep only integers.
 
     Args:
         case: the model and its inputs.
@@ -348,7 +339,7 @@ def _holds(case: Case, inputs: TraceInputs, gradients: bool) -> bool:
 
 
 def _width(model: nn.Module, name: str) -> int | None:
-    """The last dim of what the model embeds ids as; None where it does not say."""
+    """Return the width of a model's embeddings of ids; None if the model does not say."""
     try:
         part = model.get_decoder() if name.startswith("decoder") else model  # type: ignore[operator]
         return int(part.get_input_embeddings().weight.shape[-1])  # type: ignore[operator, union-attr]
@@ -361,30 +352,30 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Proof:
-    """What holds of a plan whose outputs are right."""
+    """The results for a plan whose outputs are right."""
 
     wrong_gradient: str
-    """What is wrong with the gradients; empty if nothing is, or the plan has none."""
+    """The problem of the gradients; empty if they are right, or the plan has none."""
     parallel_loss: bool
-    """Whether the loss of sharded logits is the model's own."""
+    """Whether the loss of sharded logits equals the model's own loss."""
     arguments: tuple[str, ...]
-    """For embeddings in place of ids."""
+    """Arguments for embeddings in place of ids."""
     wrong: tuple[Wrong, ...]
-    """Implementations for which the plan does not hold."""
+    """Implementations for which the plan is wrong."""
     wrong_labels: str = ""
-    """Why a call with labels is wrong, as without training; empty if it is right, or the model takes none."""
+    """Why a call with labels is wrong; empty if it is right, or the model takes none."""
 
 
 def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
-    """Compare all that a plan is for with the unsharded model.
+    """Compare everything that a plan is used for with the unsharded model.
 
     Args:
         case: of the plan; its parallel loss is one that may be the model's own.
-        tell: is called with what is run next.
+        tell: is called with a description of the next runs.
 
     Raises:
-        Unprovable: the unsharded model fails.
-        SolveError: the ranks compute something else.
+        Unprovable: if the unsharded model fails.
+        SolveError: if the ranks compute something else.
     """
     arguments = embedding_arguments(case.model, case.inputs) if case.plan.tp > 1 else ()
     plan = replace(case.plan, proven_arguments=arguments)
@@ -400,10 +391,10 @@ class _Proof:
         self.arguments = arguments
         self.has_gradients = case.plan.training is not None
         self.calls = 1
-        """How many were compared: two, if the unsharded model takes what it hands back."""
+        """Number of calls that were compared: two, if the unsharded model can continue a call."""
 
     def run(self) -> Proof:
-        """All of it."""
+        """Compare everything, in one run if possible."""
         self.tell("outputs, loss and gradients")
         loss = self._holds_with_labels()
         wrong_labels = ""
@@ -413,7 +404,7 @@ class _Proof:
                 plan = replace(self.case.plan, training=replace(training, parallel_loss=False))
                 self.case = replace(self.case, plan=plan)
             wrong_labels = self._wrong_labels()
-        if not loss or self.calls == 1:  # some hand nothing back in a call with labels
+        if not loss or self.calls == 1:  # some models return no cache in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
         self.tell("other implementations and inputs")
@@ -424,7 +415,7 @@ class _Proof:
         return Proof(problem, loss, self.arguments, self._wrong_others(), wrong_labels)
 
     def _holds_with_labels(self) -> bool:
-        """Whether outputs, the loss of sharded logits and the gradients of both are right."""
+        """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
         training = self.case.plan.training
         if training is None or not training.parallel_loss:
             return False
@@ -437,7 +428,7 @@ class _Proof:
         return not outcome.gradients
 
     def _wrong_labels(self) -> str:
-        """Why the model's own loss, from gathered logits, is not that of the unsharded model; empty if it is.
+        """Say why the model's own loss, from gathered logits, is wrong; empty if it is right.
 
         Code that runs with labels only is not on the tape. It may ask a layer for its size, for example.
         """
@@ -452,9 +443,9 @@ class _Proof:
         return ""
 
     def _shown_at_once(self) -> TraceInputs | None:
-        """The inputs with which plain implementations, embeddings and own logits were shown in one run.
+        """Return the inputs with which eager implementations, embeddings and local logits passed one run.
 
-        None: that run failed.
+        The result is None if that run failed.
         """
         plan, kinds = self.case.plan, other_kinds(self.case.model)
         plain = (
@@ -467,7 +458,7 @@ class _Proof:
             try:
                 outcome = simulate(plain or self.case, inputs, calls=2, logits=Logits.OWN)
                 if plain is not None and len(inputs.tensors) < len(self.case.inputs.tensors):
-                    simulate(plain, logits=Logits.GATHERED)  # what reads images is implemented so, too
+                    simulate(plain, logits=Logits.GATHERED)  # the encoders of images are eager, too
             except Unprovable:
                 continue
             except ShardconvError:
@@ -476,7 +467,7 @@ class _Proof:
         return None
 
     def _one_by_one(self, loss: bool, problem: str) -> Proof:
-        """Each by itself; with a loss, the gradients without one are not known yet."""
+        """Compare each separately. With a loss, the gradients without one have not been compared yet."""
         self.tell("implementations and inputs one by one")
         simulate(self.case, logits=Logits.OWN)
         wrong = wrong_plain(self.case) if self.case.plan.tp > 1 else ()

@@ -1,6 +1,6 @@
-"""Compares the tape of a model on other shapes with that of the global one, operator by operator.
+"""Compare the tape of a model on other shapes with the global tape, operator by operator.
 
-Every shape must be the expected one, every position the expected position, every number the same.
+Every shape and every position must be the expected one, and every number the same.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import layout_of
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..dim_analysis.dim_trees import Node, leaves
@@ -28,6 +26,7 @@ from ..inputs.trace_inputs import TraceInputs
 from ..planning.layout import Layouts, Shapes
 from ..planning.obstacle import Obstacle
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results
+from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
 from ..tracing.trace import trace
 
@@ -63,10 +62,8 @@ _SHAPED = frozenset(
         "aten.embedding",
     }
 )
-"""Operators whose ints only decide their output's shape, which is compared anyway.
-
-Or they matter to gradients alone: a rank that lacks the padding row of an embedding has no padding id.
-"""
+"""Operators whose ints only determine their output's shape, which is compared anyway, or only affect
+gradients: a rank without the padding row of an embedding has no padding id."""
 
 
 def compare_tapes(
@@ -79,25 +76,25 @@ def compare_tapes(
     left_out: Collection[str] = (),
     pass_on: bool = False,
 ) -> Obstacle | None:
-    """The first difference between a tape and what is expected of it; None if there is none.
+    """Return the first difference between a tape and the expected one; None if there is none.
 
     Args:
-        shapes: of the tensors of the global tape.
+        shapes: expected shapes of the tensors of the global tape.
         other: the tape of the model on these shapes.
-        changed: FQNs of modules whose inside the other model computes in another way.
-        rank: whose shapes.
-        numbers: compare the numbers that operators are given, too; positions always are.
-        left_out: FQNs of modules whose own operators are not compared; those of modules in them are.
-        pass_on: the other model has layers that return what they are given: results of several may be one.
+        changed: FQNs of modules that the other model computes in another way inside.
+        rank: the rank of the shapes.
+        numbers: also compare the numbers that operators are given. Positions are always compared.
+        left_out: FQNs of modules whose own operators are not compared (modules in them are).
+        pass_on: the other model has layers that return their arguments, so one tensor may be several results.
 
     Returns:
-        An obstacle with the changed leaves of the tensors there, which may be none.
+        An obstacle with the changed leaves of the tensors at the difference, which may be empty.
     """
     return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
 
 
 class _Comparison:
-    """Global tape against another one."""
+    """The comparison of the global tape with another one."""
 
     def __init__(
         self,
@@ -116,10 +113,10 @@ class _Comparison:
         self.numbers = numbers
         self.pass_on = pass_on
         self.read = tensors_read(self.unsharded).union(self.unsharded.outputs)
-        """Results that nothing reads only say how many numbers a mask chooses."""
+        """Tensors that are read. Results that are never read only tell how many positions a mask selects."""
 
     def run(self, left_out: Collection[str]) -> Obstacle | None:
-        """The first difference; None if there is none."""
+        """Return the first difference; None if there is none."""
         expected, found = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
             if key[0] in left_out:
@@ -139,7 +136,13 @@ class _Comparison:
                 obstacle = self._compare(fqn, event, other)
                 if obstacle is not None:
                     return obstacle
-                position += not self._has_more_slots(event, other)
+                # One mark of the other model may be several marks here; its last slot ends it.
+                if (
+                    not isinstance(event, Mark)
+                    or not isinstance(other, Mark)
+                    or other.slots[-1] in event.slots
+                ):
+                    position += 1
             elif isinstance(event, Op) and self._moves_only(event):
                 skipped.append(event)
             else:
@@ -158,15 +161,9 @@ class _Comparison:
             return event.slots == other.slots or (self.pass_on and set(event.slots) <= set(other.slots))
         return event.name == other.name and len(event.outputs) == len(other.outputs)
 
-    @staticmethod
-    def _has_more_slots(event: Op | Mark, other: Op | Mark) -> bool:
-        """Whether one tensor of the other model is there for several: the last slot of a mark ends it."""
-        if not isinstance(event, Mark) or not isinstance(other, Mark):
-            return False
-        return other.slots[-1] not in event.slots
-
     def _is_skipped(self, event: Op | Mark, other: Op | Mark) -> bool:
-        """Whether a view belongs to a later one on the rank: its shape is not the expected one."""
+        """Return whether a view here belongs to a later one on the rank, since the shape is not the expected
+        one."""
         if not isinstance(event, Op) or not isinstance(other, Op) or not self._moves_only(event):
             return False
         want = [self.shapes.local_shape(t, self.rank) for t in event.outputs]
@@ -179,11 +176,12 @@ class _Comparison:
         return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
-        """Events of each module call; of replaced modules, only those of their outputs.
+        """Group the events by module call; of replaced modules, only their outputs are events.
 
-        Calls of a module are counted as far as the tape has them: some that several layers share are called
-        by those that were left out, too. Where a tensor is noted to have been written through another is no
-        part of it: that is when it is next read, be it by a step of the plan.
+        Calls are counted among the calls on the tape: a module that several layers share is also called by
+            layers
+        that were left out. Notes of writes through aliases are not compared, since they are recorded at the
+        next read, which may be a step of the plan.
         """
         out: dict[tuple[str, int], list[Op | Mark]] = {}
         numbers: dict[str, dict[int, int]] = {}
@@ -211,12 +209,18 @@ class _Comparison:
             obstacle = self._compare_tensor(fqn, event, want, got)
             if obstacle is not None:
                 return obstacle
-        is_shaped = event.name.rsplit(".", 1)[0] in _SHAPED
-        if not self.numbers and event.name != "aten.slice.Tensor":
+        is_slice = event.name == "aten.slice.Tensor"
+        is_known = event.outputs and event.outputs[0] in self.shapes.analysis.dims
+        if not is_known or event.name.rsplit(".", 1)[0] in _SHAPED or not (self.numbers or is_slice):
             return None
-        if not is_shaped and event.outputs and event.outputs[0] in self.shapes.analysis.dims:
-            return self._compare_numbers(fqn, event, other)
-        return None
+        expected = self._positions(event) if is_slice else _numbers(event)
+        found: list[Any] = _numbers(other)
+        if is_slice:
+            found = list(_slice(other, self.local.tensors[other.inputs[0]].shape)[1:])
+        if expected == found:
+            return None
+        problem = f"{event.name} is given {found} on rank {self.rank}, expected {expected}"
+        return self._obstacle(fqn, [event], problem)
 
     def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> Obstacle | None:
         if want not in self.shapes.analysis.dims:
@@ -231,16 +235,8 @@ class _Comparison:
             return self._obstacle(fqn, [event], problem)
         return None
 
-    def _compare_numbers(self, fqn: str, event: Op, other: Op) -> Obstacle | None:
-        want = self._positions(event) if event.name == "aten.slice.Tensor" else _numbers(event)
-        got = self._local_positions(other) if event.name == "aten.slice.Tensor" else _numbers(other)
-        if want == got:
-            return None
-        problem = f"{event.name} is given {got} on rank {self.rank}, expected {want}"
-        return self._obstacle(fqn, [event], problem)
-
     def _positions(self, op: Op) -> list[int | None]:
-        """Local start, stop and step of a slice."""
+        """Return the local start, stop and step of a slice."""
         tid = op.inputs[0]
         dim, start, stop, step = _slice(op, self.unsharded.tensors[tid].shape)
         changed = any(self.shapes.changed(x) for x in leaves(self.shapes.analysis.dims[tid][dim]))
@@ -249,9 +245,6 @@ class _Comparison:
             full = self.unsharded.tensors[tid].shape[dim]
             return [start, stop if stop != full else size, step]
         return [*(self.shapes.position(tid, dim, p, self.rank) for p in (start, stop)), step]
-
-    def _local_positions(self, op: Op) -> list[int]:
-        return list(_slice(op, self.local.tensors[op.inputs[0]].shape)[1:])
 
     def _obstacle(self, fqn: str, events: Iterable[Op | Mark], problem: str) -> Obstacle:
         nodes: dict[Node, None] = {}
@@ -282,21 +275,10 @@ def _slice(op: Op, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return dim, start, max(start, stop), step
 
 
-# Traces one rank's model and compares it with the global tape, before a byte is written.
+# Each rank's model is traced and compared with the global tape before a byte is written.
 #
-# The plan is applied to a copy of the model by the runtime's own code, with collectives as functions of
-# shapes. The tape of the result must agree with the global one operator by operator: every shape being
-# the expected local shape, every position the expected local position, every number the same.
-
-
-class _ShapeCommunicator(Communicator):
-    """Collectives as functions of shapes, on meta tensors."""
-
-    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(x)
-
-    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
+# The runtime's own code applies the plan to a copy of the model, with collectives that only compute shapes.
+# The tape of the result must agree with the global one, operator by operator.
 
 
 def retrace(
@@ -313,16 +295,15 @@ def retrace(
         layouts: expected dims of every tensor of the global tape.
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
-        bypassed: layers that need not be run where the plan says of them what it says of those that stand
-            for them; the global tape has these alone. Of those that are read elsewhere, too, the modules
-            that are not closed are run.
+        bypassed: layers that are not on the global tape. They are bypassed if their plan equals the plan of
+            the layer that represents them. If they are read elsewhere, only their closed modules are not run.
 
     Returns:
-        An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
-        the tapes of all ranks agree.
+        An obstacle where a shape or a position differs, with the leaves that are sharded there; None if the
+        tapes of all ranks agree.
 
     Raises:
-        PlanError: a parameter has another dtype in the plan than in the model.
+        PlanError: if a parameter has another dtype in the plan than in the model.
     """
     alike = planned_alike(plan, bypassed or {})
     left_out = {fqn: how for fqn, how in alike.items() if not how.is_read_elsewhere}
@@ -330,7 +311,7 @@ def retrace(
     for rank in _unlike_ranks(plan):
         run = _RankRun(plan, layouts, model, inputs, left_out, rank)
         obstacle = run.obstacle(repeated)
-        if obstacle is not None and repeated:  # a model may find out that modules are not run
+        if obstacle is not None and repeated:  # a model may depend on modules that are not run
             obstacle = run.obstacle({})
         if obstacle is not None:
             return obstacle
@@ -349,14 +330,14 @@ class _RankRun:
     rank: int
 
     def obstacle(self, repeated: Mapping[str, str]) -> Obstacle | None:
-        """How its tape differs from the global one.
+        """Return the first difference from the global tape.
 
         Args:
-            repeated: modules that return what others have returned, see ``repeat_results``.
+            repeated: modules that return results like others, see ``repeat_results``.
         """
         plan, layouts = self.plan, self.layouts
-        local = parallelize(copy.deepcopy(self.model), plan, _ShapeCommunicator(self.rank, plan.mesh))
-        # Numbers do not show this: simulated ranks have all parameters in one dtype.
+        local = parallelize(copy.deepcopy(self.model), plan, MetaCommunicator(self.rank, plan.mesh))
+        # The numerical check does not see dtypes, since simulated ranks have all parameters in one.
         dtypes = {name: tensor.dtype for name, tensor in stored_tensors(self.model)}
         for name, tensor in stored_tensors(local):
             if tensor.dtype != dtypes[name]:
@@ -378,7 +359,7 @@ class _RankRun:
 
 
 def _unlike_ranks(plan: Plan) -> list[int]:
-    """The first rank of each kind: of those that hold the same shapes and get the same values."""
+    """Return the first rank of each kind. Ranks of a kind have the same shapes and attributes."""
     layouts = [layout_of(step) for m in plan.modules for step in (*m.inputs, *m.outputs)]
     dims = {*(d for p in plan.parameters for d in p.dims), *(d for d in layouts if d is not None)}
     edits = [edit.local for m in plan.modules for edit in m.edits if len(edit.local) > 1]
@@ -390,13 +371,14 @@ def _unlike_ranks(plan: Plan) -> list[int]:
 
 
 def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
-    """Sharded leaves that may be why a module's code failed on a rank.
+    """Return sharded leaves that may be the reason why a module's code failed on a rank.
 
-    Those of the tensors that the module computes itself; where there are none (its code may check an
-    attribute, or build other modules from a config), those around edited attributes, or of modules in it.
+    These are leaves of tensors that the module computes itself. If there are none (its code may check an
+    attribute, or build other modules from a config), they are leaves of modules with edits, or of modules in
+    it.
     """
     edited = {n for m in plan.modules if m.edits for n in expand_all(m.names)}
-    inside = f"{fqn}."  # for the model itself this is the name of its class, which only the last test matches
+    inside = f"{fqn}."  # the model itself is named by its class, which only the last test matches
     tests: tuple[Callable[[str], bool], ...] = (
         lambda name: name == fqn,
         lambda name: name in edited,
@@ -405,7 +387,6 @@ def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     )
     for with_inputs in (False, True):
         for test in tests:
-            # Sharded leaves of the tensors that some modules make, and maybe of those that they read.
             tape = layouts.analysis.tape
             found: dict[Node, None] = {}
             for event in tape.events:

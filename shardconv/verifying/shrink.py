@@ -1,6 +1,6 @@
-"""Tries sizes for a smaller model until its code does what the large one's does.
+"""Try sizes for a smaller model until its code does the same as the large model's.
 
-What does not fit keeps its size, and the rest is tried again.
+Groups of leaves that cause a failure keep their size, and the rest is tried again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .small_model import Attempt, FullModel, Resized, SmallModel, num_rows
 from .small_shapes import ENOUGH, SmallShapes, activation_elements, choose_sizes, stored_elements
 from .token_tables import TokenUse, token_use
 
-# A model that sees smaller images or sounds, and whose code does what that of another one does.
+# A model for smaller images or sounds is built again from a config with smaller sizes.
 #
-# Widths shrink in the traced model itself. How many patches an image has is said in many places, tables of
-# positions among them, so that the model is built again from a config with smaller sizes. It is taken if its
-# trace is that of the full model, operator by operator, but for numbers and sizes.
+# Widths shrink in the traced model itself. But the number of patches of an image is stored in many places,
+# such as tables of positions. The new model is used if its trace equals the full model's, operator by
+# operator, except for numbers and sizes.
 
 
 def resized_tensors(full: nn.Module, fewer: nn.Module) -> Mapping[str, Resized] | None:
-    """The stored tensors of which two models have other shapes; None if they do not have the same tensors.
+    """Return the stored tensors whose shapes differ; None if the models have different tensors.
 
     Args:
         full: on meta.
-        fewer: the same built from another config.
+        fewer: built from another config.
     """
     before, after = (dict(stored_tensors(model)) for model in (full, fewer))
     if list(before) != list(after) or any(t.dim() != after[n].dim() for n, t in before.items()):
@@ -50,7 +50,7 @@ def resized_tensors(full: nn.Module, fewer: nn.Module) -> Mapping[str, Resized] 
 
 
 def is_same_code(full: Tape, fewer: Tape) -> bool:
-    """Whether two tapes have the same operators on the same tensors, but for numbers and sizes."""
+    """Return whether two tapes have the same operators on the same tensors, apart from numbers and sizes."""
     if len(full.events) != len(fewer.events) or len(full.tensors) != len(fewer.tensors):
         return False
     if full.opaque.keys() != fewer.opaque.keys() or full.outputs != fewer.outputs:
@@ -64,7 +64,7 @@ def is_same_code(full: Tape, fewer: Tape) -> bool:
 
 
 def _form(tape: Tape, event: Any) -> tuple[Any, ...]:
-    """What an event does, but for numbers."""
+    """Return an event without numbers."""
     fqn = tape.calls[event.call].fqn
     if isinstance(event, Mark):
         return fqn, event.slots, event.source, event.target
@@ -82,63 +82,69 @@ def _without_numbers(value: Any) -> Any:
 
 
 _LARGE = 1 << 29
-"""What a proof may hold before other sizes are tried, in elements."""
+"""Elements of a proof above which other sizes are tried."""
 _MANY_ACTIVATIONS = 1 << 23
-"""Elements of all activations of a call."""
+"""Most elements of all activations of a call."""
 
 
 @dataclass(frozen=True)
 class Shrinking:
-    """A model without some layers, and what of it may shrink."""
+    """A model without some layers, and the groups that may shrink."""
 
     full: FullModel
-    """With dims for the parameters that the traced call does not read."""
+    """The full model, with dims for the parameters that the traced call does not read."""
     tp: int
-    """Number of ranks: sizes keep their remainders by it."""
+    """Number of ranks. Sizes keep their remainders modulo this number."""
     skipped: Mapping[str, Bypass]
     """Layers to leave out."""
     tokens: TokenUse
     groups: Collection[LeafGroup]
     copies: Mapping[int, int]
-    """Stored tensor of the tape -> how many tensors of the smaller model it stands for."""
+    """Stored tensor of the tape -> number of tensors of the smaller model that it represents."""
 
     @classmethod
     def of(cls, full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> Shrinking:
-        """What of a model without the layers ``skipped`` may shrink."""
+        """Find what may shrink in a model without the layers ``skipped``."""
         full = replace(full, analysis=with_unread_parameters(full.analysis, full.folded.representatives()))
         tokens = token_use(full.analysis.tape)
         groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
-        return cls(full, tp, skipped, tokens, groups, _copies(full, skipped))
+        tids = {info.name: tid for tid, info in enumerate(full.analysis.tape.tensors) if info.name}
+        stand_ins = full.folded.representatives()
+        kept = (stand_in(name, stand_ins) for name, _ in stored_tensors(bypassed_copy(full.model, skipped)))
+        copies = Counter(tids[name] for name in kept if name in tids)
+        return cls(full, tp, skipped, tokens, groups, copies)
 
     @cached_property
     def _first_sizes(self) -> Mapping[LeafGroup, int]:
-        """Those in which equal sizes stay equal, before anything is tried."""
+        """Return the sizes in which equal sizes stay equal, before anything is tried."""
         return choose_sizes(self.full.analysis, self.groups, self.tp, self.copies)
 
     @property
     def has_many_positions(self) -> bool:
-        """Whether the ranks of a proof would together hold much, even if all that may shrink does."""
+        """Whether the ranks of a proof hold many activations even if everything shrinks."""
         return self.is_much(SmallShapes.of(self.full.analysis, self._first_sizes))
 
     def is_much(self, shapes: SmallShapes) -> bool:
-        """Whether they would with these shapes, for one row."""
+        """Return whether one row has many activations with these shapes."""
         return activation_elements(shapes) // num_rows(self.full.inputs.tensors) > _MANY_ACTIVATIONS
 
     def run(self, fits: Callable[[SmallModel], object], runs: Callable[[SmallModel], bool]) -> SmallModel:
-        """The smaller model on which plans are simulated; a small one is not changed.
+        """Return the smaller model on which plans are simulated. A small model is not changed.
 
-        Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements
-        are, with the same groups of other layers. Equal sizes stay equal. Where what is left is large, only
-        those do that are to blame for a failure, if that leaves less: a width may happen to be as large as
-        what cannot shrink.
+        After a failure, one of the groups that may have caused it keeps its size, with the same groups of
+        other layers. It is the group with the fewest elements. Equal sizes stay equal. If the result is
+        large, equal
+        sizes may differ until that fails, if this leaves less: a width may by chance equal a size that cannot
+        shrink.
 
         Args:
-            fits: raises a PlanError if the plan to prove cannot be said of a smaller model.
-            runs: whether a smaller model runs on numbers: asked where it has fewer experts or fewer rows for
-                hashes, whose ids are not known before. If it does not, these keep their size.
+            fits: raises a PlanError if the plan cannot be translated to a smaller model.
+            runs: whether a smaller model runs on numbers. It is called if there are fewer experts or fewer
+                rows for hashes, whose ids are not known before the run. If it does not run, these keep their
+                size.
 
         Raises:
-            PlanError: the plan does not fit the full model either.
+            PlanError: if the plan does not fit the full model either.
         """
         analysis, copies = self.full.analysis, self.copies
         left = stored_elements(analysis, self._first_sizes, copies)
@@ -156,7 +162,7 @@ class Shrinking:
         return self._tried(orders[1], is_worth, fits, runs) or small
 
     def _activations(self, shapes: SmallShapes, small: SmallModel) -> int:
-        """Elements that the simulated call computes with these shapes, which may be one for fewer rows."""
+        """Return the elements that the simulated call computes with these shapes. It may have fewer rows."""
         used, given = (sum(t.numel() for t in m.inputs.tensors.values()) for m in (small, self.full))
         return activation_elements(shapes) * used // max(1, given)
 
@@ -167,9 +173,9 @@ class Shrinking:
         fits: Callable[[SmallModel], object],
         runs: Callable[[SmallModel], bool],
     ) -> SmallModel | None:
-        """The same with some sizes that are one wherever they occur (None: all); others are once they fail.
+        """Try sizes, of which those in ``equal`` are the same wherever they occur (None: all of them).
 
-        None: what is left is not worth it.
+        Sizes that fail are added to ``equal`` first. The result is None if the sizes are not worth a try.
         """
         kept: set[LeafGroup] = set()
         while True:
@@ -203,11 +209,3 @@ class Shrinking:
 def num_elements(model: nn.Module) -> int:
     """Return the number of elements of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _copies(full: FullModel, skipped: Mapping[str, Bypass]) -> Counter[int]:
-    """Stored tensor of the tape -> how many tensors of the model without these layers it stands for."""
-    tids = {info.name: tid for tid, info in enumerate(full.analysis.tape.tensors) if info.name}
-    stand_ins = full.folded.representatives()
-    names = (stand_in(name, stand_ins) for name, _ in stored_tensors(bypassed_copy(full.model, skipped)))
-    return Counter(tids[name] for name in names if name in tids)

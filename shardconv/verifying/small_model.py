@@ -1,15 +1,15 @@
-"""A smaller model of the same code, bound to the traced one operator by operator.
+"""Find a smaller model of the same code, and compare it with the traced one operator by operator.
 
-Whether a plan is right does not depend on how wide a model is. A model whose hidden size, feed-forward
-sizes and vocabulary are small, and whose heads, experts and layers are those of the large one, is found as
-the model of a rank is: by attribute edits under which its own code runs on other shapes.
+Whether a plan is right does not depend on the width of a model. The smaller model has a small hidden size,
+small feed-forward sizes and a small vocabulary, but the heads, experts and layers of the large one. It is
+found like the model of a rank: by attribute edits with which the model's own code runs on other shapes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
 from ..tracing.fold import Folded
 from ..tracing.ints import sources, traced_ints
-from ..tracing.tape import Tape, prefixes, starred
+from ..tracing.tape import Mark, Tape, prefixes, starred
 from ..tracing.trace import trace
 from .leaf_groups import LeafGroup
 from .retrace import compare_tapes
@@ -75,15 +75,15 @@ class SmallModel:
     inputs: TraceInputs
     shapes: SmallShapes
     changes: Changes
-    """Attributes, by the layers that stand for others."""
+    """Changes of attributes, by the layers that represent others."""
     stand_ins: Mapping[str, str]
-    """Layer -> the layer that stands for it."""
+    """Layer -> the layer that represents it."""
     resized: Mapping[str, Resized] = field(default_factory=dict)
     """As in ``FullModel``."""
 
 
 class Attempt:
-    """A choice of sizes, tried."""
+    """One choice of sizes."""
 
     def __init__(
         self,
@@ -101,18 +101,18 @@ class Attempt:
         self.tape = full.analysis.tape
         self.stand_ins = full.folded.representatives()
         self.compared: dict[Attribute, list[int]] = {}
-        """Attributes that code only compares -> smaller values that were not tried."""
+        """Attributes that code only compares -> smaller values that were not tried yet."""
         self.shapes = SmallShapes.of(full.analysis, sizes)
 
     def run(self) -> SmallModel | Obstacle:
-        """The smaller model; an obstacle with leaves that must keep their size."""
+        """Return the smaller model, or an obstacle with leaves that must keep their size."""
         model = bypassed_copy(self.full.model, self.skipped)
         if not self.sizes:
             return self._small(model, self.full.inputs, {})
         tokens = self._tokens()
         if isinstance(tokens, Obstacle):
             return tokens
-        given = {**self._mapped_ids(tokens), **self._paddings(tokens), **self._norm_sizes(), **self._hashes()}
+        given = self._settled(tokens)
         found = localized(self.shapes, given={a: c.local for a, c in given.items()})
         if isinstance(found, Obstacle):
             return found
@@ -131,20 +131,20 @@ class Attempt:
         return SmallModel(model, inputs, self.shapes, changes, self.stand_ins, self.full.resized)
 
     def _fewer_rows(self, model: nn.Module, inputs: TraceInputs) -> TraceInputs:
-        """One row of inputs whose activations are large, as those of images and sounds; else all."""
+        """Keep one row of inputs if the activations are large, for example of images and sounds."""
         if activation_elements(self.shapes) > _LARGE:
             for tensors in single_rows(inputs.tensors):
                 try:
                     trace(model, tensors, RULES, inputs.options)
                 except ShardconvError:
-                    continue  # it takes no such row
+                    continue  # the model does not accept this row
                 return replace(inputs, tensors=tensors)
         return inputs
 
     # Tokens ----------------------------------------------------------------------------------
 
     def _tokens(self) -> Mapping[int, FewerTokens] | Obstacle:
-        """The tokens of the smaller vocabularies, by input; an obstacle if one has too few."""
+        """Choose the tokens of the smaller vocabularies, by input; an obstacle if one has too few."""
         out: dict[int, FewerTokens] = {}
         given = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
         paddings = self._padding_ids()
@@ -166,44 +166,26 @@ class Attempt:
         return out
 
     def _padding_ids(self) -> dict[int, int]:
-        """Table of tokens -> the padding id of its module."""
+        """Map tables of tokens to the padding ids of their modules."""
         names = {t: self.tape.tensors[t].name.rpartition(".")[0] for t in self.use.tables}
         found = {t: getattr(self.full.model.get_submodule(n), "padding_idx", None) for t, n in names.items()}
         return {table: padding for table, padding in found.items() if isinstance(padding, int)}
 
-    def _mapped_ids(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
-        """Attributes that hold special ids."""
-        found = {
-            a: (s.id, tokens[s.input].ids.get(s.id, s.id))
-            for a, s in self.use.special.items()
-            if s.input in tokens
-        }
-        return {a: Change(full, small) for a, (full, small) in found.items() if small != full}
-
-    def _paddings(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
-        """Padding ids of the tables of tokens."""
+    def _settled(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
+        """Return the changes that are known without a search: ids, sizes of norms, and divisors of hashes."""
         out: dict[Attribute, Change] = {}
+        for attribute, special in self.use.special.items():
+            if special.input in tokens:
+                small = tokens[special.input].ids.get(special.id, special.id)
+                if small != special.id:
+                    out[attribute] = Change(special.id, small)
         for table, padding in self._padding_ids().items():
             ids = next((m.ids for i, m in tokens.items() if table in self.use.inputs[i]), {})
             if ids.get(padding, padding) != padding:
                 fqn = self.tape.tensors[table].name.rpartition(".")[0]
                 out[fqn, "padding_idx"] = Change(padding, ids[padding])
-        return out
-
-    def _hashes(self) -> dict[Attribute, Change]:
-        """Attributes that hashes are reduced by."""
-        return {
-            (group.hashed.fqn, group.hashed.attribute): Change(
-                group.hashed.value, size * group.hashed.value // group.size
-            )
-            for group, size in self.sizes.items()
-            if group.hashed is not None
-        }
-
-    def _norm_sizes(self) -> dict[Attribute, Change]:
-        """Attributes that hold sizes of a norm, whose inside is one operator and not localized."""
+        # The search does not see attributes inside of norms, since a norm is one operator.
         sites = {use.site.fqn: use for use in self.full.analysis.norms}
-        out: dict[Attribute, Change] = {}
         for replay in self.tape.replays:
             use = sites.get(replay.fqn)
             for number in traced_ints((replay.args, replay.kwargs)) if use else ():
@@ -213,10 +195,14 @@ class Attempt:
                     found = {self.shapes.size(n) for n in nodes if n.size == value}
                     if len(found) == 1 and found != {value}:
                         out[fqn, name] = Change(value, found.pop())
+        for group, size in self.sizes.items():
+            if (hashed := group.hashed) is not None:
+                change = Change(hashed.value, size * hashed.value // group.size)
+                out[hashed.fqn, hashed.attribute] = change
         return out
 
     def _vocabulary(self, model: nn.Module, known: Changes) -> dict[Attribute, Change]:
-        """Attributes of the model itself that hold the number of logits: losses read them untraced."""
+        """Return attributes of the model itself that hold the number of logits. Losses read them untraced."""
         out: dict[Attribute, Change] = {}
         for group in (g for g in self.sizes if g.rows):
             for path, value in _ints(model):
@@ -233,10 +219,10 @@ class Attempt:
     # The model -------------------------------------------------------------------------------
 
     def _apply(self, model: nn.Module, changes: Changes) -> None:
-        """Give attributes and parameters their smaller values and shapes, in place.
+        """Set attributes and parameters to their smaller values and shapes, in place.
 
         Raises:
-            ShardconvError: an attribute cannot be set.
+            ShardconvError: if an attribute cannot be set.
         """
         by_module: dict[str, list[Edit]] = {}
         for (fqn, attribute), change in changes.items():
@@ -265,10 +251,10 @@ class Attempt:
     def _difference(
         self, model: nn.Module, inputs: TraceInputs, changes: dict[Attribute, Change]
     ) -> Obstacle | None:
-        """Where the smaller model does something else than the full one.
+        """Return the first difference between the smaller and the full model.
 
-        Sizes that code only compares are not traced: where a module fails, its attributes are changed as
-        well, and added to ``changes``.
+        Sizes that code only compares are not traced. If a module fails, its attributes are changed as well,
+        and added to ``changes``.
         """
         tape: Tape | None = None
         while tape is None:
@@ -277,19 +263,28 @@ class Attempt:
             except ShardconvError as error:
                 where = str(error).partition(":")[0]
                 if not self._change_compared(model, where, changes):
-                    return Obstacle(self._named_in(str(error)) or self._changed_in(where), str(error))
-        obstacle = self._compared(tape)
+                    # Errors often name the sizes: blame leaves whose size and smaller size are both named.
+                    named = {int(n) for n in re.findall(r"\b\d+\b", str(error))}
+                    groups = [group for group, small in self.sizes.items() if {group.size, small} <= named]
+                    nodes = tuple(leaf for group in groups for leaf in group.leaves)
+                    return Obstacle(nodes or self._changed_in(where), str(error))
+        # Modules around skipped layers may return something of each layer.
+        around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))} if self.skipped else set()
+        obstacle = compare_tapes(
+            self.shapes, tape, (), numbers=False, left_out=around, pass_on=bool(self.skipped)
+        )
         if obstacle is None or obstacle.nodes:
             return obstacle
         return replace(obstacle, nodes=self._changed_in(obstacle.where.partition(" ")[0]))
 
     def _change_compared(self, model: nn.Module, where: str, changes: dict[Attribute, Change]) -> bool:
-        """Give int attributes that hold a size that shrinks, of modules named like one, the smaller size.
+        """Set int attributes that hold a size that shrinks, in modules named like ``where``, to a smaller
+        size.
 
-        Dims of one size may have become different ones: these are tried one after the other.
+        If dims of this size have different smaller sizes, these are tried one after the other.
 
         Returns:
-            Whether there are any that were not tried.
+            Whether there was a size that was not tried.
         """
         new: dict[Attribute, Change] = {}
         for fqn, module in model.named_modules():
@@ -310,45 +305,32 @@ class Attempt:
         return bool(new)
 
     def _smaller(self, fqn: str, size: int) -> list[int]:
-        """What a size may have become: that of a group, or of dims of what a module reads or makes."""
+        """Return the smaller sizes of groups and of dims of a module's tensors that have a size."""
         found = [small for group, small in self.sizes.items() if group.size == size]
         found += [self.shapes.size(dim) for dim in self._dims_in(fqn) if dim.size == size]
         return [small for small in dict.fromkeys(found) if small != size]
 
-    def _compared(self, tape: Tape) -> Obstacle | None:
-        around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
-        left_out = around if self.skipped else set()  # it may return something of each layer
-        return compare_tapes(
-            self.shapes, tape, (), numbers=False, left_out=left_out, pass_on=bool(self.skipped)
-        )
-
-    def _named_in(self, error: str) -> tuple[Node, ...]:
-        """Leaves that shrink, and whose size and smaller size an error names."""
-        named = {int(n) for n in re.findall(r"\b\d+\b", error)}
-        groups = [group for group, small in self.sizes.items() if {group.size, small} <= named]
-        return tuple(leaf for group in groups for leaf in group.leaves)
-
     def _changed_in(self, fqn: str) -> tuple[Node, ...]:
-        """Leaves that shrink, of the tensors that a module reads or makes."""
+        """Return leaves that shrink, of the tensors that a module reads or computes."""
         return tuple({x: None for dim in self._dims_in(fqn) for x in leaves(dim) if self.shapes.changed(x)})
 
     def _dims_in(self, fqn: str) -> list[Node]:
-        """The dims of the tensors that a module reads or makes."""
+        """Return the dims of the tensors that a module reads or computes."""
         tape, dims = self.tape, self.full.analysis.dims
         return [
             dim
             for e in tape.events
             if tape.calls[e.call].fqn == fqn
-            for t in _tids(e)
+            for t in ((e.source, e.target) if isinstance(e, Mark) else (*e.inputs, *e.outputs))
             for dim in dims.get(t, ())
         ]
 
 
 def single_rows(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The first row of each input, in the ways in which these may be divided; none if there is but one.
+    """Yield the first row of each input, in each way to divide the inputs; nothing if there is only one row.
 
-    Of those whose rows are others, such as the patches of all images, as large a part. What has a single row
-    may be for all rows, or hold them one behind the other in its last dim.
+    Inputs with other rows, such as the patches of all images, are divided by the same number. An input with a
+    single row may be for all rows, or hold them one after the other in its last dim.
     """
     rows = num_rows(tensors)
     if rows == 1:
@@ -363,7 +345,7 @@ def single_rows(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch
 
 
 def num_rows(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of rows of inputs that can be divided alike, apart from single rows; otherwise 1."""
+    """Return the number of rows into which all inputs with several rows can be divided; otherwise 1."""
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()]
     lengths = [length for length in lengths if length != 1]
     rows = math.gcd(*lengths)
@@ -374,14 +356,11 @@ def _is_single(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0 and tensor.shape[0] == 1
 
 
-def _tids(event: Any) -> Iterable[int]:
-    return (event.source, event.target) if hasattr(event, "source") else (*event.inputs, *event.outputs)
-
-
 def _ints(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """The int attributes of a model, of its config and of the configs in that, after their paths.
+    """Yield (path, value) of the int attributes of a model, of its config, and of nested configs.
 
-    Configs of layers that differ refuse to be asked for what depends on the layer.
+    They are read with ``vars``: configs of layers that differ raise errors for attributes that depend on the
+    layer.
     """
     yield from ((name, value) for name, value in vars(model).items() if type(value) is int)
     config = getattr(model, "config", None)

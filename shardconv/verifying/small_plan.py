@@ -1,4 +1,5 @@
-"""A plan, said of the smaller model: made of what the plan says, so that a wrong plan stays wrong."""
+"""Translate a plan to the smaller model. It is made from the plan's own entries, so that a wrong plan stays
+wrong."""
 
 from __future__ import annotations
 
@@ -10,17 +11,15 @@ from typing import TypeVar
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
-from shardconv_runtime.format.pipeline_stages import CacheCall, PlaceholderItem, StagedModule, StagesPlan
+from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import (
     DrawPlan,
     Edit,
     FusedPlan,
     GradientPlan,
     ModulePlan,
-    NormInfo,
     ParameterPlan,
     Plan,
-    SequencePlan,
     by_name,
 )
 from shardconv_runtime.format.slices import local_size
@@ -33,26 +32,24 @@ from ..tracing.tape import Mark, prefixes
 from .small_model import Resized, SmallModel
 from .small_shapes import SmallShapes
 
-# Dims of a plan, written for the smaller model.
-#
-# The dim of a plan is laid along the tree of the tensor's dim, part by part, and each part takes its smaller
-# size. So a dim that says something wrong says the same wrong thing in the smaller model.
+# The dim of a plan is matched with the tree of the tensor's dim, part by part, and each part gets its smaller
+# size. So a wrong dim is wrong in the same way in the smaller model.
 
 
 class Misfit(Exception):
-    """A dim does not fit along the tree; it cannot be said of the smaller model."""
+    """A dim does not match the tree, so it cannot be translated to the smaller model."""
 
 
 def resized(dim: Dim, node: Node, shapes: SmallShapes) -> Dim:
-    """A dim of a plan with the sizes of the smaller model.
+    """Return a dim of a plan with the sizes of the smaller model.
 
     Args:
-        dim: what the plan says.
-        node: the dim of the traced tensor that this is about.
+        dim: dim of the plan.
+        node: dim of the traced tensor.
         shapes: of the smaller model.
 
     Raises:
-        Misfit: it has another size, or a part that shrinks does not correspond to parts of it.
+        Misfit: if the sizes differ, or a part that shrinks does not correspond to parts of the dim.
     """
     return _along(dim, _part(node, shapes))
 
@@ -90,10 +87,10 @@ def _along(dim: Dim, part: _Part) -> Dim:
 
 
 def _taken(parts: list[_Part], sizes: Sequence[int], kind: int) -> list[_Part]:
-    """Neighboring parts joined, so that they have these sizes.
+    """Join neighboring parts so that they have these sizes.
 
     Raises:
-        Misfit: a part that shrinks would have to be divided.
+        Misfit: if a part that shrinks would have to be divided.
     """
     pending, out = list(parts), []
     for wanted in sizes:
@@ -128,7 +125,7 @@ def _joined(parts: Sequence[_Part], kind: int) -> _Part:
 
 
 def _factors(part: _Part) -> list[_Part]:
-    """Outer to inner, without those of size 1."""
+    """Return the factors, outer to inner, without those of size 1."""
     if part.kind == PRODUCT:
         return [f for child in part.children for f in _factors(child)]
     return [] if part.full == 1 else [part]
@@ -144,58 +141,50 @@ def _segments(part: _Part) -> list[_Part]:
     return [part]
 
 
-# The stages of a plan, said of the smaller model.
-
 ResultDim = Callable[[str, str, int, Dim], Dim]
 """(module, slot of its output, index of a dim, the dim) -> the dim in the smaller model."""
 
 
 def small_stages(plan: Plan, dim_of: ResultDim) -> StagesPlan:
-    """The same stages, with an entry for each module; bypassed layers pass on what they are given."""
+    """Return the same stages with an entry for each module. Bypassed layers return some of their
+    arguments."""
     assert plan.stages is not None
-    modules = tuple(
-        _of_name(entry, position, name, dim_of) for name, (entry, position) in staged_modules(plan).items()
-    )
-    return replace(plan.stages, modules=modules)
-
-
-def _of_name(entry: StagedModule, position: int, name: str, dim_of: ResultDim) -> StagedModule:
-    slots = ["output" if entry.returns == "tensor" else f"output.{i}" for i in range(len(entry.items))]
-    items = tuple(_item(item, name, slot, dim_of) for item, slot in zip(entry.items, slots, strict=True))
-    cache = tuple(_of_position(call, position) for call in entry.cache)
-    return replace(entry, names=(name,), items=items, cache=cache)
-
-
-def _item(item: PlaceholderItem, name: str, slot: str, dim_of: ResultDim) -> PlaceholderItem:
-    if item.tensor is None:
-        return item
-    dims = tuple(
-        dim if dim.size is None else replace(dim, size=dim_of(name, slot, index, dim.size))
-        for index, dim in enumerate(item.tensor.dims)
-    )
-    return replace(item, tensor=replace(item.tensor, dims=dims))
-
-
-def _of_position(call: CacheCall, position: int) -> CacheCall:
-    arguments = tuple(
-        replace(a, numbers=a.numbers and (a.numbers[position % len(a.numbers)],)) for a in call.arguments
-    )
-    return replace(call, arguments=arguments)
+    modules = []
+    for name, (entry, position) in staged_modules(plan).items():
+        items = list(entry.items)
+        for index, item in enumerate(items):
+            if item.tensor is not None:
+                slot = "output" if entry.returns == "tensor" else f"output.{index}"
+                dims = tuple(
+                    dim if dim.size is None else replace(dim, size=dim_of(name, slot, number, dim.size))
+                    for number, dim in enumerate(item.tensor.dims)
+                )
+                items[index] = replace(item, tensor=replace(item.tensor, dims=dims))
+        cache = []
+        for call in entry.cache:
+            # An entry has one number for each of its modules, or one for all of them.
+            arguments = (
+                replace(a, numbers=a.numbers and (a.numbers[position % len(a.numbers)],))
+                for a in call.arguments
+            )
+            cache.append(replace(call, arguments=tuple(arguments)))
+        modules.append(replace(entry, names=(name,), items=tuple(items), cache=tuple(cache)))
+    return replace(plan.stages, modules=tuple(modules))
 
 
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
 
 def small_plan(plan: Plan, small: SmallModel, skipped: Mapping[str, object]) -> Plan:
-    """The plan of the smaller model that says what ``plan`` says of the full one.
+    """Translate a plan of the full model to the smaller model.
 
     Args:
         plan: of the full model.
-        small: the smaller one.
-        skipped: layers that it lacks.
+        small: the smaller model.
+        skipped: layers that the smaller model lacks.
 
     Raises:
-        PlanError: the plan does not fit the traced model.
+        PlanError: if the plan does not fit the traced model.
     """
     return _Translation(plan, small, skipped).plan()
 
@@ -211,7 +200,7 @@ class _Translation:
         self.dims = analysis.dims
         self.parameters = {i.name: t for t, i in enumerate(analysis.tape.tensors) if i.name}
         self.pairs: list[tuple[str, Dim, Dim]] = []
-        """Name of a parameter, one of its dims in the plan, and the same in the smaller model."""
+        """Name of a parameter, one of its dims in the plan, and this dim in the smaller model."""
         self.norms = {use.site.fqn: use for use in analysis.norms}
         calls = analysis.tape.calls
         self.tables = {(calls[u.call].fqn, u.slot): u.table for u in analysis.lookups}
@@ -222,10 +211,17 @@ class _Translation:
                     self.marks.setdefault((calls[event.call].fqn, slot), event.source)
 
     def plan(self) -> Plan:
-        """The translated plan."""
+        """Return the translated plan."""
         training = self.full.training
         if training is not None:
-            sequence = training.sequence and self._sequence(training.sequence)
+            sequence = training.sequence
+            if sequence is not None:
+                sequence = replace(
+                    sequence,
+                    modules=self._modules(sequence.modules),
+                    gradients=tuple(self._kept("gradients", sequence.gradients)),
+                    draws=tuple(self._kept("draws", sequence.draws)),
+                )
             training = replace(training, sequence=sequence, draws=tuple(self._kept("draws", training.draws)))
         parameters = []
         for entry in self._kept("parameters", self.full.parameters):
@@ -246,22 +242,14 @@ class _Translation:
         )
 
     def _result_dim(self, name: str, slot: str, index: int, dim: Dim) -> Dim:
-        """A dim of what a module returns, which may be a layer that the smaller model lacks."""
+        """Translate a dim of a module's result. The module may be a layer that the smaller model lacks."""
         fqn = stand_in(name, self.small.stand_ins)
         tid = self.marks.get((fqn, slot))
         nodes = self.dims.get(tid, ()) if tid is not None else ()
         return self._dim(fqn, dim, nodes[index]) if index < len(nodes) else dim
 
-    def _sequence(self, sequence: SequencePlan) -> SequencePlan:
-        return replace(
-            sequence,
-            modules=self._modules(sequence.modules),
-            gradients=tuple(self._kept("gradients", sequence.gradients)),
-            draws=tuple(self._kept("draws", sequence.draws)),
-        )
-
     def _kept(self, path: str, entries: tuple[_Entry, ...]) -> Iterator[_Entry]:
-        """One entry for each name that the smaller model has."""
+        """Yield one entry for each name that the smaller model has."""
         for name, entry in by_name(path, entries).items():
             if not self._is_skipped(name):
                 yield replace(entry, names=(name,))
@@ -297,12 +285,21 @@ class _Translation:
 
     def _module(self, entry: ModulePlan) -> ModulePlan:
         fqn = stand_in(entry.names[0], self.small.stand_ins)
+        norm = entry.norm
+        if norm is not None:
+            use = self.norms.get(fqn)
+            if use is None:
+                raise PlanError(f"{fqn}: the plan has a norm, the model has none")
+            full, small = use.normalized.size, self.small.shapes.size(use.normalized)
+            if norm.size * small % full:
+                raise PlanError(f"{fqn}: the plan has a norm over {norm.size}, the model one over {full}")
+            norm = replace(norm, size=norm.size * small // full)
         return replace(
             entry,
             inputs=tuple(self._step(fqn, step) for step in entry.inputs),
             outputs=tuple(self._step(fqn, step) for step in entry.outputs),
             edits=tuple(self._edit(entry.names[0], fqn, edit) for edit in entry.edits),
-            norm=entry.norm and self._norm(fqn, entry.norm),
+            norm=norm,
         )
 
     def _step(self, fqn: str, step: Boundary) -> Boundary:
@@ -332,10 +329,10 @@ class _Translation:
         return replace(edit, value=change.local, local=self._locals(name, edit, change.local))
 
     def _locals(self, fqn: str, edit: Edit, small: int) -> tuple[int, ...]:
-        """The local values of an attribute in the smaller model.
+        """Return the local values of an attribute in the smaller model.
 
-        Those of a dim of the module's parameters that has the attribute's global and local sizes, else as
-        large shares as they are of the full model.
+        They are the local sizes of a dim of the module's parameters that has the attribute's global and local
+        sizes. If there is none, each rank's share of the value is the same as in the full model.
         """
         mesh = self.full.mesh
         for name, full, other in self.pairs:
@@ -346,29 +343,22 @@ class _Translation:
         return tuple(self._local(fqn, edit, value, small) for value in edit.local)
 
     def _local(self, fqn: str, edit: Edit, local: int, small: int) -> int:
-        shares = [(edit.value // p, small // p) for p in _divisors(self.full) if edit.value // p <= local]
-        for share, smaller in shares:
-            if local - share in (0, 1):
-                return smaller + local - share
+        divisors = {1}  # numbers of ranks that may share a dim
+        for extent in self.full.mesh:
+            divisors |= {p * extent for p in divisors}
+        for divisor in sorted(divisors):  # uneven shares have one more
+            if edit.value // divisor <= local <= edit.value // divisor + 1:
+                return small // divisor + local - edit.value // divisor
         if local * small % edit.value:
             raise PlanError(f"{fqn}: {local} of {edit.value} ({edit.attribute}) is not the share of a rank")
         return local * small // edit.value
 
-    def _norm(self, fqn: str, norm: NormInfo) -> NormInfo:
-        use = self.norms.get(fqn)
-        if use is None:
-            raise PlanError(f"{fqn}: the plan has a norm, the model has none")
-        full, small = use.normalized.size, self.small.shapes.size(use.normalized)
-        if norm.size * small % full:
-            raise PlanError(f"{fqn}: the plan has a norm over {norm.size}, the model one over {full}")
-        return replace(norm, size=norm.size * small // full)
-
 
 def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, ...]:
-    """Dims of a parameter of which some have other sizes in the model that is proven.
+    """Return the dims of a parameter of which some have other sizes in the model that is proven.
 
     Raises:
-        PlanError: one that is sharded in parts has, or the plan is for another shape.
+        PlanError: if a dim that is partially sharded has another size, or the plan is for another shape.
     """
     if tuple(map(size, dims)) != resized.before:
         raise PlanError(f"{name}: the plan is for {tuple(map(size, dims))}, the model has {resized.before}")
@@ -379,7 +369,7 @@ def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, 
 
 
 def _with_size(name: str, dim: Dim, after: int) -> Dim:
-    """A dim of another size; of a product the factor has another one that ranks hold whole."""
+    """Return a dim with another size. Only a replicated factor of a product changes."""
     if isinstance(dim, Leaf) or not axes_of(dim):
         return Leaf(after, dim.axes if isinstance(dim, Leaf) else ())
     factors = dim.factors if isinstance(dim, Product) else ()
@@ -387,11 +377,3 @@ def _with_size(name: str, dim: Dim, after: int) -> Dim:
     if len(whole) != 1 or after % (others := size(dim) // whole[0].size):
         raise PlanError(f"{name}: positions that become fewer are sharded in parts, {dim}")
     return Product(tuple(Leaf(after // others) if f is whole[0] else f for f in factors))
-
-
-def _divisors(plan: Plan) -> list[int]:
-    """Numbers of ranks that may share a dim."""
-    out = {1}
-    for extent in plan.mesh:
-        out |= {p * extent for p in out}
-    return sorted(out)

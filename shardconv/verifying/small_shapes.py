@@ -1,10 +1,10 @@
-"""The shapes of a smaller model of the same code: which leaves shrink, and to what.
+"""Choose the shapes of a smaller model of the same code.
 
-The groups with the most elements shrink first, until ``ENOUGH`` elements are left; a small model stays as
-it is, and experts shrink last. Sizes that are equal stay equal, also to sums and products of others (the
-halves of a head), because sizes that are not linked may still mean the same, such as the vocabularies of
-the embedding and of the head. If too much is left, equal sizes part, and become equal again only where
-that fails: the width of a model may happen to be the width of its heads times eight.
+The groups with the most elements shrink first, until ``ENOUGH`` elements are left. A small model stays as it
+is, and experts shrink last. Equal sizes stay equal, also to sums and products of others (the halves of a
+head), because sizes that are not linked may still mean the same, such as the vocabularies of the embedding
+and of the head. If too much is left, equal sizes may differ, and become equal again only where that fails:
+the width of a model may happen to be eight times the width of its heads.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..tracing.tape import Op
 from .leaf_groups import LeafGroup
 
 ENOUGH = 1 << 23
-"""Elements at which nothing more is shrunk."""
+"""Elements at which nothing more shrinks."""
 _COUNTED = 1 << 20
-"""Elements of an activation that count."""
+"""Smallest activation that counts, in elements."""
 _LEAST = 17
-"""Smaller sizes let mistakes cancel each other."""
+"""Smallest size of a leaf. In smaller ones, mistakes may cancel each other."""
 _LEAST_EXPERTS = 16
-"""Fewer would all be chosen, and the choice not be seen."""
+"""Smallest number of experts. Fewer would all be chosen, and the choice would not be tested."""
 _LEAST_FACTOR = 4
-"""Of a leaf that is a factor of all dims that have it."""
+"""Smallest size of a leaf that is always a factor of a larger dim."""
 _RESHAPING = frozenset(f"aten.{name}" for name in ("reshape", "view", "_unsafe_view"))
 _LEAST_ROWS = 256
-"""Of a table of tokens: all tokens of a call should be different ones."""
+"""Smallest number of rows of a table of tokens, so that all tokens of a call can be different."""
 
 
 class SmallShapes:
@@ -43,16 +43,16 @@ class SmallShapes:
 
     @classmethod
     def of(cls, analysis: Analysis, sizes: Mapping[LeafGroup, int]) -> SmallShapes:
-        """Those in which groups have smaller sizes."""
+        """Return the shapes in which groups have smaller sizes."""
         return cls(analysis, {leaf: n for group, n in sizes.items() for leaf in group.leaves})
 
     @property
     def divisors(self) -> Sequence[int]:
-        """None: sizes are looked up."""
+        """Return nothing, since sizes are looked up."""
         return ()
 
     def size(self, node: Node) -> int:
-        """The smaller size of a dim."""
+        """Return the smaller size of a dim."""
         node = find(node)
         known = self._known.get(node)
         if known is None:
@@ -65,14 +65,14 @@ class SmallShapes:
         return known
 
     def local_shape(self, tid: int, rank: int = 0) -> tuple[int, ...]:
-        """The shape of a tensor in the smaller model; those inside of norms keep theirs."""
+        """Return the shape of a tensor in the smaller model. Tensors inside of norms keep their shapes."""
         nodes = self.analysis.dims.get(tid)
         if nodes is None:
             return self.analysis.tape.tensors[tid].shape
         return tuple(map(self.size, nodes))
 
     def held(self, node: Node) -> list[int]:
-        """The positions of a dim that stay: the first ones of each leaf."""
+        """Return the positions of a dim that are kept: the first ones of each leaf."""
         node = find(node)
         if node.kind == LEAF:
             return list(range(self.size(node)))
@@ -87,28 +87,28 @@ class SmallShapes:
         return held
 
     def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """Smaller sizes of the dims of a tensor, and of their parts, that have this size."""
+        """Yield smaller sizes of dims of a tensor, and of their parts, that have this size."""
         for dim in self.analysis.dims[tid]:
             for node in _parts(dim):
                 if node.size == value:
                     yield self.size(node)
 
     def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """The value in proportion to the leaves of a tensor that shrink and divide it."""
+        """Yield the value in proportion to leaves of a tensor that shrink and divide it."""
         for leaf in (x for dim in self.analysis.dims[tid] for x in leaves(dim)):
             if self.changed(leaf) and value % leaf.size == 0:
                 yield value // leaf.size * self.size(leaf)
 
     def is_changed(self, tid: int) -> bool:
-        """Whether a tensor has another shape in the smaller model."""
+        """Return whether a tensor has another shape in the smaller model."""
         return any(self.changed(x) for dim in self.analysis.dims.get(tid, ()) for x in leaves(dim))
 
     def changed(self, leaf: Node) -> bool:
-        """Whether a leaf shrinks."""
+        """Return whether a leaf shrinks."""
         return find(leaf) in self.sizes
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int | None:
-        """The position that corresponds to one along a dim of a tensor; None if none does."""
+        """Return the position that corresponds to one along a dim of a tensor; None if there is none."""
         return self._position(find(self.analysis.dims[tid][dim]), position)
 
     def _position(self, node: Node, position: int) -> int | None:
@@ -132,7 +132,7 @@ class SmallShapes:
 
 
 def _parts(node: Node) -> Iterator[Node]:
-    """A dim, all that it is made of, and products of neighbors."""
+    """Yield a dim, its parts, and products of neighboring parts."""
     node = find(node)
     yield node
     if node.kind != LEAF:
@@ -149,26 +149,26 @@ def choose_sizes(
     kept: Collection[LeafGroup] = (),
     equal: Collection[int] | None = None,
 ) -> dict[LeafGroup, int]:
-    """Which groups shrink, until what is left is small: first those in which most elements are, experts last.
+    """Choose which groups shrink until the model is small: groups with most elements first, experts last.
 
-    A size keeps its remainder by the number of ranks, so that uneven shares stay uneven; equal sizes stay
-    equal, also to sums and products of others, different ones different, and where there is a choice they are
-    none of those that stay.
+    A size keeps its remainder modulo the number of ranks, so that uneven shares stay uneven. Equal sizes stay
+    equal, also to sums and products of others. Different sizes stay different, and new sizes differ from the
+    sizes that are kept where possible.
 
     Args:
         analysis: of the model.
-        groups: that may shrink.
+        groups: groups that may shrink.
         tp: number of ranks.
-        copies: stored tensor -> how many the smaller model has of its kind, if more than one.
-        kept: groups that may not after all.
-        equal: sizes that become one size, wherever they occur, and that of sums and products of others. None:
-            all do, but products count only if their factors have shrunk before.
+        copies: stored tensor -> number of such tensors in the smaller model, if more than one.
+        kept: groups that must keep their size.
+        equal: sizes that stay equal wherever they occur, also to sums and products of others. With None, all
+            do, but products count only if their factors have shrunk before.
     """
     return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, equal).sizes()
 
 
 class _Choice:
-    """Sizes, chosen one after the other."""
+    """A choice of sizes, made one after the other."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Choice:
         self.analysis = analysis
         self.equal = {group.size for group in groups} if equal is None else equal
         self.whole_kinds = {SUM} if equal is None else {SUM, PRODUCT}
-        """Kinds of dims whose parts shrink before what is as large."""
+        """Kinds of dims whose parts shrink before other groups of the same size."""
         self.tp = tp
         self.groups = groups
         self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
@@ -189,39 +189,37 @@ class _Choice:
         infos = analysis.tape.tensors
         self.taken = {n for i in infos if i.kind in ("parameter", "buffer", "input") for n in i.shape}
         self.smaller: dict[tuple[int, bool], int] = {}
-        """Size, and whether it counts experts -> what all such groups shrink to."""
+        """(size, whether it counts experts) -> the size to which all such groups shrink."""
         self.out: dict[LeafGroup, int] = {}
         self.small_leaves: dict[Node, int] = {}
-        """The same by leaf."""
+        """Leaf -> its smaller size, for the groups in ``out``."""
         self.tensors_with: dict[LeafGroup, list[int]] = {}
         self.left: list[int] = []
-        """Elements of each of the tensors, as far as groups have shrunk."""
+        """Elements of each tensor with the groups that have shrunk."""
         self.made_of: dict[tuple[int, bool], Node] = {}
-        """Size of a group, and whether it counts experts -> a dim of that size, made of others."""
+        """(size of a group, whether it counts experts) -> a dim of this size that consists of others."""
         sizes = {group.size for group in groups}
         for part in (p for dims in analysis.dims.values() for dim in dims for p in _parts(dim)):
             if part.kind != LEAF and part.size in sizes:
                 key = part.size, any(g.experts for g in self._groups([part]))
                 known = self.made_of.setdefault(key, part)
-                if part.kind == SUM != known.kind:  # the halves of a head; the product happens to be as large
+                if part.kind == SUM != known.kind:  # sums (halves of a head) are rarely equal by chance
                     self.made_of[key] = part
-        # Size of a last dim that a reshape makes of several rows of another -> how many rows, and their
-        # dim.
-        out: dict[int, tuple[int, Node]] = {}
+        # Size of a last dim into which a reshape joins rows of another one -> number of rows, and their dim.
+        self.multiples: dict[int, tuple[int, Node]] = {}
         for op in (e for e in analysis.tape.events if isinstance(e, Op)):
             if op.name.rsplit(".", 1)[0] in _RESHAPING:
                 row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
                 if row and joined and row[-1].size and find(joined[-1]).kind == LEAF:
                     count, rest = divmod(joined[-1].size, row[-1].size)
                     if count > 1 and not rest:
-                        out.setdefault(joined[-1].size, (count, row[-1]))
-        self.multiples = out
+                        self.multiples.setdefault(joined[-1].size, (count, row[-1]))
         tables = [self.made_of.get((g.size, g.experts)) for g in groups if g.rows]
         self.rows = {g for g in groups if g.rows} | self._groups(dim for dim in tables if dim is not None)
-        """Groups that are tokens, or a part of them: those that have a row, those that have a logit."""
+        """Groups that are tokens or a part of them: groups with rows of tables, groups with logits."""
 
     def sizes(self) -> dict[LeafGroup, int]:
-        """The groups that shrink, and their sizes."""
+        """Return the groups that shrink, and their sizes."""
         inside: dict[LeafGroup, int] = {}
         left = 0
         for index, (dims, numel, count) in enumerate(self.tensors):
@@ -235,7 +233,13 @@ class _Choice:
                 break
             before = len(self.out)
             self._shrink(group)
-            left -= self._saved(list(self.out)[before:])
+            shapes = self._shapes()
+            new = list(self.out)[before:]
+            for index in {index for each in new for index in self.tensors_with.get(each, ())}:
+                dims, _, count = self.tensors[index]
+                now = math.prod(map(shapes.size, dims)) * count
+                left -= self.left[index] - now
+                self.left[index] = now
         for group in self.groups:  # rows that shrink make smaller dims
             _, row = self.multiples.get(group.size, (0, None))
             if (
@@ -244,23 +248,13 @@ class _Choice:
                 and not self.out.keys().isdisjoint(self._groups([row]))
             ):
                 self._shrink(group)
-        for group in self.groups:  # stacks, and the scores of as many experts; what no call reads
+        for group in self.groups:  # equal sizes that are not in large tensors, such as scores of experts
             if (group.experts or group.size in self.equal) and (group.size, group.experts) in self.smaller:
                 self._set(group, self.smaller[group.size, group.experts])
         return self.out
 
-    def _saved(self, groups: Sequence[LeafGroup]) -> int:
-        """By how many elements less is left since these groups have shrunk."""
-        shapes, saved = self._shapes(), 0
-        for index in {index for group in groups for index in self.tensors_with.get(group, ())}:
-            dims, _, count = self.tensors[index]
-            now = math.prod(map(shapes.size, dims)) * count
-            saved += self.left[index] - now
-            self.left[index] = now
-        return saved
-
     def _shapes(self) -> SmallShapes:
-        """With the groups that have shrunk so far."""
+        """Return the shapes with the groups that have shrunk so far."""
         return SmallShapes(self.analysis, self.small_leaves)
 
     def _set(self, group: LeafGroup, small: int) -> None:
@@ -272,7 +266,7 @@ class _Choice:
 
     def _shrink(self, group: LeafGroup) -> None:
         if not (group.size in self.equal or group.experts or group.rows):
-            # The size of a group that may differ from others that are as large, but not from other layers'.
+            # The group may differ from others of its size, but not from the same group of other layers.
             alike = next((small for other, small in self.out.items() if other.is_alike(group)), 0)
             small = alike or self._multiple(group) or self._own_size(group)
             if small <= group.size // 2:
@@ -297,7 +291,8 @@ class _Choice:
         return small if is_settled else self._own_size(group)
 
     def _multiple(self, group: LeafGroup) -> int:
-        """The size of a dim that takes in several rows of another one; 0 if no dim of that size does."""
+        """Return the size of a dim that joins several rows of another one; 0 if no reshape makes such a
+        dim."""
         count, row = self.multiples.get(group.size, (0, None))
         if row is None or group in self._groups([row]):
             return 0
@@ -308,7 +303,7 @@ class _Choice:
 
     def _own_size(self, group: LeafGroup) -> int:
         others = {n * g.times for g, n in self.out.items()}
-        if group.experts:  # few experts matter more than a size that nothing else has
+        if group.experts:  # a small number of experts matters more than a unique size
             others = set()
         elif group.times == 1:
             others |= self.taken
@@ -325,7 +320,7 @@ class _Choice:
 
 
 def _costs(analysis: Analysis, copies: Mapping[int, int]) -> list[tuple[tuple[Node, ...], int, int]]:
-    """Dims, numbers of elements and copies of the stored tensors, the outputs, and what is large between."""
+    """Return dims, numbers of elements and copies of stored tensors, outputs, and large activations."""
     tensors = analysis.tape.tensors
     outputs = set(analysis.tape.outputs)
     out = []
@@ -336,25 +331,18 @@ def _costs(analysis: Analysis, copies: Mapping[int, int]) -> list[tuple[tuple[No
     return out
 
 
-def _total(
-    analysis: Analysis, tensors: Collection[tuple[tuple[Node, ...], int, int]], sizes: Mapping[LeafGroup, int]
-) -> int:
-    shapes = SmallShapes.of(analysis, sizes)
-    return sum(math.prod(map(shapes.size, dims)) * count for dims, _, count in tensors)
-
-
 def stored_elements(analysis: Analysis, sizes: Mapping[LeafGroup, int], copies: Mapping[int, int]) -> int:
-    """Elements of all parameters and buffers of a smaller model."""
-    stored = [
-        (dims, 0, copies.get(tid, 1))
+    """Return the elements of all parameters and buffers of a smaller model."""
+    shapes = SmallShapes.of(analysis, sizes)
+    return sum(
+        math.prod(map(shapes.size, dims)) * copies.get(tid, 1)
         for tid, dims in analysis.dims.items()
         if analysis.tape.tensors[tid].kind in ("parameter", "buffer")
-    ]
-    return _total(analysis, stored, sizes)
+    )
 
 
 def activation_elements(shapes: SmallShapes) -> int:
-    """Elements of all that is computed in a forward pass, with the scores of attention."""
+    """Return the elements of everything that a forward pass computes, with the scores of attention."""
     tape = shapes.analysis.tape
     total = 0
     for op in (e for e in tape.events if isinstance(e, Op)):

@@ -1,8 +1,8 @@
-"""Tables that are looked up by token ids, of which a smaller model has fewer rows.
+"""Find tables that are looked up by token ids, of which a smaller model has fewer rows.
 
 The ids are an input of the model. Other code may compare them with special ids that are attributes of
-modules: these are mapped like the tokens. It may ask whether they are ids of a table at all. Where ids are
-used in any other way, the table keeps its rows.
+modules; these are mapped like the tokens. Code may also compare ids with the size of a table. If ids are used
+in any other way, the table keeps its rows.
 """
 
 from __future__ import annotations
@@ -17,28 +17,38 @@ from shardconv_runtime.format.slices import share
 from torch import Tensor
 
 from ..tracing.ints import TracedInt, traced_ints
-from ..tracing.tape import Mark, Op, Tape, TensorInfo
+from ..tracing.tape import Mark, Op, Tape
 
-# Tables that are looked up by hashes, of which a smaller model has fewer rows.
+# Tables may also be looked up by hashes, which are remainders modulo an attribute of a module.
 #
-# The hashes are remainders by an attribute of a module. Where that divides the rows of the table, such as one
-# part of it for each hash function, a smaller attribute gives ids of a smaller table.
+# If the attribute divides the rows of the table (one part of the table for each hash function), a smaller
+# attribute gives ids of a smaller table.
 
 
 @dataclass(frozen=True, slots=True)
 class HashedTable:
-    """How the ids of a table are made."""
+    """How the ids of a hashed table are computed."""
 
     fqn: str
     attribute: str
-    """Of the module: what hashes are reduced by."""
+    """The attribute of the module that hashes are reduced by."""
     value: int
-    """Of the attribute."""
+    """Value of the attribute."""
 
 
 def hashed_tables(tape: Tape) -> dict[int, HashedTable]:
-    """The parameters that are looked up by hashes alone, and what these are reduced by."""
-    made = _remainders(tape)
+    """Return the parameters that are looked up only by hashes, and how these are computed."""
+    made: dict[int, HashedTable] = {}
+    """Tensors that are remainders by an attribute, or such a remainder with an offset."""
+    makers = {t: e for e in tape.events if isinstance(e, Op) for t in e.outputs}
+    for replay in tape.replays:
+        numbers = list(traced_ints((replay.args, replay.kwargs)))
+        if len(numbers) != 1 or numbers[0].expr[0] != "attr":
+            continue
+        _, fqn, attribute, value = numbers[0].expr
+        for tid in replay.outputs:
+            if tid in makers and makers[tid].name.startswith("aten.remainder."):
+                made[tid] = HashedTable(fqn, attribute, value)
     tables: dict[int, set[HashedTable | None]] = {}
     for event in tape.events:
         if isinstance(event, Mark):
@@ -48,33 +58,15 @@ def hashed_tables(tape: Tape) -> dict[int, HashedTable]:
             tables.setdefault(event.inputs[0], set()).add(made.get(event.inputs[-1]))
         elif known := [made[t] for t in event.inputs if t in made]:
             shape = tape.tensors[event.inputs[0]].shape
-            made.update((t, known[0]) for t in event.outputs if _is_like(tape.tensors[t], shape))
+            for tid in event.outputs:
+                if not tape.tensors[tid].dtype.is_floating_point and tape.tensors[tid].shape == shape:
+                    made[tid] = known[0]
     out: dict[int, HashedTable] = {}
     for table, found in tables.items():
         (how, *others) = found
         if how is not None and not others and tape.tensors[table].shape[0] % how.value == 0:
             out[table] = how
     return out
-
-
-def _remainders(tape: Tape) -> dict[int, HashedTable]:
-    """Tensors that are remainders by an attribute."""
-    makers = {t: e for e in tape.events if isinstance(e, Op) for t in e.outputs}
-    out: dict[int, HashedTable] = {}
-    for replay in tape.replays:
-        numbers = list(traced_ints((replay.args, replay.kwargs)))
-        if len(numbers) != 1 or numbers[0].expr[0] != "attr":
-            continue
-        _, fqn, attribute, value = numbers[0].expr
-        for tid in replay.outputs:
-            if tid in makers and makers[tid].name.startswith("aten.remainder."):
-                out[tid] = HashedTable(fqn, attribute, value)
-    return out
-
-
-def _is_like(info: TensorInfo, shape: tuple[int, ...]) -> bool:
-    """Whether these are ints of one shape, as hashes with an offset are."""
-    return not info.dtype.is_floating_point and info.shape == shape
 
 
 _PASSING = frozenset(
@@ -84,13 +76,13 @@ _PASSING = frozenset(
         "squeeze", "to", "_to_copy", "unbind", "unsqueeze", "view", "_unsafe_view",
     )
 )  # fmt: skip
-"""Operators whose result has the ids of their operand."""
+"""Operators whose result contains the ids of their operand."""
 _COMPARING = frozenset(("aten.eq", "aten.ne", "aten.isin"))
 _BOUNDING = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
 _FILLING = frozenset(("aten.masked_fill", "aten.where"))
 _ZEROS = frozenset(("aten.zeros", "aten.zeros_like", "aten.new_zeros"))
 _FULL = {"aten.scalar_tensor": 0, "aten.full": 1, "aten.full_like": 1, "aten.new_full": 2}
-"""Operators that fill a tensor with one number, and the position of that."""
+"""Operators that fill a tensor with one number -> the position of this argument."""
 _SHAPING = frozenset(
     f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_full", "new_ones", "new_zeros")
 )
@@ -98,31 +90,32 @@ _SHAPING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SpecialId:
-    """A token id that is known by an attribute."""
+    """A token id that is stored in an attribute."""
 
     id: int
     input: int
-    """Whose tokens are compared with it."""
+    """The input whose tokens are compared with it."""
 
 
 @dataclass(frozen=True)
 class TokenUse:
-    """What a model does with the token ids that it is given."""
+    """How a model uses its token ids."""
 
     tables: frozenset[int]
-    """The parameters and buffers that are looked up by token ids alone, whose ids may be mapped."""
+    """Parameters and buffers that are looked up only by token ids that may be mapped."""
     inputs: Mapping[int, frozenset[int]]
-    """Inputs that are looked up, and not used in other ways -> the tables in which they are."""
+    """Inputs that are only looked up -> the tables in which they are."""
     special: Mapping[tuple[str, str], SpecialId]
-    """Attributes that token ids are compared with: FQN of the module, attribute."""
+    """(FQN of a module, attribute) that token ids are compared with."""
     fixed: Mapping[int, frozenset[int]]
-    """Inputs -> ids that code adds to theirs, tables -> ids that it looks up beside theirs: these stay."""
+    """Inputs -> ids that code adds to them; tables -> constant ids that code looks up. These are not
+    mapped."""
     num_rows: Mapping[int, int]
-    """Inputs that are looked up, however else they are used -> rows of the smallest table."""
+    """All inputs that are looked up -> rows of the smallest table."""
 
 
 def token_use(tape: Tape) -> TokenUse:
-    """Walks the tape; ask once."""
+    """Find out how a model uses its token ids. This walks the tape, so call it once."""
     flow = _flow(tape)
     tables: dict[int, bool] = {}
     looked_up: dict[int, set[int]] = {}
@@ -149,7 +142,7 @@ def token_use(tape: Tape) -> TokenUse:
 
 
 def _looks_up(tape: Tape, op: Op) -> bool:
-    """Whether an operator takes the rows of a table that its last input names."""
+    """Return whether an operator looks up rows of a table by its last input."""
     if op.name.startswith("aten.embedding."):
         return True
     stored = tape.tensors[op.inputs[0]].kind in ("parameter", "buffer") if op.inputs else False
@@ -182,11 +175,11 @@ class _Flow:
     spoiled: set[int]
     """Inputs whose ids are used in other ways."""
     bounds: list[tuple[int, int]]
-    """Input, and the least number above all ids of which a comparison says the same."""
+    """(input, the least number above all ids for which a comparison has the same result)."""
     fixed: dict[int, set[int]]
     """Input -> ids that code adds."""
     constants: dict[int, int]
-    """Tensors that are full of one number."""
+    """Tensors that are filled with one number."""
 
 
 def _flow(tape: Tape) -> _Flow:
@@ -235,7 +228,7 @@ def _flow(tape: Tape) -> _Flow:
 
 
 def _constant(base: str, op: Op) -> int | None:
-    """The number of which an operator makes a tensor full."""
+    """Return the number with which an operator fills a tensor."""
     if base in _ZEROS:
         return 0
     value = op.args[_FULL[base]] if base in _FULL and len(op.args) > _FULL[base] else None
@@ -243,7 +236,7 @@ def _constant(base: str, op: Op) -> int | None:
 
 
 def _added_id(base: str, op: Op) -> int | None:
-    """The id with which an operator pads."""
+    """Return the id with which an operator pads."""
     if base != "aten.constant_pad_nd":
         return None
     value = op.args[2] if len(op.args) > 2 else 0
@@ -251,12 +244,12 @@ def _added_id(base: str, op: Op) -> int | None:
 
 
 def _bound(base: str, op: Op) -> int | None:
-    """The least number of which a comparison says the same as of all ids from zero to it; None if there is
-    none."""
+    """Return the end of the range of ids from 0 for which a comparison has the same result; None if
+    unknown."""
     number = op.args[1]
     if len(op.inputs) != 1 or type(number) not in (int, TracedInt):
         return None
-    first = int(number) + (base in ("aten.gt", "aten.le"))  # of the numbers of which it says something else
+    first = int(number) + (base in ("aten.gt", "aten.le"))  # the first id with another result
     return first if first > 0 else sys.maxsize
 
 
@@ -272,12 +265,12 @@ def _fills_a_known_id(op: Op, traced: set[int], constants: Mapping[int, int]) ->
 
 @dataclass(frozen=True)
 class FewerTokens:
-    """Which token of a smaller vocabulary stands for each token: those of one rank stay on one rank."""
+    """A map of tokens to a smaller vocabulary. Tokens of one rank stay on this rank."""
 
     ids: Mapping[int, int]
 
     def tensor(self, ids: Tensor) -> Tensor:
-        """Token ids of any shape, int; negative ones are no tokens, and stay."""
+        """Map token ids of any shape. Negative ids are not tokens, and stay."""
         return ids.clone().apply_(lambda i: self.ids.get(i, i)) if ids.numel() else ids
 
 
@@ -290,18 +283,18 @@ def fewer_tokens(
     alone: Collection[int] = (),
     fixed: Collection[int] = (),
 ) -> FewerTokens | None:
-    """Map the tokens in use: to different ones as far as there are enough.
+    """Map the tokens in use, to different ones as far as there are enough.
 
     Args:
         used: token ids.
         size: of the vocabulary.
         small: size of the smaller one.
         parts: ranks among which both are divided.
-        alone: ids of them that no other one becomes.
-        fixed: those that stay.
+        alone: tokens to which no other one may be mapped.
+        fixed: tokens that are not mapped.
 
     Returns:
-        None if that cannot be.
+        The map, or None if there is none.
     """
     alone = {*alone, *fixed}
     tokens = sorted({i for i in (*used, *alone) if 0 <= i < size})
@@ -327,7 +320,7 @@ def fewer_tokens(
 
 
 def beyond_tables(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]) -> str:
-    """Which ids of the inputs lie beyond the table in which they are looked up; empty if none does."""
+    """Describe input ids that are beyond the table in which they are looked up; empty if there are none."""
     use = token_use(tape)
     for tid, name in zip(tape.inputs, names, strict=True):
         rows = use.num_rows.get(tid)

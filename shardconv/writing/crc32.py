@@ -1,4 +1,4 @@
-"""CRC-32 of a file from the CRC-32s of its parts, which may be computed in any order.
+"""Computes the CRC-32 of a file from the CRC-32s of its parts, which may be computed in any order.
 
 ``zlib.crc32`` computes the checksum of one range of bytes; this combines two. Appending n zero bytes to a
 message is a linear map of its CRC over GF(2), and the CRC of ``a + b`` is that of ``a`` mapped over
@@ -28,7 +28,7 @@ class Extent(NamedTuple):
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two ranges of bytes, one after the other.
+    """Return the CRC-32 of two ranges of bytes, one after the other.
 
     Args:
         first: CRC-32 of the first.
@@ -39,10 +39,10 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """The same ranges in order, with adjacent ones merged.
+    """Return the same ranges in order, with adjacent ones merged.
 
     Raises:
-        ValueError: two overlap.
+        ValueError: if two overlap.
     """
     joined: list[Extent] = []
     for extent in sorted(extents):
@@ -59,7 +59,7 @@ def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 @lru_cache(maxsize=4096)
 def _zero_bytes_matrix(num_bytes: int) -> _Matrix:
-    """The map that appending ``num_bytes`` zero bytes applies to a CRC."""
+    """Return the map that appending ``num_bytes`` zero bytes applies to a CRC."""
     result = tuple(1 << exponent for exponent in range(32))
     power = 0
     while num_bytes:
@@ -72,7 +72,7 @@ def _zero_bytes_matrix(num_bytes: int) -> _Matrix:
 
 @lru_cache(maxsize=64)
 def _power_matrix(power: int) -> _Matrix:
-    """The map of ``2 ** power`` zero bytes."""
+    """Return the map of ``2 ** power`` zero bytes."""
     if power > 0:
         half = _power_matrix(power - 1)
         return _compose(half, half)

@@ -11,8 +11,6 @@ from typing import NoReturn
 
 from shardconv_runtime.errors import ShardconvError
 
-# Locks of files, which the system releases when a process dies.
-
 LOCK_NAME = "setup.lock"
 
 
@@ -25,7 +23,7 @@ def locked_journal(journal: Path, out: Path) -> Iterator[int]:
     """Open or create a journal that no other process has open.
 
     Raises:
-        BusyError: another process has locked it.
+        BusyError: if another process has locked it.
     """
     handle = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -42,7 +40,7 @@ def unlock(handle: int) -> None:
 
 
 def is_locked(journal: Path, out: Path) -> bool:
-    """Whether another process has locked a journal at this moment."""
+    """Return whether another process has locked a journal at this moment."""
     try:
         handle = os.open(journal, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,7 +56,7 @@ def setup_lock(path: Path, out: Path) -> Iterator[None]:
     """Wait until no other process begins or finishes.
 
     Raises:
-        ShardconvError: another process completed ``out`` meanwhile, and removed the directory.
+        ShardconvError: if another process completed ``out`` meanwhile, and removed the directory.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -79,7 +77,7 @@ def refuse(out: Path) -> NoReturn:
 
 
 def _lock(handle: int, out: Path, how: int) -> bool:
-    """Whether the lock was acquired."""
+    """Acquire a lock of an open file, and return whether it was free."""
     try:
         fcntl.flock(handle, how)
     except BlockingIOError:

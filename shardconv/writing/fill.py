@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -16,7 +14,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyLeaf
 
 from ..reporting.progress import Progress
 from .crc32 import Extent
-from .workspace import HEADER, UnitKey, Workspace, Written
+from .workspace import HEADER, UnitKey, Workspace
 
 SYNC_EVERY_S = 1.0
 """Seconds between syncs, after which writes are durable and journaled; a crash loses no more."""
@@ -33,44 +31,50 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
         progress: where to report to.
 
     Raises:
-        SourceError: a source file cannot be read.
-        ShardconvError: a file cannot be written, for example because the disk is full. Finished work is
+        SourceError: if a source file cannot be read.
+        ShardconvError: if a file cannot be written, for example because the disk is full. Finished work is
             kept.
     """
     written = workspace.written()
-    units = list(_remaining(plan_units(_placed(workspace), leaves, memory), written))
-    total = sum(workspace.files[index].num_bytes for index in workspace.mine())
-    done = sum(extent.num_bytes for log in written.values() for unit in log.values() for extent in unit)
-    _require_space(workspace)
-    with progress.bar("writing", total, done) as advance, _writing(workspace) as target:
-        for index in workspace.mine():
-            if HEADER not in written.get(index, {}):
-                advance(target.begin(index))
-
-        def finished(unit: CopyUnit, sink: _Sink) -> None:
-            target.journal(unit.key, sink.extents)
-            advance(sum(extent.num_bytes for extents in sink.extents.values() for extent in extents))
-
-        run(units, lambda: _Sink(target), finished)
-
-
-def _placed(workspace: Workspace) -> Iterator[PlacedTensor]:
-    for index in workspace.mine():
-        file = workspace.files[index]
-        for name, offset in file.offsets.items():
-            yield PlacedTensor(file.tensor(name), index, offset)
-
-
-def _remaining(units: Iterable[CopyUnit], written: dict[int, Written]) -> Iterator[CopyUnit]:
-    """The units without the moves that an earlier run finished."""
-    for unit in units:
+    mine = workspace.mine()
+    placed = (
+        PlacedTensor(workspace.files[index].tensor(name), index, offset)
+        for index in mine
+        for name, offset in workspace.files[index].offsets.items()
+    )
+    units = []
+    for unit in plan_units(placed, leaves, memory):
+        # An earlier run may have finished some of the moves of a unit.
         moves = tuple(move for move in unit.moves if unit.key not in written.get(move.file, {}))
         if moves:
-            yield unit if len(moves) == len(unit.moves) else replace(unit, moves=moves)
+            units.append(replace(unit, moves=moves))
+    total = sum(workspace.files[index].num_bytes for index in mine)
+    done = sum(extent.num_bytes for log in written.values() for unit in log.values() for extent in unit)
+    _require_space(workspace)
+    try:
+        with progress.bar("writing", total, done) as advance, _Target(workspace) as target:
+            for index in mine:
+                if HEADER not in written.get(index, {}):
+                    advance(target.begin(index))
+
+            def finished(unit: CopyUnit, sink: _Sink) -> None:
+                target.journal(unit.key, sink.extents)
+                advance(sum(extent.num_bytes for extents in sink.extents.values() for extent in extents))
+
+            run(units, lambda: _Sink(target), finished)
+    except OSError as error:
+        raise ShardconvError(
+            f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
+            "same command again, which continues"
+        ) from error
 
 
 def _require_space(workspace: Workspace) -> None:
-    num_bytes = sum(_missing_bytes(workspace, index) for index in workspace.mine())
+    """Require that the disk has room for what is not yet allocated of the files, as far as can be told."""
+    num_bytes = 0
+    for index in workspace.mine():
+        path, size = workspace.location(index), workspace.files[index].num_bytes
+        num_bytes += max(size - path.stat().st_blocks * 512, 0) if path.exists() else size
     stats = os.statvfs(workspace.path)
     free = stats.f_bavail * stats.f_frsize
     if num_bytes > free:
@@ -81,26 +85,8 @@ def _require_space(workspace: Workspace) -> None:
         )
 
 
-def _missing_bytes(workspace: Workspace, index: int) -> int:
-    """Bytes of a file that are not yet allocated on the disk, as far as can be told."""
-    path, num_bytes = workspace.location(index), workspace.files[index].num_bytes
-    return max(num_bytes - path.stat().st_blocks * 512, 0) if path.exists() else num_bytes
-
-
-@contextmanager
-def _writing(workspace: Workspace) -> Iterator[_Target]:
-    try:
-        with _Target(workspace) as target:
-            yield target
-    except OSError as error:
-        raise ShardconvError(
-            f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
-            "same command again, which continues"
-        ) from error
-
-
 class _Target:
-    """The open files of a workspace, and their writes that are not journaled yet."""
+    """The open files of a workspace, and the writes to them that are not journaled yet."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -126,7 +112,7 @@ class _Target:
             elif error is None:
                 raise self._error
         except OSError:
-            if error is None:
+            if error is None:  # else it would hide the error that ended the writing
                 raise
         finally:
             for handle in self._handles.values():
@@ -177,7 +163,7 @@ class _Target:
                 return
 
     def _sync(self) -> None:
-        """Make pending writes durable, then journal them."""
+        """Make pending writes durable and then journal them."""
         with self._lock:
             pending, self._pending = self._pending, []
             handles = dict(self._handles)
@@ -192,13 +178,13 @@ class _Target:
 
 @dataclass
 class _Sink:
-    """Writes the bytes of one unit, and keeps their extents."""
+    """A writer for the bytes of one unit, which keeps their extents."""
 
     target: _Target
     extents: dict[int, list[Extent]] = field(default_factory=dict)
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
-        """Write."""
+        """Write bytes at an offset of a file."""
         self.target.write(file, offset, data)
         extents = self.extents.setdefault(file, [])
         if extents and sum(extents[-1][:2]) == offset:

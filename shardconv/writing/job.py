@@ -61,7 +61,7 @@ def target_file(
     tensor: Callable[[str], LazyTensor],
     alignment: int = ALIGNMENT,
 ) -> TargetFile:
-    """Lay out a file; deterministic.
+    """Lay out a file; equal arguments give equal bytes.
 
     Args:
         path: relative to the output directory.
@@ -109,7 +109,7 @@ def read_state(partial: Path) -> State | None:
     """Read the state of a ``.partial``; None if nothing was begun.
 
     Raises:
-        ShardconvError: the file is malformed.
+        ShardconvError: if the file is malformed.
     """
     path = partial / JOB_NAME
     try:
@@ -133,26 +133,21 @@ def write_state(partial: Path, state: State) -> None:
 
 
 def as_json(job: Job) -> Job:
-    """The job after a round trip through JSON."""
+    """Return the job after a round trip through JSON."""
     found: Job = json.loads(json.dumps(job))
     return found
 
 
 def known_files(out: Path) -> set[str]:
-    """Files in ``out`` that an earlier process was adding or removing when it died."""
+    """Return the files in ``out`` that an earlier process was adding or removing when it died."""
     state = read_state(out / PARTIAL)
     return set() if state is None or state.moves is None else {*state.moves.new, *state.moves.old}
 
 
 def is_placed(out: Path, moves: Moves) -> bool:
-    """Whether the new OUT is complete."""
+    """Return whether the new OUT is complete."""
     last = moves.new[-1]
     return not moves.old and not (out / PARTIAL / last).exists() and (out / last).exists()
-
-
-def is_unplaced(out: Path, moves: Moves) -> bool:
-    """Whether OUT is still unchanged."""
-    return bool(moves.old) and (out / moves.old[-1]).exists()
 
 
 def place(out: Path) -> None:
@@ -161,7 +156,7 @@ def place(out: Path) -> None:
     Old files are removed, durably, before the first new one is moved: from then on any file in OUT is new.
 
     Raises:
-        ShardconvError: a file was lost meanwhile.
+        ShardconvError: if a file was lost meanwhile.
     """
     partial = out / PARTIAL
     state = read_state(partial)
@@ -187,12 +182,13 @@ def place(out: Path) -> None:
 
 def displace(out: Path, moves: Moves) -> None:
     """Undo a placing that was begun: remove its files, unless OUT is still unchanged."""
-    if not is_unplaced(out, moves):
+    # OUT is still unchanged while the last of the old files exists.
+    if not (bool(moves.old) and (out / moves.old[-1]).exists()):
         remove(out, (*moves.old, *moves.new))
 
 
 def difference(old: Any, new: Any, where: str = "") -> str:
-    """The first difference between two jobs, as text."""
+    """Return the first difference between two jobs as text."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in (*new, *old):
             if old.get(key) != new.get(key):
@@ -204,7 +200,7 @@ def difference(old: Any, new: Any, where: str = "") -> str:
 
 
 def _safe(path: Any) -> str:
-    """A path that does not leave its directory."""
+    """Return a path that does not leave its directory, or raise ``ValueError``."""
     if not isinstance(path, str) or not path or path.startswith("/") or ".." in PurePosixPath(path).parts:
         raise ValueError(f"{path!r} is not a path below OUT")
     return path

@@ -19,8 +19,6 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from .job import PARTIAL, is_placed, known_files, read_state
 from .workspace import refuse_if_busy
 
-# The output directory, which never replaces anything that shardconv did not write.
-
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
@@ -34,20 +32,20 @@ class WriteOptions:
     """The ranks to write, of stages counted through; None: all."""
 
     def of_stage(self, stage: int, tp: int) -> WriteOptions | None:
-        """Those of a stage of ``tp`` ranks; None if none of its ranks are written."""
+        """Return the options of a stage of ``tp`` ranks; None if none of its ranks are written."""
         if self.ranks is None:
             return self
         own = [rank - stage * tp for rank in self.ranks if rank // tp == stage]
         return replace(self, ranks=own) if own else None
 
     def owners(self, tp: int) -> set[str] | None:
-        """Directories of the ranks to write; None: all."""
+        """Return the directories of the ranks to write; None: all."""
         return None if self.ranks is None else {rank_directory(rank, tp) for rank in self.ranks}
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A directory that may be written."""
+    """A directory that may be written, and that never replaces anything that shardconv did not write."""
 
     path: Path
     overwrite: bool
@@ -71,7 +69,8 @@ class Output:
             owners: the owners to write, see ``workspace``; None: all.
 
         Raises:
-            ShardconvError: ``out`` is not empty, cannot be written, or is being written by another process.
+            ShardconvError: if ``out`` is not empty, cannot be written, or is being written by another
+                process.
         """
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
@@ -90,10 +89,11 @@ class Output:
         return cls(path, overwrite)
 
     def require_free(self) -> None:
-        """Check again, after the plan was made.
+        """Check the directory again, after the plan was made.
 
         Raises:
-            ShardconvError: another process wrote a converted directory meanwhile, which may not be replaced.
+            ShardconvError: if another process wrote a converted directory meanwhile, which may not be
+                replaced.
         """
         is_complete = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
         if is_complete and not self.overwrite:
@@ -103,7 +103,7 @@ class Output:
             )
 
     def replaced(self) -> list[str]:
-        """Files of the converted directory that is replaced; the last one makes it complete.
+        """Return the files of the converted directory that is replaced; the last one makes it complete.
 
         Raises:
             ShardconvError: as ``require_free``.
@@ -115,7 +115,7 @@ class Output:
 
 
 def _is_being_finished(path: Path) -> bool:
-    """Whether a run that was interrupted while it moved files to ``path`` can be finished."""
+    """Return whether a run that was interrupted while it moved files to ``path`` can be finished."""
     state = read_state(path / PARTIAL)
     if state is None or state.moves is None:
         return False
@@ -169,7 +169,7 @@ def prepared(
         tp: number of ranks of a stage.
 
     Raises:
-        ShardconvError: it may not.
+        ShardconvError: if it may not.
     """
     if pp == 1:
         return Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
@@ -205,7 +205,7 @@ class StageOutputs:
         tp: number of ranks of a stage.
 
     Raises:
-        ShardconvError: ``out`` holds something else, or all stages already.
+        ShardconvError: if ``out`` holds something else, or all stages already.
     """
 
     def __init__(
@@ -226,7 +226,13 @@ class StageOutputs:
             )
         directories = [path / name for name in names]
         wanted = {d: own for s, d in enumerate(directories) if (own := options.of_stage(s, tp)) is not None}
-        complete = [directory for directory in wanted if not overwrite and _is_complete(directory)]
+        # A complete stage has no workspace left.
+        complete = [
+            directory
+            for directory in wanted
+            if not overwrite
+            and ((directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists())
+        ]
         self._complete = complete if len(complete) < len(wanted) else []
         """Those that an interrupted run has completed."""
         self._outputs = {
@@ -242,7 +248,7 @@ class StageOutputs:
     def write(
         self, plan: Plan, weights: Mapping[str, LazyTensor], source: Source, write: Write
     ) -> Iterator[int]:
-        """Write each stage that is not complete; yields its number before.
+        """Write each stage that is not complete, and yield its number before.
 
         Args:
             plan: with stages.
@@ -251,27 +257,20 @@ class StageOutputs:
             write: writes a directory.
 
         Raises:
-            ShardconvError: a complete stage is that of another conversion.
+            ShardconvError: if a complete stage is that of another conversion.
         """
         assert plan.stages is not None
         plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]
         for own, directory in zip(plans, self._directories, strict=True):
-            if directory in self._complete:
-                _require_same(directory, own, source)
+            if directory not in self._complete:
+                continue
+            found = read_manifest(directory)
+            if (found.plan_sha256, found.source) != (codec.sha256(codec.dumps(own)), source):
+                raise ShardconvError(
+                    f"{directory} is complete, and of another conversion than this one; name another OUT, "
+                    "or pass --overwrite"
+                )
         for stage, (own, directory) in enumerate(zip(plans, self._directories, strict=True)):
             if directory in self._outputs:
                 yield stage
                 write(own, held_by(plan, stage, weights), *self._outputs[directory])
-
-
-def _is_complete(directory: Path) -> bool:
-    return (directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists()
-
-
-def _require_same(directory: Path, plan: Plan, source: Source) -> None:
-    found = read_manifest(directory)
-    if (found.plan_sha256, found.source) != (codec.sha256(codec.dumps(plan)), source):
-        raise ShardconvError(
-            f"{directory} is complete, and of another conversion than this one; name another OUT, or pass "
-            "--overwrite"
-        )

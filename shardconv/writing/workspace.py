@@ -75,7 +75,7 @@ Written = dict[UnitKey, tuple[Extent, ...]]
 
 
 def read_log(path: Path) -> dict[int, Written]:
-    """Index of a file -> the writes to it that are durable."""
+    """Return the durable writes to each file, by index."""
     found: dict[int, Written] = {}
     if path.is_file():
         for line in _lines(path.read_bytes()):
@@ -108,7 +108,7 @@ def truncate_incomplete(handle: int) -> None:
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """The lines before the first whose CRC is wrong."""
+    """Return the lines before the first whose CRC is wrong."""
     good = []
     for line in data.split(b"\n")[:-1]:
         if line[:_CRC_LENGTH] != b"%08x " % zlib.crc32(line[_CRC_LENGTH:]):
@@ -122,7 +122,7 @@ __all__ = ["PARTIAL", "Claim", "Job", "Workspace", "known_files", "opened", "ref
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """An open ``OUT/.partial``, some of whose owners this process has locked."""
+    """An open ``OUT/.partial``, with the owners that this process has locked."""
 
     out: Path
     files: tuple[TargetFile, ...]
@@ -137,24 +137,26 @@ class Workspace:
 
     @property
     def is_finishing(self) -> bool:
-        """All files are written; an earlier process died while it moved them to OUT."""
+        """Whether all files are written, and an earlier process died while it moved them to OUT."""
         state = read_state(self.path)
         return state is not None and state.moves is not None
 
     def location(self, index: int) -> Path:
-        """Where file ``index`` is written."""
+        """Return where file ``index`` is written."""
         return self.path / self.files[index].path
 
     def mine(self) -> list[int]:
-        """Indices of the files of the locked owners."""
+        """Return the indices of the files of the locked owners."""
         return [index for index, file in enumerate(self.files) if file.owner in self.journals]
 
     def written(self) -> dict[int, Written]:
-        """Index -> the durable writes, of files of locked owners; a file that was lost is begun again."""
+        """Return the durable writes to files of locked owners, by index; a lost file is begun again."""
         found = self._logged(self.journals)
-        for index in [index for index in found if not self._is_there(index)]:
-            forget(self._journal_of(index), index)
-            del found[index]
+        for index in list(found):
+            path = self.location(index)
+            if not path.is_file() or path.stat().st_size != self.files[index].num_bytes:
+                forget(self._journal_of(index), index)
+                del found[index]
         return found
 
     def append(self, index: int, key: UnitKey, extents: Sequence[Extent]) -> None:
@@ -167,14 +169,14 @@ class Workspace:
             os.fsync(handle)
 
     def checksums(self) -> dict[str, int] | None:
-        """Path -> CRC-32 of all files; None while an owner is unfinished."""
+        """Return the CRC-32 of each file by path; None while an owner is unfinished."""
         found = self._complete()
         if None in found.values() or self._busy():
             return None
         return {path: extent.crc32 for path, extent in found.items() if extent is not None}
 
     def unfinished(self) -> list[str]:
-        """Owners of incomplete files, and those that another process has locked."""
+        """Return the owners of incomplete files, and those that another process has locked."""
         found = self._complete()
         incomplete = {file.owner for file in self.files if found[file.path] is None}
         return sorted(incomplete | self._busy())
@@ -210,12 +212,17 @@ class Workspace:
         return self.journals[self.files[index].owner]
 
     def _complete(self) -> dict[str, Extent | None]:
-        """Path -> the extent of the complete file, or None."""
-        found = self._logged({file.owner for file in self.files})
-        return {file.path: _complete(file, found.get(index, {})) for index, file in enumerate(self.files)}
+        """Return the extent of each file by path; None for those that are not written completely."""
+        written = self._logged({file.owner for file in self.files})
+        found: dict[str, Extent | None] = {}
+        for index, file in enumerate(self.files):
+            extents = join(extent for unit in written.get(index, {}).values() for extent in unit)
+            is_complete = len(extents) == 1 and extents[0][:2] == (0, file.num_bytes)
+            found[file.path] = extents[0] if is_complete else None
+        return found
 
     def _busy(self) -> set[str]:
-        """Owners that another process writes at this moment."""
+        """Return the owners that another process writes at this moment."""
         others = {file.owner for file in self.files} - self.journals.keys()
         return {owner for owner in others if is_locked(_journal_path(self.path, owner), self.out)}
 
@@ -224,10 +231,6 @@ class Workspace:
         for owner in owners:
             found.update(read_log(_journal_path(self.path, owner)))
         return found
-
-    def _is_there(self, index: int) -> bool:
-        path = self.location(index)
-        return path.is_file() and path.stat().st_size == self.files[index].num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +265,7 @@ def opened(
         check: called while no other process begins or finishes; raises an error if this one may not begin.
 
     Raises:
-        ShardconvError: another process writes the same owners, or this part does not fit the others.
+        ShardconvError: if another process writes the same owners, or this part does not fit the others.
     """
     is_part = {file.owner for file in files} != {*claim.required, *claim.optional}
     partial = out / PARTIAL
@@ -298,52 +301,38 @@ def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
         owners: the owners to check; None: all.
 
     Raises:
-        BusyError: another process writes one of them.
+        BusyError: if another process writes one of them.
     """
     for journal in (out / PARTIAL).glob("*.journal"):
         if (owners is None or journal.stem in owners) and is_locked(journal, out):
             refuse(out)
 
 
-def _complete(file: TargetFile, written: Written) -> Extent | None:
-    """The extent of the file, if all of it was written."""
-    extents = join(extent for unit in written.values() for extent in unit)
-    return extents[0] if len(extents) == 1 and extents[0][:2] == (0, file.num_bytes) else None
-
-
 def _agree(
     out: Path, job: Job, journals: Mapping[str, int], is_part: bool, tell: Callable[[str], None]
 ) -> None:
-    """Make this the job of the workspace."""
+    """Make this the job of the workspace; the unfinished output of another one is removed.
+
+    Raises:
+        ShardconvError: if that output is not to be discarded, or another process writes it.
+    """
     partial = out / PARTIAL
     state = read_state(partial) or State(ABANDONED)  # without it, the journals may be of any job
     if state.job == job:
         return
     if state.job != ABANDONED:
-        _give_up(out, state, difference(state.job, job), is_part, tell)
-    _clear(out, state, journals)
-    write_state(partial, State(job))
-
-
-def _give_up(out: Path, state: State, reason: str, is_part: bool, tell: Callable[[str], None]) -> None:
-    """Announce that the unfinished output of another job is discarded, or refuse to."""
-    partial = out / PARTIAL
-    if is_part:
-        raise ShardconvError(
-            f"OUT {out} holds parts of another conversion ({reason}); use the same model and options "
-            f"for all parts, or remove {partial}"
-        )
-    if state.moves is not None and is_placed(out, state.moves):
-        raise ShardconvError(
-            f"OUT {out} is the complete output of another conversion ({reason}); remove {partial}, the only "
-            "leftover of that run, and pass --overwrite to replace OUT"
-        )
-    tell(f"{reason}: the unfinished output in {out} is discarded")
-
-
-def _clear(out: Path, state: State, journals: Mapping[str, int]) -> None:
-    """Remove the output of another job, except for locked journals."""
-    partial = out / PARTIAL
+        reason = difference(state.job, job)
+        if is_part:
+            raise ShardconvError(
+                f"OUT {out} holds parts of another conversion ({reason}); use the same model and options "
+                f"for all parts, or remove {partial}"
+            )
+        if state.moves is not None and is_placed(out, state.moves):
+            raise ShardconvError(
+                f"OUT {out} is the complete output of another conversion ({reason}); remove {partial}, the "
+                "only leftover of that run, and pass --overwrite to replace OUT"
+            )
+        tell(f"{reason}: the unfinished output in {out} is discarded")
     refuse_if_busy(out, {file.stem for file in partial.glob("*.journal")} - journals.keys())
     write_state(partial, replace(state, job=ABANDONED))  # a crash must not leave half of it to be continued
     if state.moves is not None:
@@ -355,6 +344,7 @@ def _clear(out: Path, state: State, journals: Mapping[str, int]) -> None:
             shutil.rmtree(path)
         elif path.stem not in journals and path.name not in (JOB_NAME, LOCK_NAME):
             path.unlink()
+    write_state(partial, State(job))
 
 
 def _empty(partial: Path) -> None:

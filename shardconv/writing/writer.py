@@ -1,4 +1,5 @@
-"""Plan and weights to files: replicated tensors in ``common/``, shards in a directory for each rank."""
+"""Writes a plan and weights to files: replicated tensors to ``common/``, shards to a directory for each
+rank."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from shardconv_runtime.format.manifest import (
     SourceFile,
     rank_directory,
 )
-from shardconv_runtime.format.plan import ParameterPlan, Plan
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.shard_files import PlannedShard, sample_checksum, shard_files
 from shardconv_runtime.format.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format.stored_layout import stored_plans
@@ -65,7 +66,7 @@ class Origin:
 
 
 def origin_of(spec: ModelSpec) -> Origin:
-    """The model on disk, in its current state; to be called before its weights are read."""
+    """Return the origin of a model on disk in its current state; to be called before its weights are read."""
 
     def identify() -> dict[str, object]:
         files: list[WeightFile] = list(spec.weight_files)
@@ -77,7 +78,7 @@ def origin_of(spec: ModelSpec) -> Origin:
 
 
 def with_example(origin: Origin, example: ExampleInputs, config: Any) -> Origin:
-    """The origin with the example inputs of a user, which take the place of those that a source has."""
+    """Return the origin with the example inputs of a user, which replace those that the source has."""
 
     def copy(directory: Path) -> list[FileEntry]:
         entries = [entry for entry in origin.copy_small_files(directory) if entry.path != EXAMPLE_NAME]
@@ -108,18 +109,36 @@ def write(
         Whether all ranks are written and the directory is complete.
 
     Raises:
-        SourceError: a weight has another shape than in the plan, cannot be read, or changed.
-        ShardconvError: the output cannot be written, or is being written by another process.
+        SourceError: if a weight has another shape than in the plan, cannot be read, or changed.
+        ShardconvError: if the output cannot be written, or is being written by another process.
     """
     parameters = stored_plans(plan)
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
-    files = _target_files(plan, parameters, weights, options.max_file_size)
+
+    def target(file: PlannedShard) -> TargetFile:
+        def tensor(name: str) -> LazyTensor:
+            return shard(parameters[name], weights[name], plan.mesh, file.rank or 0)
+
+        return TargetFile(file.path, file.path.split("/")[0], file.layout, tensor)
+
+    files = [target(file) for file in shard_files(plan, (None, *range(plan.tp)), options.max_file_size)]
     unused = origin.unused if plan.stages is None or plan.stages.own == 0 else {}
     if unused:
         declared = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(unused.items())}
         metadata = {"format": "pt"}
         files.append(target_file(UNUSED_NAME, COMMON_DIRECTORY, declared, metadata, unused.__getitem__))
-    job = _job(plan, origin, options.max_file_size) | ({"unused": sorted(unused)} if unused else {})
+    # Everything that must be equal for a run to continue an earlier one.
+    job: dict[str, object] = {
+        "source": {"name": origin.source.name, "revision": origin.source.revision, **origin.identity},
+        "tp": plan.tp,
+        "dtype": plan.model.dtype,
+        "experts": plan.experts,
+        "max_file_size": options.max_file_size,
+        "versions": tool_versions(),
+        "plan": codec.sha256(codec.dumps(plan)),
+    }
+    if unused:
+        job["unused"] = sorted(unused)
     claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
@@ -131,7 +150,7 @@ def write(
 
 
 def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
-    """The wanted owners; the common part is written by any process that is free to.
+    """Return the claim of the wanted owners; the common part is written by any process that is free to.
 
     Args:
         owners: of all files.
@@ -145,7 +164,7 @@ def require_unchanged(origin: Origin) -> None:
     """Require that the source did not change while it was read.
 
     Raises:
-        SourceError: it did.
+        SourceError: if it did.
     """
     found = origin.identity if origin.identify is None else origin.identify()
     if found != origin.identity:
@@ -156,49 +175,20 @@ def require_unchanged(origin: Origin) -> None:
 
 
 def source_of(spec: ModelSpec) -> Source:
-    """The converted model, for the manifest."""
+    """Return the source that the manifest names for a model."""
     name = spec.name if spec.revision else _directory(spec).resolve().name
     files = tuple(SourceFile(_name(spec, f), num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
 
 
-def _target_files(
-    plan: Plan,
-    parameters: Mapping[str, ParameterPlan],
-    weights: Mapping[str, LazyTensor],
-    max_file_size: int,
-) -> list[TargetFile]:
-    """The files of all owners: ``common/``, then each rank."""
-
-    def target(file: PlannedShard) -> TargetFile:
-        def tensor(name: str) -> LazyTensor:
-            return shard(parameters[name], weights[name], plan.mesh, file.rank or 0)
-
-        return TargetFile(file.path, file.path.split("/")[0], file.layout, tensor)
-
-    return [target(file) for file in shard_files(plan, (None, *range(plan.tp)), max_file_size)]
-
-
-def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
-    """Everything that must be equal for a run to continue an earlier one."""
-    return {
-        "source": {"name": origin.source.name, "revision": origin.source.revision, **origin.identity},
-        "tp": plan.tp,
-        "dtype": plan.model.dtype,
-        "experts": plan.experts,
-        "max_file_size": max_file_size,
-        "versions": tool_versions(),
-        "plan": codec.sha256(codec.dumps(plan)),
-    }
-
-
 def _name(spec: ModelSpec, file: WeightFile) -> str:
-    """The name of a file in the directory of a model, or in its repository."""
+    """Return the name of a file in the directory of a model, or in its repository."""
     return file.name if isinstance(file, RemoteFile) else file.relative_to(_directory(spec)).as_posix()
 
 
 def _identity(file: WeightFile) -> str:
-    """Text that changes when a file does: its hash if the Hub or its cache knows it, else size and time."""
+    """Return text that changes when a file does: its hash if the Hub or its cache knows it, else size and
+    time."""
     if isinstance(file, RemoteFile):
         return file.sha256 or file.commit
     stats = file.stat()
@@ -208,7 +198,7 @@ def _identity(file: WeightFile) -> str:
 
 
 def _sha256(file: WeightFile) -> str:
-    """sha256 of a file on the Hub, or in its cache, where it names large files; else empty."""
+    """Return the sha256 of a file on the Hub, or in its cache, which names large files by it; else ""."""
     if isinstance(file, RemoteFile):
         return file.sha256
     blob = file.resolve()
@@ -216,7 +206,7 @@ def _sha256(file: WeightFile) -> str:
 
 
 def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, progress: Progress) -> bool:
-    """Complete the directory if all owners are finished."""
+    """Complete the directory if all owners are finished, and return whether they are."""
     if workspace.is_finishing:
         workspace.finish_again()
         return True
@@ -226,12 +216,13 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
         progress.stage(f"this part is finished; others still have to write {rest}")
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
+    ranks = {rank_directory(rank, plan.tp): rank for rank in range(plan.tp)}
     entries = [
         FileEntry(
             path,
             sizes[path],
             f"crc32:{crc:08x}",
-            _rank_of(path, plan.tp),
+            ranks.get(path.split("/")[0]),
             sample_checksum(workspace.path / path),
         )
         for path, crc in checksums.items()
@@ -259,7 +250,7 @@ def complete(
 
 
 def listed_owners(owners: Collection[str], tp: int) -> str:
-    """Owners as text: ``ranks 0-2, 4-63``."""
+    """Return owners as text, such as ``ranks 0-2, 4-63``."""
     ranks = [rank for rank in range(tp) if rank_directory(rank, tp) in owners]
     runs: list[list[int]] = []
     for rank in ranks:
@@ -272,18 +263,13 @@ def listed_owners(owners: Collection[str], tp: int) -> str:
     return " and ".join(named + [COMMON_DIRECTORY] * (COMMON_DIRECTORY in owners))
 
 
-def _rank_of(path: str, tp: int) -> int | None:
-    directory = path.split("/")[0]
-    return next((rank for rank in range(tp) if rank_directory(rank, tp) == directory), None)
-
-
 def _directory(spec: ModelSpec) -> Path:
     assert spec.directory is not None, "only a model on disk has weights to write"
     return spec.directory
 
 
 def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
-    """Copy the files of the model that are not weights; their entries in the manifest."""
+    """Copy the files of the model that are not weights, and return their entries in the manifest."""
     root = _directory(spec)
     entries = []
     for path in files_to_copy(root, code=spec.trust_remote_code):

@@ -1,9 +1,9 @@
 """The rule of each operator for dims: one table, one module per family.
 
-A rule is ``rule(builder, op, arguments)``. It reads the dims of the inputs and gives every output its dims
-and its partial state; all shapes are global. It raises ``NotCovered`` for a call that it does not cover. Such
-a call, and an operator without a rule that is not pointwise, blocks every dim that it touches; the plan
-reports it.
+A rule is ``rule(builder, op, arguments)``, and analyzes one call of its operator. It reads the dims of the
+inputs and gives every output its dims and its partial state; all shapes are global. It raises ``NotCovered``
+for a call that it does not cover. Such a call, and an operator without a rule that is not pointwise, blocks
+every dim that it touches; the plan reports it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, contraction, convolution, factory, pointwise, pooling, reduction, selection, views
-from . import expert_modules as experts
+from . import attention, contraction, factory, pointwise, reduction, selection, views
 
 Rule = Callable[[Any, Any, Any], None]
 
 RULES: dict[str, Rule] = {
     **pointwise.RULES,
     **contraction.RULES,
-    **convolution.RULES,
-    **pooling.RULES,
     **views.RULES,
     **selection.RULES,
     **reduction.RULES,
     **attention.RULES,
-    **experts.RULES,
     **factory.RULES,
 }
 """By the name of the operator without overload, ``aten.linear``."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def attention(b: Builder, op: Op, args: Arguments) -> None:
-    """``scaled_dot_product_attention``: query [.., H, L, E], key [.., G, S, E], value [.., G, S, V].
+    """Analyze ``scaled_dot_product_attention``: query [.., H, L, E], key [.., G, S, E], value [.., G, S, V].
 
     With grouped heads, H is G times the group, G being the outer factor.
     """

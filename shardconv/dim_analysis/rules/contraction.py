@@ -1,4 +1,8 @@
-"""Matrix products and everything that is one: each is an einsum over labelled dims."""
+"""Matrix products and other contractions: convolutions, and the sum over experts.
+
+Most are an einsum over labelled dims. A convolution is a grouped product over channels, whose positions must
+be replicated. A module of experts is one operator, a sum over the experts, whose dim may be sharded.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,19 @@ from typing import TYPE_CHECKING
 
 from .. import dim_trees
 from ..dim_trees import Node
+from ..sites import EXPERTS
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
     from ..analysis import Partial
     from ..rule_builder import Arguments, Builder
+    from ..sites import ExpertSite
 
 
 def einsum_dims(
     b: Builder, operands: Sequence[tuple[int, Sequence[str]]], output: Sequence[str]
 ) -> tuple[list[Node], Partial]:
-    """Dims and state of a product of one or two operands whose dims carry labels.
+    """Return dims and state of a product of one or two operands whose dims carry labels.
 
     Equal labels are the same dim (a size of 1 broadcasts); labels that are not in ``output`` are
     contracted.
@@ -56,7 +62,7 @@ def _add_bias(b: Builder, dims: Sequence[Node], state: Partial, bias: int | None
 
 
 def linear(b: Builder, op: Op, args: Arguments) -> None:
-    """``x [..., I] @ weight [O, I].T + bias [O]``."""
+    """Analyze ``x [..., I] @ weight [O, I].T + bias [O]``."""
     x, weight = op.inputs[0], op.inputs[1]
     lead = [f"b{i}" for i in range(len(b.shape(x)) - 1)]
     out = ["o"] * (len(b.shape(weight)) - 1)
@@ -65,7 +71,7 @@ def linear(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def matmul(b: Builder, op: Op, args: Arguments) -> None:
-    """``torch.matmul`` and ``mm``/``bmm``/``mv``/``dot``, batch dims broadcast."""
+    """Analyze ``torch.matmul`` and ``mm``/``bmm``/``mv``/``dot``, whose batch dims broadcast."""
     dims, state = _matmul(b, op.inputs[0], op.inputs[1])
     b.set(op.outputs[0], dims, state)
 
@@ -80,14 +86,14 @@ def _matmul(b: Builder, x: int, y: int) -> tuple[list[Node], Partial]:
 
 
 def addmm(b: Builder, op: Op, args: Arguments) -> None:
-    """``bias + x @ y`` (``addmm``, ``baddbmm``)."""
+    """Analyze ``bias + x @ y`` (``addmm``, ``baddbmm``)."""
     bias, x, y = op.inputs[:3]
     dims, state = _matmul(b, x, y)
     b.set(op.outputs[0], dims, _add_bias(b, dims, state, bias))
 
 
 def einsum(b: Builder, op: Op, args: Arguments) -> None:
-    """``torch.einsum`` of one or two operands, without repeated labels in an operand."""
+    """Analyze ``torch.einsum`` of one or two operands, without repeated labels in an operand."""
     equation = args["equation"].replace(" ", "")
     left, _, output = equation.partition("->")
     terms = left.split(",")
@@ -101,7 +107,7 @@ def einsum(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def outer(b: Builder, op: Op, args: Arguments) -> None:
-    """``outer(x, y)``."""
+    """Analyze ``outer(x, y)``."""
     dims, state = einsum_dims(b, [(op.inputs[0], ["m"]), (op.inputs[1], ["n"])], ["m", "n"])
     b.set(op.outputs[0], dims, state)
 
@@ -112,7 +118,7 @@ in another dtype than it is traced in."""
 
 
 def _keep_aligned(b: Builder, weight: int) -> None:
-    """Shares of a stack of matrices come in units that grouped kernels read; with others these raise.
+    """Keep shares of a stack of matrices in units that grouped kernels read; with others these raise.
 
     Whether a loop over the matrices runs, or a kernel, is decided when the model is loaded: the plan must be
     right for both.
@@ -125,7 +131,7 @@ def _keep_aligned(b: Builder, weight: int) -> None:
 
 
 def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
-    """Rows ``x [S, I]``, sorted by group, times their group's matrix of ``weight [E, I, O]``."""
+    """Analyze rows ``x [S, I]``, sorted by group, times their group's matrix of ``weight [E, I, O]``."""
     x, weight = op.inputs[0], op.inputs[1]
     b.block_dim(b.tensor(x)[0])
     b.block_dim(b.tensor(weight)[0])
@@ -137,6 +143,57 @@ def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims[:2], state)
 
 
+def convolution(b: Builder, op: Op, args: Arguments) -> None:
+    """Analyze a product of ``input [N, G*I, ...]`` and ``weight [G*O, I, ...]`` to ``[N, G*O, ...]``.
+
+    A transposed weight is ``[G*I, O, ...]``. The group count is an argument of the call: sharding G means
+    that an attribute shrinks.
+    """
+    source, weight, target = op.inputs[0], op.inputs[1], op.outputs[0]
+    groups, shape = args["groups"], b.shape(weight)
+    batched = len(b.shape(source)) == len(shape)
+    channel = 1 if batched else 0
+    dims, kernel = b.tensor(source), b.tensor(weight)
+    for dim in (*dims[channel + 1 :], *kernel[2:]):
+        b.block_dim(dim)
+    outer, inner = b.split(dims[channel], b.shape(source)[channel] // groups)
+    outer_weight, rest = b.split(kernel[0], shape[0] // groups)
+    dim_trees.unify(outer, outer_weight)
+    summed, made = (rest, kernel[1]) if args["transposed"] else (kernel[1], rest)
+    dim_trees.unify(inner, summed)
+    b.never_partial(weight)
+    state = b.contract([inner], source)
+    output = dim_trees.product([outer, made])
+    bias = args.tensor("bias")
+    if bias is not None:
+        dim_trees.unify(b.tensor(bias)[0], output)
+        state = b.same_partial(state, b.partial(bias))
+    b.work([dims[0] if batched else dim_trees.leaf(1), outer, inner, made])
+    lead = [dims[0]] if batched else []
+    b.set(target, [*lead, output, *b.blocked(*b.shape(target)[channel + 1 :])], state)
+
+
+def experts(b: Builder, op: Op, args: Arguments) -> None:
+    """Analyze ``sum over k of weights[..., k] * expert[ids[..., k]](x)``.
+
+    All dims but that of experts are replicated.
+    """
+    site: ExpertSite = op.kwargs["site"]
+    b.block(*site.where.inputs)
+    count = dim_trees.leaf(site.sharding.num_experts)
+    for tid in site.where.parameters:
+        first, *others = b.tensor(tid)
+        outer, inner = b.split(first, first.size // count.size)
+        dim_trees.unify(count, outer)
+        for dim in (inner, *others):
+            b.block_dim(dim)
+        b.never_partial(tid)
+    b.work([count])
+    target = op.outputs[0]
+    b.set(target, b.blocked(*b.shape(target)), b.contract([count]))
+    b.result.experts.append((site, count))
+
+
 RULES = {
     "aten.linear": linear,
     **dict.fromkeys(("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot"), matmul),
@@ -144,4 +201,6 @@ RULES = {
     "aten.einsum": einsum,
     "aten.outer": outer,
     **dict.fromkeys(("aten._grouped_mm", "transformers.grouped_mm_fallback"), grouped_mm),
+    "aten.convolution": convolution,
+    EXPERTS: experts,
 }

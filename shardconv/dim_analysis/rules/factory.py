@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def like_zeros(b: Builder, op: Op, args: Arguments) -> None:
-    """``zeros_like``, ``new_zeros`` of the same shape: any part of zeros is zeros."""
+    """Analyze ``zeros_like``, or ``new_zeros`` of the same shape: any part of zeros is zeros."""
     _constant(b, op, zero=True)
 
 
 def constant(b: Builder, op: Op, args: Arguments) -> None:
-    """Every position holds the same value: any dim may be sharded."""
+    """Analyze a tensor of one value: any dim may be sharded."""
     value = args["fill_value"]
     _constant(b, op, zero=value == 0 and value is not None)
 
@@ -31,14 +31,14 @@ def _constant(b: Builder, op: Op, zero: bool) -> None:
 
 
 def sequence(b: Builder, op: Op, args: Arguments) -> None:
-    """``arange``, random numbers, ``eye`` …: values depend on the position."""
+    """Analyze ``arange``, random numbers, ``eye`` and the like, whose values depend on the position."""
     b.never_partial(*op.inputs)
     for tid in op.outputs:
         b.set(tid, b.blocked(*b.shape(tid)))
 
 
 def needs_all(b: Builder, op: Op, args: Arguments) -> None:
-    """Every dim of the operands must be replicated.
+    """Require that every dim of the operands is replicated.
 
     Counts, sorted positions, data-dependent sizes; ``question``, where Python code asks for values;
     ``opaque``, a module that could not be traced.

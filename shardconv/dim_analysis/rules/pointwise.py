@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def broadcast(b: Builder, tids: list[int], rank: int) -> list[Node]:
-    """The dims of a broadcast result: equal sizes are the same dim, a 1 gives way."""
+    """Return the dims of a broadcast result: equal sizes are the same dim, and a 1 gives way."""
     out: list[Node | None] = [None] * rank
     for tid in tids:
         dims = b.tensor(tid)
@@ -38,25 +38,25 @@ def _expanded(b: Builder, dims: list[Node], tid: int) -> list[Node]:
 
 
 def nonlinear(b: Builder, op: Op, args: Arguments) -> None:
-    """Any other function of each position: no operand may be partial."""
+    """Analyze any other function of each position, of which no operand may be partial."""
     b.never_partial(*op.inputs)
     _set_all(b, op)
 
 
 def linear(b: Builder, op: Op, args: Arguments) -> None:
-    """``f(x)`` with ``f`` linear."""
+    """Analyze ``f(x)`` with ``f`` linear."""
     _set_all(b, op, b.partial(op.inputs[0]))
 
 
 def additive(b: Builder, op: Op, args: Arguments) -> None:
-    """A sum: all terms are partial or none is; a number is never partial."""
+    """Analyze a sum: all terms are partial or none is; a number is never partial."""
     if len(op.inputs) == 1 and (args["other"] != 0):
         b.never_partial(*op.inputs)
     _set_all(b, op, b.same_partial(*(b.partial(t) for t in op.inputs)))
 
 
 def multiplicative(b: Builder, op: Op, args: Arguments) -> None:
-    """A product with a number or with another tensor."""
+    """Analyze a product with a number or with another tensor."""
     if len(op.inputs) == 1:
         linear(b, op, args)
         return
@@ -66,7 +66,7 @@ def multiplicative(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def cast(b: Builder, op: Op, args: Arguments) -> None:
-    """Another dtype: linear, unless it drops fractions."""
+    """Analyze another dtype, which is linear unless it drops fractions."""
     (linear if _keeps_fractions(b, op.inputs[0], op.outputs[0]) else nonlinear)(b, op, args)
 
 
@@ -76,7 +76,7 @@ def _keeps_fractions(b: Builder, source: int, target: int) -> bool:
 
 
 def divisive(b: Builder, op: Op, args: Arguments) -> None:
-    """Linear in the dividend alone, and only without rounding."""
+    """Analyze a division, which is linear in the dividend alone, and only without rounding."""
     if not op.inputs:
         raise NotCovered  # a quotient of two numbers, in the form for tensors
     b.never_partial(*op.inputs[1:])
@@ -86,7 +86,7 @@ def divisive(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def masked_fill(b: Builder, op: Op, args: Arguments) -> None:
-    """Linear if positions are filled with zero."""
+    """Analyze ``masked_fill``, which is linear if positions are filled with zero."""
     b.never_partial(*op.inputs[1:])
     if args["value"] != 0:
         b.never_partial(op.inputs[0])
@@ -94,7 +94,8 @@ def masked_fill(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def where(b: Builder, op: Op, args: Arguments) -> None:
-    """Chooses between two that are both partial or both not; with a condition alone, its positions."""
+    """Analyze a choice between two that are both partial or both not; with a condition alone, its
+    positions."""
     condition = args.tensor("condition")
     if op.name == "aten.where.default":
         b.block(*op.inputs)
@@ -109,7 +110,8 @@ def where(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def copy(b: Builder, op: Op, args: Arguments) -> None:
-    """``self.copy_(src)``: the value of ``src`` in the shape of ``self``; ``self.set_(src)`` of one shape."""
+    """Analyze ``self.copy_(src)``, the value of ``src`` in the shape of ``self``, and ``set_`` of one
+    shape."""
     if op.name.startswith("aten.set_") and [b.shape(t) for t in op.inputs] != [b.shape(op.outputs[0])] * 2:
         raise NotCovered
     target, source = op.inputs[0], op.inputs[1]
@@ -120,7 +122,7 @@ def copy(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def alias_write(b: Builder, op: Op, args: Arguments) -> None:
-    """A tensor whose memory was written through another: its dims stay.
+    """Analyze a tensor whose memory was written through another, and which keeps its dims.
 
     It may be partial only if all of it was written."""
     old, written = op.inputs
@@ -133,7 +135,7 @@ def alias_write(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def zero_fill(b: Builder, op: Op, args: Arguments) -> None:
-    """Zeros in place."""
+    """Analyze zeros that are written in place."""
     b.set(op.outputs[0], b.tensor(op.inputs[0]), b.free_partial())
 
 

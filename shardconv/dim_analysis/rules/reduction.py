@@ -1,7 +1,12 @@
-"""Operators that reduce a dim or need all of it."""
+"""Operators that reduce a dim or need all of it.
+
+Windows and interpolation over the last dims are among them: these dims must be replicated, and the others
+pass through.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from .. import dim_trees
@@ -11,6 +16,7 @@ from . import pointwise
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
+    from ..analysis import Partial
     from ..rule_builder import Arguments, Builder
 
 
@@ -28,7 +34,7 @@ def _remaining(b: Builder, dims: list[Node], reduced: list[int], rank: int) -> l
 
 
 def sum_(b: Builder, op: Op, args: Arguments) -> None:
-    """A sum is a contraction: over a sharded dim it is partial."""
+    """Analyze a sum as a contraction: over a sharded dim it is partial."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     reduced = _reduced(args, len(dims))
@@ -37,7 +43,7 @@ def sum_(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def mean(b: Builder, op: Op, args: Arguments) -> None:
-    """A mean is linear, over dims that must be replicated."""
+    """Analyze a mean, which is linear, over dims that must be replicated."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     reduced = _reduced(args, len(dims))
@@ -47,7 +53,7 @@ def mean(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def reduce(b: Builder, op: Op, args: Arguments) -> None:
-    """Any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …).
+    """Analyze any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …).
 
     ``max`` of two tensors is pointwise.
     """
@@ -65,7 +71,7 @@ def reduce(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def along(b: Builder, op: Op, args: Arguments) -> None:
-    """Same shape, but a dim must be replicated: ``softmax``, ``sort``, ``cumprod`` …"""
+    """Analyze operators that need all of a dim and keep the shape: ``softmax``, ``sort``, ``cumprod`` …"""
     source = op.inputs[0]
     dims = b.tensor(source)
     b.never_partial(*op.inputs)
@@ -76,7 +82,7 @@ def along(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def cumsum(b: Builder, op: Op, args: Arguments) -> None:
-    """Linear along a dim that must be replicated."""
+    """Analyze ``cumsum``, which is linear, along a dim that must be replicated."""
     source = op.inputs[0]
     dims = b.tensor(source)
     b.block_dim(dims[args["dim"]])
@@ -84,7 +90,7 @@ def cumsum(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def topk(b: Builder, op: Op, args: Arguments) -> None:
-    """A new dim in place of one that must be replicated."""
+    """Analyze ``topk``, which puts a new dim in place of one that must be replicated."""
     source = op.inputs[0]
     b.never_partial(source)
     for tid in op.outputs:
@@ -95,7 +101,7 @@ def topk(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def triangle(b: Builder, op: Op, args: Arguments) -> None:
-    """``tril``/``triu``: linear; the last two dims must be replicated."""
+    """Analyze ``tril`` and ``triu``, which are linear, and whose last two dims must be replicated."""
     dims = b.tensor(op.inputs[0])
     for dim in dims[-2:]:
         b.block_dim(dim)
@@ -103,7 +109,7 @@ def triangle(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def norm(b: Builder, op: Op, args: Arguments) -> None:
-    """``layer_norm``/``rms_norm`` over trailing dims."""
+    """Analyze ``layer_norm`` and ``rms_norm`` over trailing dims."""
     source = op.inputs[0]
     dims = b.tensor(source)
     b.never_partial(*op.inputs)
@@ -118,14 +124,16 @@ def norm(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def group_norm(b: Builder, op: Op, args: Arguments) -> None:
-    """``group_norm``: ranks could hold complete groups, but the group count is a literal; all is blocked."""
+    """Block all dims of ``group_norm``: ranks could hold complete groups, but the group count is a
+    literal."""
     b.block(*op.inputs)
     for tid in op.outputs:
         b.set(tid, b.blocked(*b.shape(tid)))
 
 
 def batch_norm(b: Builder, op: Op, args: Arguments) -> None:
-    """``batch_norm``: each channel by itself, from running statistics, or from those of all other dims."""
+    """Analyze ``batch_norm``: each channel by itself, from running statistics, or from those of all other
+    dims."""
     if args["training"] and args.tensor("running_mean") is not None:
         raise NotCovered  # they are written
     dims = b.tensor(op.inputs[0])
@@ -139,7 +147,8 @@ def batch_norm(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def weight_norm(b: Builder, op: Op, args: Arguments) -> None:
-    """``_weight_norm``: a matrix divided by its norms over all dims but one, times scales along that one."""
+    """Analyze ``_weight_norm``: a matrix divided by its norms over all dims but one, times scales along that
+    one."""
     matrix, scales = op.inputs
     dims, kept = b.tensor(matrix), args["dim"]
     b.never_partial(*op.inputs)
@@ -152,7 +161,7 @@ def weight_norm(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def solve_triangular(b: Builder, op: Op, args: Arguments) -> None:
-    """Systems of equations, one for each position of the leading dims."""
+    """Analyze systems of equations, one for each position of the leading dims."""
     b.never_partial(*op.inputs)
     for tid in op.inputs:
         for dim in b.tensor(tid)[-2:]:
@@ -162,6 +171,37 @@ def solve_triangular(b: Builder, op: Op, args: Arguments) -> None:
         dim_trees.unify(x, y)
     lead = [x if x.size >= y.size else y for x, y in zip(matrix[:-2], right[:-2], strict=True)]
     b.set(op.outputs[0], [*lead, *right[-2:]])
+
+
+def average(b: Builder, op: Op, args: Arguments) -> None:
+    """Analyze means of windows, and interpolation, which are linear."""
+    _over_last_dims(b, op, b.partial(op.inputs[0]))
+
+
+def windows(b: Builder, op: Op, args: Arguments) -> None:
+    """Analyze ``im2col``: ``[(N,) C, H, W]`` to ``[(N,) C * elements of a window, windows]``."""
+    dims = list(b.tensor(op.inputs[0]))
+    for dim in dims[-2:]:
+        b.block_dim(dim)
+    elements, count = dim_trees.leaf(math.prod(args["kernel_size"]), True), b.shape(op.outputs[0])[-1]
+    laid_out = dim_trees.product([dims[-3], elements])
+    b.set(op.outputs[0], [*dims[:-3], laid_out, *b.blocked(count)], b.partial(op.inputs[0]))
+
+
+def largest(b: Builder, op: Op, args: Arguments) -> None:
+    """Analyze the largest of each window, and where it was."""
+    b.never_partial(op.inputs[0])
+    _over_last_dims(b, op, None)
+
+
+def _over_last_dims(b: Builder, op: Op, state: Partial | None) -> None:
+    """Pass all dims through but the last ones, whose number is in the operator's name."""
+    count = next(n for n in (1, 2, 3) if f"{n}d" in op.name)
+    dims = b.tensor(op.inputs[0])
+    for dim in dims[-count:]:
+        b.block_dim(dim)
+    for tid in op.outputs:
+        b.set(tid, [*dims[:-count], *b.blocked(*b.shape(tid)[-count:])], state)
 
 
 RULES = {
@@ -212,4 +252,23 @@ RULES = {
     "aten.batch_norm": batch_norm,
     "aten._weight_norm": weight_norm,
     **dict.fromkeys(("aten.group_norm", "aten.native_group_norm"), group_norm),
+    **dict.fromkeys(
+        (
+            "aten.avg_pool1d",
+            "aten.avg_pool2d",
+            "aten.avg_pool3d",
+            "aten.adaptive_avg_pool1d",
+            "aten.adaptive_avg_pool2d",
+            "aten.upsample_nearest1d",
+            "aten.upsample_nearest2d",
+            "aten.upsample_bilinear2d",
+            "aten.upsample_bicubic2d",
+            "aten._upsample_bilinear2d_aa",
+            "aten._upsample_bicubic2d_aa",
+            "aten.upsample_linear1d",
+        ),
+        average,
+    ),
+    "aten.im2col": windows,
+    **dict.fromkeys(("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool2d_with_indices"), largest),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...tracing.tape import Mark, Ref
 from .. import dim_trees
 from ..dim_trees import Node
@@ -21,7 +23,7 @@ _OF_EACH_VALUE = frozenset(
 
 
 def cat(b: Builder, op: Op, args: Arguments) -> None:
-    """Laid end to end along one dim; all others are the same."""
+    """Analyze tensors that are laid end to end along one dim; all others are the same."""
     tids = [t for t in args.tensors("tensors") if b.shape(t) != (0,)]
     target = op.outputs[0]
     if not tids:
@@ -39,7 +41,7 @@ def cat(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def stack(b: Builder, op: Op, args: Arguments) -> None:
-    """A new dim, replicated, that counts the tensors."""
+    """Analyze ``stack``: a new dim, replicated, counts the tensors."""
     tids = args.tensors("tensors")
     target = op.outputs[0]
     dims = broadcast(b, tids, len(b.shape(tids[0])))
@@ -49,7 +51,8 @@ def stack(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def split(b: Builder, op: Op, args: Arguments) -> None:
-    """``split``, ``chunk``, ``split_with_sizes``, ``tensor_split``: consecutive segments of a dim."""
+    """Analyze ``split``, ``chunk``, ``split_with_sizes`` and ``tensor_split``: consecutive segments of a
+    dim."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
@@ -59,7 +62,7 @@ def split(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def gated(b: Builder, op: Op, args: Arguments) -> None:
-    """``glu``: the first half of a dim times the sigmoid of the second; both are sharded alike."""
+    """Analyze ``glu``: the first half of a dim times the sigmoid of the second; both are sharded alike."""
     source = op.inputs[0]
     b.never_partial(source)
     dims = list(b.tensor(source))
@@ -72,7 +75,7 @@ def gated(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def slice_(b: Builder, op: Op, args: Arguments) -> None:
-    """``slice``: a segment, or every n-th position."""
+    """Analyze ``slice``: a segment, or every n-th position."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
@@ -104,7 +107,7 @@ def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:
 
 
 def narrow(b: Builder, op: Op, args: Arguments) -> None:
-    """``narrow``."""
+    """Analyze ``narrow``."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
@@ -119,7 +122,7 @@ def narrow(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def select(b: Builder, op: Op, args: Arguments) -> None:
-    """One position of a dim, which must be replicated."""
+    """Analyze one position of a dim, which must be replicated."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     b.block_dim(dims.pop(args["dim"]))
@@ -129,7 +132,7 @@ def select(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def unbind(b: Builder, op: Op, args: Arguments) -> None:
-    """Every position of a dim, which must be replicated."""
+    """Analyze every position of a dim, which must be replicated."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     b.block_dim(dims.pop(args["dim"]))
@@ -138,7 +141,7 @@ def unbind(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def embedding(b: Builder, op: Op, args: Arguments) -> None:
-    """Rows of a table. Its rows may be sharded if the ids enter this module at a mark."""
+    """Analyze rows of a table, which may be sharded if the ids enter this module at a mark."""
     table, ids = op.inputs[0], op.inputs[1]
     rows, width = b.tensor(table)
     target = op.outputs[0]
@@ -155,7 +158,7 @@ def embedding(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def index_select(b: Builder, op: Op, args: Arguments) -> None:
-    """Positions of a dim, which must be replicated, by ids."""
+    """Analyze positions of a dim, which must be replicated, by ids."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
@@ -166,7 +169,7 @@ def index_select(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def index(b: Builder, op: Op, args: Arguments) -> None:
-    """``x[i, :, j]``: indexed dims must be replicated, the others stay."""
+    """Analyze ``x[i, :, j]``: indexed dims must be replicated, and the others stay."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     indices: Sequence[Any] = args["indices"]
@@ -189,7 +192,7 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def _full_rows(b: Builder, source: int, indices: Sequence[Any], picked: int) -> list[Node]:
-    """The dim of what a mask picks, if that is all of each row or nothing of it; else none.
+    """Return the dim of what a mask picks, if that is all of each row or nothing of it; else none.
 
     The mask is one value for each row, expanded to the shape of what it picks from.
     """
@@ -205,7 +208,7 @@ def _full_rows(b: Builder, source: int, indices: Sequence[Any], picked: int) -> 
 
 
 def _is_same_in_rows(b: Builder, tid: int) -> bool:
-    """Whether a mask is one value all along its last dim: one for each row was expanded."""
+    """Return whether a mask is one value all along its last dim: one for each row was expanded."""
     while (event := b.made_by.get(tid)) is not None:
         if isinstance(event, Mark):
             tid = event.source
@@ -219,13 +222,11 @@ def _is_same_in_rows(b: Builder, tid: int) -> bool:
 
 
 def _is_mask(b: Builder, tid: int) -> bool:
-    import torch
-
     return b.tape.tensors[tid].dtype in (torch.bool, torch.uint8)
 
 
 def gather(b: Builder, op: Op, args: Arguments) -> None:
-    """``gather``: along one dim by ids; the others are the same where sizes agree."""
+    """Analyze ``gather`` along one dim by ids; the others are the same where sizes agree."""
     source, target = op.inputs[0], op.outputs[0]
     ids = args.tensor("index")
     assert ids is not None
@@ -243,7 +244,7 @@ def gather(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def scatter(b: Builder, op: Op, args: Arguments) -> None:
-    """``scatter``, ``scatter_add``, ``scatter_reduce``: writes along one dim by ids."""
+    """Analyze ``scatter``, ``scatter_add`` and ``scatter_reduce``: writes along one dim by ids."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     others = [t for t in (args.tensor("index"), args.tensor("src")) if t is not None]
@@ -260,7 +261,7 @@ def scatter(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def index_add(b: Builder, op: Op, args: Arguments) -> None:
-    """``index_add``: rows are added at ids; linear in both."""
+    """Analyze ``index_add``: rows are added at ids; it is linear in both."""
     source, target = op.inputs[0], op.outputs[0]
     ids, added = args.tensor("index"), args.tensor("source")
     assert ids is not None
@@ -278,7 +279,7 @@ def index_add(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def index_put(b: Builder, op: Op, args: Arguments) -> None:
-    """``x[i] = v``: indexed dims must be replicated, and so must the values."""
+    """Analyze ``x[i] = v``: indexed dims must be replicated, and so must the values."""
     source, target = op.inputs[0], op.outputs[0]
     dims = b.tensor(source)
     b.never_partial(*op.inputs)
@@ -295,7 +296,7 @@ def index_put(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def masked_scatter(b: Builder, op: Op, args: Arguments) -> None:
-    """``masked_scatter``: values in the places of a mask, one after the other; all must be replicated.
+    """Analyze ``masked_scatter``: values in the places of a mask in turn; all dims must be replicated.
 
     Where the mask says the same all along each row, these are full rows, as wide as what they are put into.
     """

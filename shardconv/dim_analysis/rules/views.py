@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def view(b: Builder, op: Op, args: Arguments) -> None:
-    """``view``/``reshape``/``flatten``…: runs of dims with equal products are regrouped."""
+    """Analyze ``view``, ``reshape``, ``flatten``…: runs of dims with equal products are regrouped."""
     source, target = op.inputs[0], op.outputs[0]
     if op.name == "aten.view.dtype":
         b.block(source)
@@ -23,19 +23,19 @@ def view(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def view_like(b: Builder, op: Op, args: Arguments) -> None:
-    """``view_as``/``reshape_as``: the sizes are those of another tensor, on each rank its own."""
+    """Analyze ``view_as`` and ``reshape_as``: the sizes are those of another tensor, on each rank its own."""
     view(b, op, args)
     _same_sizes(b, op)
 
 
 def _same_sizes(b: Builder, op: Op) -> None:
-    """The dims of the result are those of the second tensor."""
+    """Give the result the dims of the second tensor."""
     for made, other in zip(b.tensor(op.outputs[0]), b.tensor(op.inputs[-1]), strict=True):
         dim_trees.unify(made, other)
 
 
 def regroup(b: Builder, dims: list[Node], shape: tuple[int, ...]) -> list[Node]:
-    """The dims of a tensor viewed in another shape."""
+    """Return the dims of a tensor viewed in another shape."""
     if 0 in shape:
         return b.blocked(*shape)
     out: list[Node] = []
@@ -56,7 +56,7 @@ def regroup(b: Builder, dims: list[Node], shape: tuple[int, ...]) -> list[Node]:
 
 
 def _ungroup(b: Builder, group: list[Node], sizes: list[int]) -> list[Node]:
-    """The dims of ``sizes`` that a run of dims makes, outer to inner."""
+    """Return the dims of ``sizes`` that a run of dims makes, outer to inner."""
     if len(group) == 1 and len(sizes) == 1:
         return group
     rest = dim_trees.product(group)
@@ -68,13 +68,13 @@ def _ungroup(b: Builder, group: list[Node], sizes: list[int]) -> list[Node]:
 
 
 def permute(b: Builder, op: Op, args: Arguments) -> None:
-    """``permute``."""
+    """Analyze ``permute``."""
     dims = b.tensor(op.inputs[0])
     b.set(op.outputs[0], [dims[d] for d in args["dims"]], b.partial(op.inputs[0]))
 
 
 def transpose(b: Builder, op: Op, args: Arguments) -> None:
-    """``transpose``, ``swapaxes``."""
+    """Analyze ``transpose`` and ``swapaxes``."""
     dims = list(b.tensor(op.inputs[0]))
     names = ("axis0", "axis1") if args["dim0"] is None else ("dim0", "dim1")
     first, second = args[names[0]], args[names[1]]
@@ -83,24 +83,25 @@ def transpose(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def reverse(b: Builder, op: Op, args: Arguments) -> None:
-    """``t``, ``numpy_T``: all dims reversed."""
+    """Analyze ``t`` and ``numpy_T``, which reverse all dims."""
     b.set(op.outputs[0], b.tensor(op.inputs[0])[::-1], b.partial(op.inputs[0]))
 
 
 def unsqueeze(b: Builder, op: Op, args: Arguments) -> None:
-    """A dim of size 1 more."""
+    """Analyze ``unsqueeze``, which adds a dim of size 1."""
     dims = list(b.tensor(op.inputs[0]))
     position = args["dim"] % (len(dims) + 1)
     b.set(op.outputs[0], [*dims[:position], dim_trees.leaf(1), *dims[position:]], b.partial(op.inputs[0]))
 
 
 def squeeze(b: Builder, op: Op, args: Arguments) -> None:
-    """Dims of size 1 fewer."""
+    """Analyze ``squeeze``, which removes dims of size 1."""
     view(b, op, args)
 
 
 def expand(b: Builder, op: Op, args: Arguments) -> None:
-    """A dim of size 1 repeated: the copies are alike, so the new dim may be sharded at will."""
+    """Analyze a dim of size 1 that is repeated: the copies are alike, so the new dim may be sharded at
+    will."""
     source, target = op.inputs[0], op.outputs[0]
     shape = b.shape(target)
     dims = b.tensor(source)
@@ -110,13 +111,13 @@ def expand(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def expand_like(b: Builder, op: Op, args: Arguments) -> None:
-    """``expand_as``: to the sizes of another tensor, on each rank its own."""
+    """Analyze ``expand_as``, to the sizes of another tensor, on each rank its own."""
     expand(b, op, args)
     _same_sizes(b, op)
 
 
 def repeat(b: Builder, op: Op, args: Arguments) -> None:
-    """``repeat``: the copies are the outer factor."""
+    """Analyze ``repeat``, whose copies are the outer factor."""
     source, target = op.inputs[0], op.outputs[0]
     shape = b.shape(target)
     dims = b.tensor(source)
@@ -129,7 +130,7 @@ def repeat(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def repeat_interleave(b: Builder, op: Op, args: Arguments) -> None:
-    """Each position repeated: the copies are the inner factor."""
+    """Analyze positions that are each repeated: the copies are the inner factor."""
     source, target = op.inputs[0], op.outputs[0]
     dim = args["dim"]
     dims = list(b.tensor(source))
@@ -142,7 +143,7 @@ def repeat_interleave(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def movedim(b: Builder, op: Op, args: Arguments) -> None:
-    """``movedim`` with ints or lists."""
+    """Analyze ``movedim`` with ints or lists."""
     dims = b.tensor(op.inputs[0])
     rank = len(dims)
     given = (args["source"], args["destination"])
@@ -157,7 +158,7 @@ def movedim(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def moved_along(b: Builder, op: Op, args: Arguments) -> None:
-    """``flip``, ``roll``: values move along dims, which must be replicated."""
+    """Analyze ``flip`` and ``roll``: values move along dims, which must be replicated."""
     dims = list(b.tensor(op.inputs[0]))
     moved = args["dims"]
     for d in moved if isinstance(moved, (list, tuple)) and moved else range(len(dims)):
@@ -166,7 +167,7 @@ def moved_along(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def pad(b: Builder, op: Op, args: Arguments) -> None:
-    """``constant_pad_nd``: padded dims must be replicated."""
+    """Analyze ``constant_pad_nd``, whose padded dims must be replicated."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     amounts = args["pad"]
@@ -181,7 +182,7 @@ def pad(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def unfold(b: Builder, op: Op, args: Arguments) -> None:
-    """``unfold``: windows of a dim, which must be replicated."""
+    """Analyze ``unfold``: windows of a dim, which must be replicated."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     position = args["dimension"] % len(dims)
@@ -192,14 +193,14 @@ def unfold(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def as_complex(b: Builder, op: Op, args: Arguments) -> None:
-    """``view_as_complex``: the last dim, of 2, becomes the parts of one number."""
+    """Analyze ``view_as_complex``: the last dim, of 2, becomes the parts of one number."""
     dims = b.tensor(op.inputs[0])
     b.block_dim(dims[-1])
     b.set(op.outputs[0], dims[:-1], b.partial(op.inputs[0]))
 
 
 def as_real(b: Builder, op: Op, args: Arguments) -> None:
-    """``view_as_real``: a last dim of 2, replicated."""
+    """Analyze ``view_as_real``: the last dim, of 2, is replicated."""
     b.set(op.outputs[0], [*b.tensor(op.inputs[0]), *b.blocked(2)], b.partial(op.inputs[0]))
 
 

@@ -25,12 +25,12 @@ from shardconv import cli
 from shardconv.converted.verify import DamagedError
 from shardconv.engines import export_vllm as exporting
 from shardconv.engines import state_files as verifying
-from shardconv.engines import vllm_package, vllm_state
+from shardconv.engines import vllm_calls, vllm_state
 from shardconv.engines.state_files import is_engine_state, read, verify_state
 from shardconv.engines.vllm_state import EngineState
 
 TP = 2
-VERSION = f"{vllm_package.TESTED[0]}.0"
+VERSION = f"{vllm_calls.TESTED[0]}.0"
 
 
 def rows(tensor: LazyTensor, rank: int, tp: int) -> LazyTensor:

@@ -16,9 +16,8 @@ from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf, zeros
 
 import shardconv
-from shardconv.engines import vllm_package, vllm_state
-from shardconv.engines.vllm_calls import EngineCall, EngineMethod, EngineValue, require_known
-from shardconv.engines.vllm_package import is_tested
+from shardconv.engines import vllm_calls, vllm_state
+from shardconv.engines.vllm_calls import EngineCall, EngineMethod, EngineValue, is_tested, require_known
 from shardconv.engines.vllm_rank import Answer, Recorded, Request
 from shardconv.engines.vllm_recorder import FAILURE, REQUEST, Failure, answer_name
 from shardconv.engines.vllm_state import EngineState
@@ -134,7 +133,7 @@ def test_tensors_that_no_other_process_can_compute(answer: Callable[[Any], None]
 
 
 def test_tested_versions() -> None:
-    tested = vllm_package.TESTED[0]
+    tested = vllm_calls.TESTED[0]
     assert is_tested(tested)
     assert is_tested(f"{tested}.1")
     assert not is_tested(f"{tested}9.0")

@@ -8,8 +8,7 @@ from shardconv_runtime.parallel.meta_model import build_model
 from zoo.models import build
 
 from shardconv.dim_analysis.rules import RULES
-from shardconv.inputs.trace_inputs import trace_inputs
-from shardconv.inputs.training_code import returns_its_loss_function
+from shardconv.inputs.trace_inputs import returns_its_loss_function, trace_inputs
 
 
 @pytest.mark.parametrize(("model_type", "expected"), [("llama", True), ("bart", False)])

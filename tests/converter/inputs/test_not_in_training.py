@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from shardconv_runtime.format.plan import module_plans, parameter_plans
 from torch import Tensor, nn
 
-from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.inputs.training_code import not_in_training
+from shardconv.inputs.trace_inputs import TraceInputs, not_in_training
 from shardconv.tracing.trace import trace
 
 
