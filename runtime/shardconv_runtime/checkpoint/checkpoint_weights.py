@@ -283,19 +283,15 @@ def _load_from(
     except (SourceError, InPlaceError):
         raise
     except Exception as error:  # unpicklers, converters and custom code may raise anything
-        _require_converted(spec, reports, error)
+        # Name the parameters whose conversion failed; only transformers' log has them.
+        names = [match[1] for report in reports for match in _UNCONVERTED.finditer(report)]
+        if names:
+            raise SourceError(
+                f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters "
+                f"consist of: {_some(names)}; download it again, or correct config.json"
+            ) from error
         raise SourceError(f"the weights of {spec.name} cannot be read: {brief(error)}") from error
     return loaded
-
-
-def _require_converted(spec: ModelSpec, reports: list[str], error: Exception) -> None:
-    """Name the parameters whose conversion failed; only transformers' log has them."""
-    names = [match[1] for report in reports for match in _UNCONVERTED.finditer(report)]
-    if names:
-        raise SourceError(
-            f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters consist "
-            f"of: {_some(names)}; download it again, or correct config.json"
-        ) from error
 
 
 @contextmanager

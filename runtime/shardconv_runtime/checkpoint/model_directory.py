@@ -181,7 +181,14 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
             "PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(DIR); convert DIR"
         )
     if not has_config:
-        _refuse_without_config(directory)
+        if (directory / "model_index.json").is_file():
+            parts = sorted(path.parent.name for path in directory.glob("*/config.json"))
+            named = f", such as {directory / parts[0]}" if parts else ""
+            raise SourceError(
+                f"{directory} is a diffusers pipeline; name one of its parts that is a transformers "
+                f"model{named}"
+            )
+        _refuse_other_weights(directory)
     _refuse_pointer(directory / CONFIG)
     if need_weights:
         known = {name for names in LAYOUTS for name in names}
@@ -208,16 +215,6 @@ def remarks(directory: Path) -> list[str]:
         f"the repository is one of sentence-transformers; the model was converted, and its other modules "
         f"({', '.join(rest)}) were not: apply them to the model's output"
     ]
-
-
-def _refuse_without_config(directory: Path) -> None:
-    if (directory / "model_index.json").is_file():
-        parts = sorted(path.parent.name for path in directory.glob("*/config.json"))
-        named = f", such as {directory / parts[0]}" if parts else ""
-        raise SourceError(
-            f"{directory} is a diffusers pipeline; name one of its parts that is a transformers model{named}"
-        )
-    _refuse_other_weights(directory)
 
 
 def _refuse_other_weights(directory: Path) -> None:

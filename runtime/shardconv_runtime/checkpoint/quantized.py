@@ -182,7 +182,8 @@ class PackedWeights:
 
     def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
         """The weight as a tensor that is computed when it is read, a stack of matrices one by one."""
-        if self._dequantize and len(found.shape) > 2 and _is_stacked(found.packing):
+        is_stack = all(PackedDim(0, 1) in tensor.dims for tensor in found.packing.tensors)
+        if self._dequantize and len(found.shape) > 2 and is_stack:
             first, *rest = found.shape
             parts = [self._part(f"{name}[{i}]", found, dtype, (i, i + 1)) for i in range(first)]
             return lazy.concatenate([lazy.from_leaf(part, (1, *rest)) for part in parts], 0)
@@ -203,18 +204,23 @@ class PackedWeights:
         return ComputedLeaf(f"{name}, dequantized", compute, dtype, count)
 
     def _stored(self, found: Found) -> dict[str, LazyTensor]:
-        """The stored tensors of a weight, in the shapes of their dims."""
-        return {
-            tensor.name: _in_dims(self._tensors[found.tensors[tensor.name]], tensor, found.shape)
-            for tensor in found.packing.tensors
-        }
+        """Return the stored tensors of a weight, in the shapes of their dims."""
+        made = {}
+        for packed in found.packing.tensors:
+            tensor = self._tensors[found.tensors[packed.name]]
+            if packed.checkpoint_shape:
+                reshaped = lazy.reshape(tensor, [global_size(dim, found.shape) for dim in packed.dims])
+                assert reshaped is not None, "a stored tensor is contiguous"
+                tensor = reshaped
+            made[packed.name] = tensor
+        return made
 
     def _composed(self, name: str, weight: LazyTensor) -> PackedWeight:
         """A parameter that is stacked, concatenated or transposed from packed weights."""
         pieces = [_Piece(name, piece, self._by_leaf[piece.leaf]) for piece in weight.pieces]
         first = pieces[0].found.packing
-        kinds = {(p.found.packing.method, p.found.packing.settings, _kinds(p.found.packing)) for p in pieces}
-        if len(kinds) > 1:
+        packings = [piece.found.packing for piece in pieces]
+        if len({(p.method, p.settings, tuple((t.name, t.dtype) for t in p.tensors)) for p in packings}) > 1:
             raise _inseparable(name, "weights that are packed in different ways")
         stored = [self._stored(piece.found) for piece in pieces]
         made: dict[str, LazyTensor] = {}
@@ -309,11 +315,6 @@ class _Checkpoint:
         return read_tensor(self._lazy[name])
 
 
-def _is_stacked(packing: Packing) -> bool:
-    """Whether each stored tensor has its own part for each position of the weight's first dim."""
-    return all(PackedDim(0, 1) in tensor.dims for tensor in packing.tensors)
-
-
 def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
     """What belongs to some positions of the weight's first dim: all of a tensor that has no part for each.
 
@@ -338,19 +339,6 @@ def _is_whole(weight: LazyTensor) -> bool:
         and piece.leaf.num_elements == torch.Size(weight.shape).numel()
         and all(n == 1 or a == b for n, a, b in zip(piece.shape, piece.strides, strides, strict=True))
     )
-
-
-def _in_dims(tensor: LazyTensor, packed: PackedTensor, shape: Shape) -> LazyTensor:
-    """A stored tensor in the shape of its dims."""
-    if not packed.checkpoint_shape:
-        return tensor
-    reshaped = lazy.reshape(tensor, [global_size(dim, shape) for dim in packed.dims])
-    assert reshaped is not None, "a stored tensor is contiguous"
-    return reshaped
-
-
-def _kinds(packing: Packing) -> tuple[tuple[str, str], ...]:
-    return tuple((tensor.name, tensor.dtype) for tensor in packing.tensors)
 
 
 def _steps(name: str, weight: LazyTensor, pieces: list[_Piece], tensor: str) -> tuple[int, ...]:

@@ -102,9 +102,13 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
             assert isinstance(cls, type)
             return cls
     for mapping_name in FALLBACKS:
-        cls = _from_mapping(mapping_name, config)
-        if cls is not None:
-            return cls
+        mapping = getattr(transformers, mapping_name, {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            cls = found[0] if isinstance(found, tuple) else found
+            if _is_model(cls):  # not _fits: some types use the class of another one
+                assert isinstance(cls, type)
+                return cls
     raise SourceError(
         f"transformers {transformers.__version__} has no model class for {type(config).__name__} "
         f"(architectures: {getattr(config, 'architectures', None)}); name one in config.json"
@@ -139,15 +143,6 @@ def _fits(cls: object, config: Any) -> bool:
         return False
     expected = getattr(cls, "config_class", None)
     return expected is None or isinstance(config, expected)
-
-
-def _from_mapping(mapping_name: str, config: Any) -> type | None:
-    mapping = getattr(transformers, mapping_name, {})
-    if type(config) not in mapping:
-        return None
-    found = mapping[type(config)]
-    cls = found[0] if isinstance(found, tuple) else found
-    return cls if _is_model(cls) else None  # not _fits: some types use the class of another one
 
 
 # The description of a model to convert, known before the model is built.

@@ -85,20 +85,24 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     """
     found: dict[str, dict[str, LazyTensor]] = {}
     for file in files:
-        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
-            tensors = _safetensors(file)
+        if isinstance(file, RemoteFile):
+            name_in_index = file.name
         else:
-            tensors = iter(pickled_tensors(file))
-        for tensor_name, tensor in tensors:
-            found.setdefault(tensor_name, {})[_name(file, index)] = tensor
+            name_in_index = (file if index is None else file.relative_to(index.path.parent)).as_posix()
+        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+            start, headers = header_of(file)
+            tensors = {}
+            for name, header in headers.items():
+                if header.dtype not in TORCH_NAME:
+                    raise SourceError(
+                        f"{file}: {name} has the dtype {header.dtype}, which torch does not have"
+                    )
+                tensors[name] = stored(file, start, header)
+        else:
+            tensors = dict(pickled_tensors(file))
+        for name, tensor in tensors.items():
+            found.setdefault(name, {})[name_in_index] = tensor
     return {name: _chosen(name, held, index) for name, held in found.items()}
-
-
-def _name(file: WeightFile, index: Index | None) -> str:
-    """The name by which an index may know a file."""
-    if isinstance(file, RemoteFile):
-        return file.name
-    return (file if index is None else file.relative_to(index.path.parent)).as_posix()
 
 
 def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> LazyTensor:
@@ -111,14 +115,6 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
         where = "an index of the files" if index is None else index.path
         raise SourceError(f"both {first} and {second} hold {name}; name one of them in {where}")
     return next(iter(held.values()))
-
-
-def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
-    start, tensors = header_of(file)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in TORCH_NAME:
-            raise SourceError(f"{file}: {name} has the dtype {tensor.dtype}, which torch does not have")
-        yield name, stored(file, start, tensor)
 
 
 def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:

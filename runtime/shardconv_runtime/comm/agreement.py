@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError
-from .mesh import Launch, rank
+from .mesh import Launch, can_capture, rank
 from .process_groups import control_group
 
 # Values of rank 0 on every rank.
@@ -283,3 +284,39 @@ def digest(value: Any) -> str:
     if hasattr(value, "to_diff_dict"):
         return f"{type(value).__name__} {value.to_diff_dict()!r}"
     return type(value).__qualname__
+
+
+def require_own_gpus(start: Launch) -> None:
+    """Check that each rank has its own GPU, which nccl needs; every rank calls it.
+
+    Raises:
+        LaunchError: two ranks have the same GPU.
+    """
+    if start.world_size > 1 and can_capture(start):
+        error = shared_gpu_error(exchange(start, describe_gpu(start.device)))
+        if error is not None:
+            raise error
+
+
+def describe_gpu(device: torch.device) -> tuple[str, str]:
+    """Return the host and the UUID of a GPU. It does not depend on ``CUDA_VISIBLE_DEVICES``."""
+    properties = torch.cuda.get_device_properties(device)
+    return socket.gethostname(), str(properties.uuid)
+
+
+def shared_gpu_error(gpus: list[tuple[str, str]]) -> LaunchError | None:
+    """Return the error if two ranks would use one GPU, otherwise None.
+
+    Args:
+        gpus: ``describe_gpu`` of each rank.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for number, gpu in enumerate(gpus):
+        if first.setdefault(gpu, number) != number:
+            host, identity = gpu
+            return LaunchError(
+                f"ranks {first[gpu]} and {number} use the same GPU ({identity} on {host}), and nccl needs "
+                "one for each rank; let each process see or bind its own (CUDA_VISIBLE_DEVICES, "
+                "torch.cuda.set_device, load(device=)), or start the group with gloo"
+            )
+    return None

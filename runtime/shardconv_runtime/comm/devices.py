@@ -28,16 +28,13 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
         return found
     if not torch.cuda.is_available():
         raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
-    bound = _bound_index()
-    return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
-
-
-def _bound_index() -> int | None:
-    """The GPU to which the caller bound this process. The first one may be current without that."""
+    bound: int | None
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
-        return world.bound_device_id.index
-    return torch.cuda.current_device() or None
+        bound = world.bound_device_id.index
+    else:  # GPU 0 may be current without having been chosen
+        bound = torch.cuda.current_device() or None
+    return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
 
 
 def _index_of_local_rank(num_local: int) -> int:

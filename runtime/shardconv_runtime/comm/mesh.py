@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import LaunchError
 from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Plan
-from ..format.slices import Mesh, group_of
+from ..format.slices import group_of
 from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
 from . import env_int, other_launcher
 from .collectives import AllReduce, ProcessCommunicator
@@ -156,7 +156,7 @@ def can_capture(start: Launch) -> bool:
 def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
     """The sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass run."""
     used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
-    return {_real_axes(axes, plan.mesh) for axes in (*used, *more)} - {()}
+    return {tuple(sorted(axis for axis in axes if plan.mesh[axis] > 1)) for axes in (*used, *more)} - {()}
 
 
 def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
@@ -167,10 +167,6 @@ def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
             yield axes_of(boundary.layout)
     if entry.norm is not None:
         yield entry.norm.axes
-
-
-def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
-    return tuple(sorted(axis for axis in axes if mesh[axis] > 1))
 
 
 # A device mesh: the dim over which one model is tensor-parallel, and all of its processes.

@@ -107,7 +107,11 @@ class Resharding(ABC):
         self.dim = dim
         self.axes = comm.real(axes_of(layout))
         if self.axes:
-            self.parts = _parts_of(layout, comm)
+            self.parts: Parts
+            if isinstance(layout, Leaf) and not layout.size:
+                self.parts = OpenParts(layout, comm.mesh, comm.rank)
+            else:
+                self.parts = KnownParts(layout, comm.mesh, comm.rank, comm.device)
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
         self.is_partially_sharded = is_partially_sharded(layout)
@@ -156,17 +160,6 @@ class Resharding(ABC):
     def _own(self, x: Tensor) -> Tensor:
         return self.parts.own(x, self.dim % x.dim())
 
-    def _own_in_zeros(self, x: Tensor) -> Tensor:
-        return self.parts.own_in_zeros(x, self.dim % x.dim())
-
-
-def _parts_of(layout: Dim, comm: Communicator) -> Parts:
-    """The parts of a dim of this layout."""
-    if isinstance(layout, Leaf) and not layout.size:
-        return OpenParts(layout, comm.mesh, comm.rank)
-
-    return KnownParts(layout, comm.mesh, comm.rank, comm.device)
-
 
 class Gather(Resharding):
     """The step ``all_gather`` of a plan: local ``[..., n, ...]`` to replicated ``[..., size(layout), ...]``.
@@ -200,7 +193,7 @@ class Slice(Resharding):
             return self._gather(gradient)
         gradient = self._divided(gradient, [a for a in self.axes if a not in self._local])
         replicated = tuple(a for a in self.axes if a not in (self._partial or ()))
-        return self.comm.all_reduce(self._own_in_zeros(gradient), replicated)
+        return self.comm.all_reduce(self.parts.own_in_zeros(gradient, self.dim % gradient.dim()), replicated)
 
 
 class ReduceScatter(Resharding):

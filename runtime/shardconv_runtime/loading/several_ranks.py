@@ -1,4 +1,4 @@
-"""What a loaded model needs where it is one of several ranks, so that calls are right on all, or refused."""
+"""Guards of a model that is one of several ranks: calls are right on all ranks, or refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ..training.optimizer_guards import (
     take_norms_over_ranks,
 )
 
-# Whether the ranks of a model get the same inputs: with different ones they would compute nothing of use.
+# The ranks of a model must get the same inputs: with different ones they would compute nonsense.
 #
-# To compare them costs a message between the ranks, so only the calls 1, 2, 4, 8 ... of a model are
-# compared: a data loader that shares its samples out over all processes is found in the first, and tokens
-# that each process draws for itself in the second or soon after. To compare all calls is an option.
+# A comparison costs a message between the ranks, so only the calls 1, 2, 4, 8 ... are compared. This finds a
+# data loader that deals samples out to all processes in the first call, and tokens that each process draws
+# itself in the second or soon after. An option compares all calls.
 
 VARIABLE = "SHARDCONV_CHECK_INPUTS"
-"""Environment variable that has all calls compared."""
+"""Environment variable that makes every call compare its inputs."""
 
 
 def compare_inputs(
@@ -47,12 +47,12 @@ def compare_inputs(
     """Compare the inputs of a model's calls between its ranks, in place.
 
     Args:
-        model: of this rank, complete.
+        model: the complete model of this rank.
         start: the ranks.
-        always: compare those of every call; the environment variable has the same effect.
-        unless: tells of a call that its ranks do not make it at about the same time.
+        always: compare every call; the environment variable has the same effect.
+        unless: returns True during calls that the ranks do not make at about the same time.
 
-    A call that Dynamo traces compares nothing, except that of ``load(compile=True)``.
+    Calls that Dynamo traces compare nothing, except in a model of ``load(compile=True)``.
     """
     comparison = _Comparison(start, always or os.environ.get(VARIABLE, "0") not in ("", "0"), unless)
     compiled = model._compiled_call_impl
@@ -94,14 +94,14 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     """Guard a model, in place.
 
     Args:
-        model: of this rank, complete, compiled if it is to be.
+        model: the complete model of this rank, already compiled if it is to be.
         start: the ranks.
-        comm: of the model.
-        training: it was loaded for training.
-        check_inputs: compare the inputs of each call.
+        comm: the communicator of the model.
+        training: the model was loaded for training.
+        check_inputs: compare the inputs of every call.
     """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     if start.world_size == 1:
         return
     assert start.group is not None, "several ranks have one"
@@ -115,7 +115,7 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
     localize_caches(model)
     if training:
-        # Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts.
+        # The hook also registers copies of the model: torch's clipping must know whose gradients are parts.
         def known(model: nn.Module, args: object) -> None:
             if not torch.compiler.is_compiling():
                 MODELS.add(model)
@@ -128,13 +128,8 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 
-def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In place of transformers' method; few inference jobs save."""
-    save_pretrained(model, *args, **kwargs)
-
-
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Of the full model; arguments as of transformers' method."""
+    """Count the parameters of the full model, with the arguments of transformers' method."""
     if loaded(model).plan.stages is not None:
         if only_trainable or exclude_embeddings:
             raise PlanError(

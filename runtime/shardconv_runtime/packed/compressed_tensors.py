@@ -176,7 +176,12 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
     first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
     """
     stored = {tensor.name: tensor for tensor in packing.tensors}
-    scale = _for_inputs(_factors(tensors["*_scale"]), stored["*_scale"], tensors, held)
+    factors = tensors["*_scale"]
+    if factors.dtype == torch.uint8:  # exponents of two
+        factors = 2.0 ** (factors.int() - number_formats.BIAS).bfloat16()
+    elif factors.element_size() == 1:  # float8, in which torch does not multiply
+        factors = factors.bfloat16()
+    scale = _for_inputs(factors, stored["*_scale"], tensors, held)
     values = _values(dict(packing.settings), tensors, held)
     if "*_global_scale" in tensors:
         return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
@@ -199,7 +204,16 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, na
         )
     if "*_g_idx" in tensors:
         groups = next(stored.dims[-1] for stored in packing.tensors if stored.name == "*_scale")
-        _check_groups(tensors["*_g_idx"].cpu().long(), groups, held, name)
+        index = tensors["*_g_idx"].cpu().long()
+        if (index == -1).all():
+            return
+        if groups.of is None:
+            if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
+                raise CheckpointError(
+                    f"{name}: g_idx names a group outside of the {groups.step} of the weight"
+                )
+        elif not torch.equal(index, held.positions(1) // groups.step):
+            raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
 
 
 class _Weight:
@@ -213,7 +227,17 @@ class _Weight:
         stored = info(checkpoint, self._name(self._values), module + SCALE)
         self._kind = stored.dtype
         self._stored = matrix(checkpoint, self._name(self._values), module + SCALE)
-        self._shape = self._weight_shape()
+        rows, columns = self._stored
+        if self._kind == "int32" and self._values == "*_packed":
+            name = self._name("*_shape")
+            if info(self._checkpoint, name, self._module + SCALE).shape != (2,):
+                raise SourceError(f"{name} is not the shape of a matrix{REMEDY}")
+            said = tuple(int(size) for size in self._checkpoint.read(name).tolist())
+            if said[0] != rows:
+                raise SourceError(f"{name} says {list(said)}, and the weight has {rows} rows{REMEDY}")
+            self._shape = said[0], said[1]
+        else:
+            self._shape = rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
 
     def found(self, choices: tuple[WeightSettings, ...]) -> Found:
         """Its description with the settings that fit.
@@ -235,18 +259,6 @@ class _Weight:
         own = part.startswith("*")
         return f"{self._module}.{part.replace('*', 'weight')}" if own else f"{self._module}.{part}"
 
-    def _weight_shape(self) -> tuple[int, int]:
-        rows, columns = self._stored
-        if self._kind == "int32" and self._values == "*_packed":
-            name = self._name("*_shape")
-            if info(self._checkpoint, name, self._module + SCALE).shape != (2,):
-                raise SourceError(f"{name} is not the shape of a matrix{REMEDY}")
-            said = tuple(int(size) for size in self._checkpoint.read(name).tolist())
-            if said[0] != rows:
-                raise SourceError(f"{name} says {list(said)}, and the weight has {rows} rows{REMEDY}")
-            return said[0], said[1]
-        return rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
-
     def _is_of(self, weights: WeightSettings) -> bool:
         """Whether the values may be of a group with these settings."""
         if self._values == "*":
@@ -267,10 +279,16 @@ class _Weight:
         scale = self._scale_dims(weights)
         group.add("*_scale", SCALES[self._kind], scale)
         for part in parts[2:]:
+            shape = self._checkpoint.tensors[self._name(part)].shape
+            dims = tuple(PackedDim(None, size) for size in shape)
+            if part == "*_g_idx":
+                dims = (PackedDim(1, 1),)
+            elif part == "*_zero_point":
+                dims = scale
             if part == "*_zero_point" and self._kind == "int32" and len(scale) == 2:
                 group.add(part, ["int32"], (PackedDim(0, step), scale[1]))
             else:
-                group.add(part, DTYPES[part], self._other_dims(part, scale))
+                group.add(part, DTYPES[part], dims)
         return group.found("compressed_tensors", bits=weights.bits)
 
     def _scale_dims(self, weights: WeightSettings) -> tuple[PackedDim, ...]:
@@ -290,21 +308,6 @@ class _Weight:
         if len(dims) != 2 or not 0 <= int(index.min()) <= int(index.max()) < groups:
             raise SourceError(f"{name} names a group outside of the {groups} of the weight{REMEDY}")
         return dims[0], PackedDim(None, groups)
-
-    def _other_dims(self, part: str, scale: tuple[PackedDim, ...]) -> tuple[PackedDim, ...]:
-        if part == "*_zero_point":
-            return scale
-        if part == "*_g_idx":
-            return (PackedDim(1, 1),)
-        return tuple(PackedDim(None, size) for size in self._checkpoint.tensors[self._name(part)].shape)
-
-
-def _factors(scale: Tensor) -> Tensor:
-    """Factors in a dtype that computes; bytes are exponents of two."""
-    if scale.dtype == torch.uint8:
-        factors: Tensor = 2.0 ** (scale.int() - number_formats.BIAS).bfloat16()
-        return factors
-    return scale.bfloat16() if scale.element_size() == 1 else scale
 
 
 def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
@@ -340,13 +343,3 @@ def _for_inputs(
     if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
         return values.index_select(1, tensors["*_g_idx"].long())
     return spread(values, stored, held)
-
-
-def _check_groups(index: Tensor, groups: PackedDim, held: WeightSlice, name: str) -> None:
-    if (index == -1).all():
-        return
-    if groups.of is None:
-        if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
-            raise CheckpointError(f"{name}: g_idx names a group outside of the {groups.step} of the weight")
-    elif not torch.equal(index, held.positions(1) // groups.step):
-        raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")

@@ -57,12 +57,14 @@ def dequantize(
     first = next(iter(tensors.values()))
     out = torch.empty(held.local_shape, dtype=dtype, device=first.device)
     if out.numel():
-        count = _rows_at_once(packing, held)
+        # Stored tensors are cut between steps only, so a whole number of steps is computed at once.
+        step = math.lcm(*(dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0))
+        count = max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
         for start in range(0, len(out), count):
             rows = out[start : start + count]
             stop = start + len(rows)
-            stored = _rows(packing, tensors, held, start, stop)
-            rows.copy_(FORMULAS[packing.method](packing, stored, held.rows(start, stop)))
+            cut = _rows(packing, tensors, held, start, stop)
+            rows.copy_(FORMULAS[packing.method](packing, cut, held.rows(start, stop)))
     return out
 
 
@@ -85,21 +87,11 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
                 f"{name}: its stored tensor {stored.name} is {tensor.dtype} {list(tensor.shape)}, and should "
                 f"be {stored.dtype} {list(shape)} for its part {list(held.local_shape)} of {list(held.shape)}"
             )
-        if stored.name not in number_formats.VALUES and not _is_finite(tensor):
+        is_factor = stored.name not in number_formats.VALUES and tensor.is_floating_point()
+        if is_factor and not bool(tensor.float().isfinite().all()):
             raise CheckpointError(f"{name}: its stored tensor {stored.name} has values that are not finite")
     if packing.method in CHECKS and 0 not in held.local_shape:
         CHECKS[packing.method](packing, tensors, held, name)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-
-
-def _rows_at_once(packing: Packing, held: WeightSlice) -> int:
-    """So many local positions of the first dim that stored tensors are cut between steps."""
-    steps = [dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0]
-    step = math.lcm(*steps)
-    return max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
 
 
 def _rows(

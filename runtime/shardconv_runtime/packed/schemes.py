@@ -44,7 +44,11 @@ def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = Fal
     Raises:
         SourceError: no such method is known, or the settings ask for a variant that is not covered.
     """
-    method = _method(settings)
+    found = settings.get("quant_method")
+    if found is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"
+    else:
+        method = str(getattr(found, "value", found) or "")
     if method not in SCHEMES:
         raise SourceError(
             f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
@@ -53,14 +57,6 @@ def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = Fal
     left_out = ("kv_cache_scheme",) if dequantize else ()
     known = {name: value for name, value in settings.items() if name not in left_out}
     return SCHEMES[method]({**known, "quant_method": method}, where)
-
-
-def _method(settings: Mapping[str, Any]) -> str:
-    """The method; bitsandbytes once left it out."""
-    found = settings.get("quant_method")
-    if found is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
-        return "bitsandbytes"
-    return str(getattr(found, "value", found) or "")
 
 
 # Whether a format rounds activations, too, by what it finds in each token.

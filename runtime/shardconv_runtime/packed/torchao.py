@@ -47,27 +47,23 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
 
 
 def _packed(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names of the packed parameters, and what the header says about them."""
+    """Yield the names of the packed parameters with their entries in the header."""
     if NAMES not in checkpoint.metadata:
         raise SourceError(
             f"the files have no {NAMES} in their headers, so torchao did not write them{REMEDY}"
         )
-    for name, text in checkpoint.metadata.items():
-        if "." in name:
-            said = _read(name, text)
-            if said.get("_type") != PLAIN:
-                yield name, said
-
-
-def _read(name: str, text: str) -> Mapping[str, Any]:
-    try:
-        said = json.loads(text)
-    except ValueError as error:
-        raise SourceError(f"{name}: its entry in the header is not JSON: {error}{REMEDY}") from error
     kinds = {"_data": dict, "_tensor_data_names": list}
-    if isinstance(said, dict) and all(isinstance(said.get(k, kind()), kind) for k, kind in kinds.items()):
-        return said
-    raise SourceError(f"{name}: its entry in the header is not in the format of torchao{REMEDY}")
+    for name, text in checkpoint.metadata.items():
+        if "." not in name:
+            continue
+        try:
+            said = json.loads(text)
+        except ValueError as error:
+            raise SourceError(f"{name}: its entry in the header is not JSON: {error}{REMEDY}") from error
+        if not isinstance(said, dict) or not all(isinstance(said.get(k, t()), t) for k, t in kinds.items()):
+            raise SourceError(f"{name}: its entry in the header is not in the format of torchao{REMEDY}")
+        if said.get("_type") != PLAIN:
+            yield name, said
 
 
 def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Found:

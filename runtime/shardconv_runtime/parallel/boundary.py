@@ -222,7 +222,8 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
             raise PlanError(f"slot {slot}: expected a tensor, got a {type(value).__name__}")
         return function(value)
     key = _key(value, path[0], slot)
-    new = replace_at(_item(value, key), path[1:], function, slot)
+    inner = value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
+    new = replace_at(inner, path[1:], function, slot)
     if isinstance(value, (tuple, list)):
         items = [*value[:key], new, *value[key + 1 :]]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -230,7 +231,11 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
         entries = {**value, key: new}
         if type(value) is dict:
             return entries
-        return type(value)(**entries) if dataclasses.is_dataclass(value) else _copy_with(value, key, new)
+        if dataclasses.is_dataclass(value):
+            return type(value)(**entries)
+        out: Any = copy.copy(value)
+        out[key] = new
+        return out
     return dataclasses.replace(value, **{key: new})
 
 
@@ -363,13 +368,3 @@ def _key(value: Any, component: str, slot: str) -> Any:
         f"slot {slot}: a {type(value).__name__} has no {component!r}; the module was called in a way that "
         "was not traced (for example with return_dict=False)"
     )
-
-
-def _item(value: Any, key: Any) -> Any:
-    return value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
-
-
-def _copy_with(value: Any, key: Any, new: Any) -> Any:
-    out = copy.copy(value)
-    out[key] = new
-    return out

@@ -7,7 +7,7 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -105,21 +105,25 @@ def apply_plan(
         targets = {fqn: submodule(model, fqn) for fqn in modules}
         localize_modules(model, plan, modules, targets, parameters, comm, training, packed)
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
-    _shrink(model, plain, comm, frozen if training else plain)
+    # Give each stored tensor a meta tensor of its local shape and of the plan's dtype.
+    for name, entry in plain.items():
+        owner, attribute = owner_of(model, name)
+        shape = local_shape(entry, comm.mesh, comm.rank)
+        local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
+        if attribute in owner._parameters:
+            needs_grad = training and name not in frozen
+            owner._parameters[attribute] = nn.Parameter(local, requires_grad=needs_grad)
+        else:
+            owner._buffers[attribute] = local
     retie(model, plan)
     if plan.fused and not training:
-        _fuse(model, plan, packed)
+        groups = fused_groups(plan)
+        names = frozenset[str]() if packed is None else packed.names
+        fuse(model, [group for group in groups if not any(f"{fqn}.weight" in names for fqn in group)])
+        if packed is not None:  # packed weights are fused by modules of their formats, if these allow it
+            packed.fuse([group for group in groups if all(f"{fqn}.weight" in names for fqn in group)])
     if plan.modules and plan.tp > 1:
         attach_guards(model, plan, modules, parameters, comm)
-
-
-def _fuse(model: nn.Module, plan: Plan, packed: PackedModules | None) -> None:
-    """Fuse the groups of the plan; those of packed weights where their format allows it."""
-    groups = fused_groups(plan)
-    names = frozenset[str]() if packed is None else packed.names
-    fuse(model, [group for group in groups if not any(f"{fqn}.weight" in names for fqn in group)])
-    if packed is not None:
-        packed.fuse([group for group in groups if all(f"{fqn}.weight" in names for fqn in group)])
 
 
 def retie(model: nn.Module, plan: Plan) -> None:
@@ -184,16 +188,3 @@ def submodule(model: nn.Module, fqn: str) -> nn.Module:
         return model.get_submodule(fqn)
     except AttributeError as error:
         raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
-
-
-def _shrink(
-    model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator, frozen: Collection[str]
-) -> None:
-    """Give each stored tensor a meta tensor of its local shape and of the plan's dtype."""
-    for name, entry in parameters.items():
-        owner, attribute = owner_of(model, name)
-        shape = local_shape(entry, comm.mesh, comm.rank)
-        local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
-        is_parameter = attribute in owner._parameters
-        tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
-        tensors[attribute] = nn.Parameter(local, requires_grad=name not in frozen) if is_parameter else local

@@ -190,7 +190,18 @@ def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
     Raises:
         PlanError: see ``fuse``.
     """
-    members = [FusedLinear(_linear(model, fqn)) for fqn in group]
+    members = []
+    for fqn in group:
+        try:
+            module = model.get_submodule(fqn)
+        except AttributeError as error:
+            raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
+        if type(module) not in (nn.Linear, ColumnParallelLinear):
+            raise PlanError(f"{fqn}: the plan fuses it, and it is a {type(module).__name__}")
+        if isinstance(module, ColumnParallelLinear) and module.inputs:
+            raise PlanError(f"{fqn}: the plan fuses it, and has steps on its input")
+        assert isinstance(module, nn.Linear)
+        members.append(FusedLinear(module))
     for fqn, member in zip(group, members, strict=True):
         parent, _, name = fqn.rpartition(".")
         model.get_submodule(parent)._modules[name] = member
@@ -242,19 +253,6 @@ def _address(tensor: Tensor) -> int:
     if address or not is_traceable_wrapper_subclass(tensor):
         return address
     return int(getattr(tensor, tensor.__tensor_flatten__()[0][0]).data_ptr())
-
-
-def _linear(model: nn.Module, fqn: str) -> nn.Linear:
-    try:
-        module = model.get_submodule(fqn)
-    except AttributeError as error:
-        raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
-    if type(module) not in (nn.Linear, ColumnParallelLinear):
-        raise PlanError(f"{fqn}: the plan fuses it, and it is a {type(module).__name__}")
-    if isinstance(module, ColumnParallelLinear) and module.inputs:
-        raise PlanError(f"{fqn}: the plan fuses it, and has steps on its input")
-    assert isinstance(module, nn.Linear)
-    return module
 
 
 def joined_parameter(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:

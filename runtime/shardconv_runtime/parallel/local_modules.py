@@ -147,9 +147,16 @@ def _convert(target: _Target) -> nn.Module:
     if key in _PARALLEL_CLASSES:
         return _PARALLEL_CLASSES[key](target).train(target.module.training)
     signature = forward_signature(target.module)
-    module = target.module if target.entry.norm is None else _norm(target)
+    module = target.module
+    if target.entry.norm is not None:
+        module = ShardedNorm(target.entry.norm, module, target.comm, target.training)
     _check_rows(target)
-    _localize_padding(target)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        # The padding id is a row id too, and must be one of the local table.
+        layouts = [step.layout for step in target.entry.inputs if isinstance(step, LocalRowsStep)]
+        if layouts:
+            row = RowIds(target.comm, layouts[0]).local(module.padding_idx)
+            module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
     attach(module, target.entry, target.comm, signature, target.training, name=target.fqn)
     return module
 
@@ -172,7 +179,8 @@ def _row(target: _Target) -> nn.Module:
     out_features, in_features = target.local_shape("weight")
     has_bias = target.module.bias is not None
     bias_is_partial = has_bias and bool(target.parameter("bias").partial)
-    if has_bias and not bias_is_partial and not _sums(target.entry):
+    is_summed = any(isinstance(each, AllReduceStep | ReduceScatterStep) for each in target.entry.outputs)
+    if has_bias and not bias_is_partial and not is_summed:
         raise PlanError("each rank would add the bias to its partial output; make the bias partial")
     inputs = target.steps("input")
     if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
@@ -219,11 +227,6 @@ def _embedding(target: _Target) -> nn.Module:
     )
 
 
-def _norm(target: _Target) -> nn.Module:
-    assert target.entry.norm is not None
-    return ShardedNorm(target.entry.norm, target.module, target.comm, target.training)
-
-
 _PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Module]] = {
     ("column", nn.Linear): _column,
     ("vocab", nn.Linear): _column,
@@ -240,22 +243,6 @@ def _check_rows(target: _Target) -> None:
     for layout in (b.layout for b in target.entry.inputs if isinstance(b, LocalRowsStep)):
         if layout not in rows and size(layout) in map(size, rows):
             raise PlanError("local_rows has another layout than the rows of the weight")
-
-
-def _localize_padding(target: _Target) -> None:
-    """An embedding's padding id is a row id too, and must be one of the local table."""
-    module = target.module
-    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
-        return
-    for boundary in target.entry.inputs:
-        if isinstance(boundary, LocalRowsStep):
-            row = RowIds(target.comm, boundary.layout).local(module.padding_idx)
-            module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
-            return
-
-
-def _sums(entry: ModulePlan) -> bool:
-    return any(isinstance(step, AllReduceStep | ReduceScatterStep) for step in entry.outputs)
 
 
 class _at:

@@ -85,7 +85,7 @@ def refuse_changes(
     """
     for name, remedy in REFUSED_METHODS.items():
         if hasattr(model, name):
-            setattr(model, name, partial(_refuse, name, remedy))
+            setattr(model, name, partial(refuse_method, name, remedy))
     model.register_state_dict_post_hook(partial(_mark_state, place))  # type: ignore[no-untyped-call]
     model.register_load_state_dict_pre_hook(partial(_check_state, place))  # type: ignore[no-untyped-call]
     _watch_registrations()
@@ -93,7 +93,8 @@ def refuse_changes(
         setattr(module, _ATTRIBUTE, _Part(frozenset(ranks), name in planned))
 
 
-def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_method(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ``PlanError``; put in place of a method that assumes that it holds the full model."""
     raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
 
 
@@ -149,7 +150,15 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
         return
     if isinstance(parent, DistributedDataParallel):
         for part in filter(None, map(_part, new.modules())):  # the model may be inside of another wrapper
-            _check_replicas(parent, part.ranks)
+            # The wrapper makes parameters and gradients of its processes equal, so these must be replicas.
+            processes = set(dist.get_process_group_ranks(parent.process_group))
+            if processes & part.ranks - {dist.get_rank()}:
+                raise PlanError(
+                    "DistributedDataParallel would make the parts of ranks "
+                    f"{', '.join(map(str, sorted(part.ranks)))} equal; pass process_group=, the processes "
+                    "that hold the same part, or use shardconv_runtime.data_parallel (accelerate and a plain "
+                    "Trainer wrap the model so; docs/training.md has a Trainer that does not)"
+                )
     around = _part(parent)
     if around is None:
         return
@@ -158,9 +167,15 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
             return
         raise _of_part(parent)
     old = parent._modules.get(name)
-    if old is None or old is new or _keeps(new, old):
+    if old is None or old is new:
         return
-    if _is_by_forward_pass(new, old):
+    keeps_parameters = set(new.parameters()) == set(old.parameters())
+    if keeps_parameters and old in new.modules():
+        return  # a wrapper without parameters of its own changes nothing
+    known = _part(old)
+    if keeps_parameters and known is not None and not known.is_planned and _is_in_forward_pass():
+        # The model's own forward pass replaces the module, as it did when the plan was verified. Modules with
+        # edits or steps are not allowed to, since these would be lost.
         setattr(new, _ATTRIBUTE, replace(around, is_planned=False))
         return
     remedy = _ADAPTERS if type(new).__module__.startswith("peft.") else _BEFORE
@@ -183,22 +198,6 @@ def _of_part(module: nn.Module) -> PlanError:
     )
 
 
-def _keeps(new: nn.Module, old: nn.Module) -> bool:
-    """Whether a wrapper has the old module in it, and no parameters of its own."""
-    return old in new.modules() and set(new.parameters()) == set(old.parameters())
-
-
-def _is_by_forward_pass(new: nn.Module, old: nn.Module) -> bool:
-    """Whether a model's own forward pass puts the parameters of a module into one of another class.
-
-    The proof has done so as well. Edits and steps of the old module would be lost.
-    """
-    part = _part(old)
-    if part is None or part.is_planned or set(new.parameters()) != set(old.parameters()):
-        return False
-    return _is_in_forward_pass()
-
-
 def _is_in_forward_pass() -> bool:
     """Whether the caller was called by the forward pass of a module of a loaded model."""
     frame = sys._getframe()
@@ -207,15 +206,3 @@ def _is_in_forward_pass() -> bool:
         if frame.f_code.co_name == "forward" and _part(frame.f_locals.get("self")) is not None:
             return True
     return False
-
-
-def _check_replicas(wrapper: DistributedDataParallel, ranks: frozenset[int]) -> None:
-    """Check that the processes of a wrapper hold replicas: it makes their parameters and gradients equal."""
-    others = set(dist.get_process_group_ranks(wrapper.process_group)) & ranks - {dist.get_rank()}
-    if others:
-        raise PlanError(
-            f"DistributedDataParallel would make the parts of ranks {', '.join(map(str, sorted(ranks)))} "
-            "equal; pass process_group=, the processes that hold the same part, or use "
-            "shardconv_runtime.data_parallel (accelerate and a plain Trainer wrap the model so; "
-            "docs/training.md has a Trainer that does not)"
-        )

@@ -140,25 +140,23 @@ def fuse_packed(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[Pa
     """Make the layers of each group members of a product, in place, before they are filled.
 
     Args:
-        model: with the modules of the format's library, or of plain ones that hold its tensors.
+        model: has modules of the format's library, or plain ones that hold its tensors.
         groups: FQNs, in the order of the calls.
 
     Raises:
         PlanError: a plain member has steps on its input.
     """
-    products = [PackedProduct(_members(model, group)) for group in groups]
+    products = []
+    for group in groups:
+        members: Sequence[nn.Module] = [model.get_submodule(fqn) for fqn in group]
+        if all(type(module) in (nn.Linear, ColumnParallelLinear) for module in members):
+            members = linear_members(model, group)
+        else:
+            for module in members:
+                module.__class__ = _fused_class(type(module))  # type: ignore[assignment, arg-type]
+        products.append(PackedProduct(members))
     add_products(model, products)
     return tuple(products)
-
-
-def _members(model: nn.Module, group: Sequence[str]) -> Sequence[nn.Module]:
-    """The modules of a format's library with another class; plain ones that hold its tensors are replaced."""
-    modules = [model.get_submodule(fqn) for fqn in group]
-    if all(type(module) in (nn.Linear, ColumnParallelLinear) for module in modules):
-        return linear_members(model, group)
-    for module in modules:
-        module.__class__ = _fused_class(type(module))  # type: ignore[assignment, arg-type]
-    return modules
 
 
 @cache
@@ -278,7 +276,9 @@ class PackedModules:
         if entry.category != "row" or type(plain) is not nn.Linear or weight is None:
             return entry
         bias = self._parameters.get(f"{fqn}.bias")
-        if bias is not None and not bias.partial and not self._is_first(weight):
+        coords = coordinates(self._comm.mesh, self._comm.rank)
+        is_first = all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
+        if bias is not None and not bias.partial and not is_first:  # of the terms of the sum one has the bias
             self._without_bias.append(module)
         # With the slice of a replicated input, which plans leave out where a parallel class does it.
         if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
@@ -354,11 +354,6 @@ class PackedModules:
                 f"{name} is packed, and computed by a {type(module).__name__}, which is not a plain linear "
                 "layer; pass dequantize=True"
             )
-
-    def _is_first(self, weight: ParameterPlan) -> bool:
-        """Whether this rank is the first of those whose terms of a row-parallel layer are summed."""
-        coords = coordinates(self._comm.mesh, self._comm.rank)
-        return all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
 
 
 @contextmanager

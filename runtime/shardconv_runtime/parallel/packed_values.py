@@ -67,9 +67,19 @@ def is_repacked(module: nn.Module, part: Part) -> bool:
 
 
 def _fill_as_stored(module: nn.Module, attribute: str, part: Part) -> None:
-    """The module has a tensor for each stored one."""
-    for name, tensor in part.tensors.items():
-        _assign(module, name.replace("*", attribute), tensor)
+    """Fill a module that has a tensor for each stored one."""
+    for stored, tensor in part.tensors.items():
+        name = stored.replace("*", attribute)
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        if table.get(name) is None:
+            raise PlanError(
+                f"a {type(module).__name__} has no tensor {name!r}; the installed package is another version"
+            )
+        # Floating-point tensors get the dtype that the module declares, as in transformers.
+        own = table[name].dtype
+        if own != tensor.dtype and own.is_floating_point and tensor.is_floating_point() and own.itemsize > 1:
+            tensor = tensor.to(own)
+        table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
 
 
 def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
@@ -167,19 +177,6 @@ def _fill_compressed(module: nn.Module, attribute: str, part: Part) -> None:
     _fill_as_stored(module, attribute, replace(part, tensors=known))
 
 
-def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor where the module has one; floating point ones get its dtype, as transformers has it."""
-    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    if table.get(name) is None:
-        raise PlanError(
-            f"a {type(module).__name__} has no tensor {name!r}; the installed package is another version"
-        )
-    own = table[name].dtype
-    if own != tensor.dtype and own.is_floating_point and tensor.is_floating_point() and own.itemsize > 1:
-        tensor = tensor.to(own)
-    table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
-
-
 _FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
     "bnb_4bit": _fill_bnb_4bit,
     "bnb_8bit": _fill_bnb_8bit,
@@ -214,13 +211,26 @@ def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
         return None
     stored: list[_Stored] = []
     for index, part in enumerate(parts):
-        found = rule(part, index == len(parts) - 1)
-        if found is None or found.keys() != (stored or [found])[0].keys():
+        rows = rule(part, index == len(parts) - 1)
+        if rows is None or rows.keys() != (stored or [rows])[0].keys():
             return None
-        stored.append(found)
+        stored.append(rows)
     if not all(_are_alike([found[name] for found in stored]) for name in stored[0]):
         return None
-    return _shared(parts, stored)
+    whole: dict[str, Tensor] = {}
+    own = [dict(part.tensors) for part in parts]
+    for name, (first, step) in stored[0].items():
+        if step is None:
+            whole[name] = first
+            continue
+        whole[name], shared = joined([found[name][0] for found in stored])
+        for tensors, found, tensor in zip(own, stored, shared, strict=True):
+            if tensors[name].data_ptr() == found[name][0].data_ptr():  # others were computed
+                tensors[name] = tensor
+    shapes = [part.held.local_shape for part in parts]
+    held = WeightSlice.whole((sum(shape[0] for shape in shapes), *shapes[0][1:]))
+    spanning = replace(parts[0], tensors=whole, held=held)
+    return spanning, [replace(part, tensors=each) for part, each in zip(parts, own, strict=True)]
 
 
 def can_be_joined(method: str) -> bool:
@@ -237,23 +247,6 @@ def _are_alike(stored: Sequence[tuple[Tensor, int | None]]) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _shared(parts: Sequence[Part], stored: Sequence[_Stored]) -> tuple[Part, list[Part]]:
-    whole: dict[str, Tensor] = {}
-    own = [dict(part.tensors) for part in parts]
-    for name, (first, step) in stored[0].items():
-        if step is None:
-            whole[name] = first
-            continue
-        whole[name], shared = joined([found[name][0] for found in stored])
-        for tensors, found, tensor in zip(own, stored, shared, strict=True):
-            if tensors[name].data_ptr() == found[name][0].data_ptr():  # others were computed
-                tensors[name] = tensor
-    shapes = [part.held.local_shape for part in parts]
-    held = WeightSlice.whole((sum(shape[0] for shape in shapes), *shapes[0][1:]))
-    spanning = replace(parts[0], tensors=whole, held=held)
-    return spanning, [replace(part, tensors=each) for part, each in zip(parts, own, strict=True)]
 
 
 def _by_dims(part: Part, is_last: bool) -> _Stored | None:

@@ -87,7 +87,8 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
         raise PlanError(
             f"the model is quantized ({method}), and cannot compute here: {brief(error)}; {_INSTEAD}"
         ) from error
-    if _decompresses(quantizer):
+    has_kernel = getattr(quantizer, "use_fp8_kernel", True)
+    if bool(getattr(quantizer.quantization_config, "dequantize", False)) or not has_kernel:
         raise PlanError(
             f"the model is quantized ({method}), and transformers has no kernels for that on this "
             f"{quantized.device.type} device; {_INSTEAD}"
@@ -112,7 +113,13 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
         raise PlanError(
             f"the weights are packed by {packing.method}, and config.json says {method}; convert again"
         )
-    _require_packages(packing.method)
+    needed = requirement(packing.method)
+    missing = [name for name in needed.packages if not _is_installed(name)]
+    if missing:
+        raise PlanError(
+            f"computing with weights quantized with {packing.method} needs {' and '.join(missing)} "
+            f"({needed.why}): pip install {' '.join(missing)}; or {_INSTEAD}"
+        )
     if packing.method in ON_GPUS and quantized.device.type == "cpu":
         raise PlanError(f"weights quantized with {method} need a GPU, and this is a cpu device; {_INSTEAD}")
 
@@ -139,22 +146,6 @@ def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:
             and all((dim.of == 0 and dim.step == 1) or dim == PackedDim(None, 1) for dim in scale.dims)
         )
     return packing.method in COMPUTED
-
-
-def _decompresses(quantizer: Any) -> bool:
-    """Whether transformers has chosen to compute with plain weights."""
-    has_kernel = getattr(quantizer, "use_fp8_kernel", True)
-    return bool(getattr(quantizer.quantization_config, "dequantize", False)) or not has_kernel
-
-
-def _require_packages(method: str) -> None:
-    needed = requirement(method)
-    missing = [name for name in needed.packages if not _is_installed(name)]
-    if missing:
-        raise PlanError(
-            f"computing with weights quantized with {method} needs {' and '.join(missing)} ({needed.why}): "
-            f"pip install {' '.join(missing)}; or {_INSTEAD}"
-        )
 
 
 def _is_installed(package: str) -> bool:

@@ -168,7 +168,15 @@ class RowIds:
         if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
             raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
         self._held = held
-        self._table = _row_table(size(layout), held).to(comm.device) if len(held) > 1 else None
+        self._table: Tensor | None = None
+        if len(held) > 1:
+            # The local id of each global row, int64 [num_global_rows]; -1 for out-of-shard rows.
+            local_ids = torch.full((self.num_global_rows,), -1, dtype=torch.int64, device="cpu")
+            local = 0
+            for start, stop in held:
+                local_ids[start:stop] = torch.arange(local, local + stop - start, device="cpu")
+                local += stop - start
+            self._table = local_ids.to(comm.device)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Local ids of ``ids``' dtype, and the bool mask of out-of-shard ones; both of ``ids``' shape.
@@ -184,7 +192,9 @@ class RowIds:
             self._check(ids)
         if self._table is not None:
             known = ids if outside is None else ids.masked_fill(outside, 0)
-            local = self._table_on(ids.device)[known]
+            if self._table.device != ids.device:
+                self._table = self._table.to(ids.device)
+            local = self._table[known]
             out_of_shard = local < 0
         else:
             start, stop = self._range or (0, 0)
@@ -204,12 +214,6 @@ class RowIds:
             before += stop - start
         return None
 
-    def _table_on(self, device: torch.device) -> Tensor:
-        assert self._table is not None
-        if self._table.device != device:
-            self._table = self._table.to(device)
-        return self._table
-
 
 def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
     """``x`` with zeros where ids were out-of-shard; its gradient is zero there, too.
@@ -219,13 +223,3 @@ def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
         out_of_shard: bool mask, from ``RowIds``.
     """
     return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)
-
-
-def _row_table(num_rows: int, held: tuple[tuple[int, int], ...]) -> Tensor:
-    """Local id of each global row, -1 for out-of-shard ones: int64 ``[num_rows]``."""
-    table = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
-    local = 0
-    for start, stop in held:
-        table[start:stop] = torch.arange(local, local + stop - start, device="cpu")
-        local += stop - start
-    return table

@@ -44,7 +44,11 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """
     first = parts[0]
     with torch.no_grad(), torch.inference_mode(first.is_inference()):
-        whole = _spanned(parts)
+        shape = (sum(len(part) for part in parts), *first.shape[1:])
+        if not first.is_meta and _are_adjacent(parts):
+            whole = tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
+        else:
+            whole = torch.empty(shape, dtype=first.dtype, device=first.device)
         if whole.is_meta:
             return whole, list(parts)
         own, at = [], int(whole.storage_offset()) * whole.itemsize
@@ -54,15 +58,6 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
                 own[-1].copy_(part)
             at += part.nbytes
     return whole, own
-
-
-def _spanned(parts: Sequence[Tensor]) -> Tensor:
-    """The memory of tensors that lie one after another; other memory for those that do not."""
-    first = parts[0]
-    shape = (sum(len(part) for part in parts), *first.shape[1:])
-    if not first.is_meta and _are_adjacent(parts):
-        return tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
-    return torch.empty(shape, dtype=first.dtype, device=first.device)
 
 
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:

@@ -132,7 +132,16 @@ def keep_stage(
             give_way(module, unit)
     _drop_parameters(model, replaced, device, dtype)
     attach_stage_guards(model, plan, link)
-    expected = {stage: _handed_on(plan, stage) for stage in link.stages}
+    # What each stage sends or receives in every call of the model.
+    expected = {
+        stage: frozenset(
+            (fqn, value.item)
+            for fqn, (entry, _) in staged_modules(plan).items()
+            for value in entry.sent
+            if value.each_call and (stage in value.to or stage in entry.stages)
+        )
+        for stage in link.stages
+    }
     model.register_forward_hook(_Sharer(link, expected), with_kwargs=True)
     return StageModel(link, device, units)
 
@@ -185,16 +194,6 @@ def _tables(module: nn.Module, entry: ModulePlan | None, names: Sequence[str]) -
     if not found and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         found = {"0": module.num_embeddings}
     return {names[int(name)] if name.isdigit() else name: rows for name, rows in found.items()}
-
-
-def _handed_on(plan: Plan, stage: int) -> frozenset[Crossing]:
-    """What a stage sends or receives in each call of the model."""
-    return frozenset(
-        (fqn, value.item)
-        for fqn, (entry, _) in staged_modules(plan).items()
-        for value in entry.sent
-        if value.each_call and (stage in value.to or stage in entry.stages)
-    )
 
 
 def _drop_parameters(

@@ -153,17 +153,14 @@ class StagedUnit:
         def product(given: Mapping[str, Any]) -> int:
             found = size
             for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
-                found = found * self._required(given, path).shape[d]
+                value = _found(given, path)
+                if value is None:
+                    raise PlanError(f"{self.fqn}, of another stage, is called without {'.'.join(path)}")
+                found = found * value.shape[d]
             found = found if times == over else found * times // over
             return min(found, at_most) if at_most else found
 
         return product
-
-    def _required(self, given: Mapping[str, Any], path: Sequence[str]) -> Tensor:
-        value = _found(given, path)
-        if value is None:
-            raise PlanError(f"{self.fqn}, of another stage, is called without {'.'.join(path)}")
-        return value
 
     def _cache_call(self, call: CacheCall, position: int) -> Callable[[Mapping[str, Any]], None]:
         """Makes one call of a cache among the arguments, if the module is given one and what it would write
@@ -182,9 +179,12 @@ class StagedUnit:
 
         def run(given: Mapping[str, Any]) -> None:
             cache = given.get(call.argument)
-            # One cache comes in place of several where there is nothing to attend to beside the tokens.
+            # A model with several caches is given one of them if there is nothing but tokens to attend to.
             cache = getattr(cache, call.attribute, cache) if call.attribute else cache
-            if cache is None or _is_paged(cache) or any(_found(given, path) is None for path in paths):
+            # The loop of continuous batching knows how long each request is. Since transformers 5.24 layers
+            # get its cache under the name of other caches.
+            is_paged = hasattr(cache, "free_blocks")
+            if cache is None or is_paged or any(_found(given, path) is None for path in paths):
                 return
             values = [
                 (name, zeros(tensor, shape(given)) if tensor is not None and shape is not None else number)
@@ -193,14 +193,6 @@ class StagedUnit:
             getattr(cache, call.method)(*(v for n, v in values if not n), **{n: v for n, v in values if n})
 
         return run
-
-
-def _is_paged(cache: Any) -> bool:
-    """Whether a cache is that of continuous batching, whose loop knows how long each request is.
-
-    Since transformers 5.24 layers get it under the name of other caches.
-    """
-    return hasattr(cache, "free_blocks")
 
 
 def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:

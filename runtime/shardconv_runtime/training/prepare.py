@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Communicator
 from ..comm.steps import apply, unchanged
 from ..errors import PlanError
+from ..format.dims import axes_of
 from ..format.grad_sums import GradSum, sums
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
-from ..format.slot_steps import AllGatherStep
+from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
 from ..format.staged_names import is_inside
 from ..format.stored_layout import holds_values
 from ..parallel.boundary import attach_output, renumber
@@ -348,3 +349,23 @@ def _attach_gates(
             gated.setdefault(around, []).append(Gated(owner, attribute, name, gate))
     for module, found in gated.items():
         attach_gates(model.get_submodule(module), found)
+
+
+def backward_axes(plan: Plan) -> list[Iterable[int]]:
+    """The sets of mesh axes of the collectives of training, beside those of a forward pass."""
+    steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
+    return [
+        range(len(plan.mesh)),
+        *(axes for step in steps for axes in _of_step(step)),
+        *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
+    ]
+
+
+def _of_step(step: Boundary) -> Iterable[Iterable[int]]:
+    match step:
+        case GradAllReduceStep():
+            yield step.axes
+        case AllReduceStep() | AllGatherStep():
+            yield step.grad_axes
+        case SliceStep():
+            yield axes_of(step.layout).difference(step.grad_axes)
