@@ -137,7 +137,20 @@ def attach(
             _tie_copies(model, name, adapter)
             copied |= base.copies()
             with base.kept(adapter):
-                _take_saved(wrapper, name, adapter, trainable=trainable)
+                if adapter.directory is not None:
+                    with naming_errors(str(adapter)):
+                        result = wrapper.load_adapter(
+                            adapter.directory,
+                            name,
+                            is_trainable=trainable,
+                            low_cpu_mem_usage=True,
+                            torch_device="cpu",
+                        )
+                    if unexpected := set(result.unexpected_keys):
+                        raise SourceError(
+                            f"{adapter}: {missing(unexpected, 'tensor', 'its file', 'the model')}; "
+                            "adapt the model that it was trained on"
+                        )
             _tie_copies(model, name, adapter)
             base.require_unchanged(adapter)
         wrapper.set_adapter(next(iter(adapters)), inference_mode=not trainable)
@@ -229,21 +242,6 @@ def _changes_the_model(adapter: Adapter) -> SourceError:
         "ordinary adapter in one process (in peft: save_pretrained(..., "
         "path_initial_model_for_weight_conversion=...))"
     )
-
-
-def _take_saved(wrapper: Any, name: str, adapter: Adapter, *, trainable: bool) -> None:
-    """Load the tensors of an adapter that was saved."""
-    if adapter.directory is None:
-        return
-    with naming_errors(str(adapter)):
-        result = wrapper.load_adapter(
-            adapter.directory, name, is_trainable=trainable, low_cpu_mem_usage=True, torch_device="cpu"
-        )
-    if result.unexpected_keys:
-        raise SourceError(
-            f"{adapter}: {missing(set(result.unexpected_keys), 'tensor', 'its file', 'the model')}; "
-            "adapt the model that it was trained on"
-        )
 
 
 def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:

@@ -59,7 +59,13 @@ def check_fused(plan: Plan) -> None:
         biases = _of_members("bias", group, parameters)
         if any(biases) and not all(biases):
             fail("fused", f"some members of the group of {group[0]!r} have a bias, others have none")
-        _check_alike(group, [entry for entry in (*weights, *biases) if entry is not None])
+        entries = [entry for entry in (*weights, *biases) if entry is not None]
+        if len({size(entry.dims[1]) for entry in entries if len(entry.dims) > 1}) > 1:
+            fail("fused", f"the members of the group of {group[0]!r} have inputs of different sizes")
+        if any(entry.partial or any(map(axes_of, entry.dims[1:])) for entry in entries):
+            fail("fused", f"a member of the group of {group[0]!r} gives terms of a sum over ranks")
+        if len({is_common(entry) for entry in entries}) > 1:
+            fail("fused", f"some members of the group of {group[0]!r} are replicated, others are not")
         if bad := tied.intersection(f"{fqn}.{attribute}" for fqn in group for attribute in FUSED_PARAMETERS):
             fail("fused", f"{min(bad)!r} is tied")
 
@@ -74,15 +80,6 @@ def is_fusible(entry: ModulePlan) -> bool:
     """Whether a module with this entry may be a member of a group: it may gather its output, and no more."""
     gathers = all(isinstance(step, AllGatherStep) for step in entry.outputs)
     return entry.category == "column" and gathers and not (entry.inputs or entry.edits)
-
-
-def _check_alike(group: tuple[str, ...], entries: list[ParameterPlan]) -> None:
-    if len({size(entry.dims[1]) for entry in entries if len(entry.dims) > 1}) > 1:
-        fail("fused", f"the members of the group of {group[0]!r} have inputs of different sizes")
-    if any(entry.partial or any(map(axes_of, entry.dims[1:])) for entry in entries):
-        fail("fused", f"a member of the group of {group[0]!r} gives terms of a sum over ranks")
-    if len({is_common(entry) for entry in entries}) > 1:
-        fail("fused", f"some members of the group of {group[0]!r} are replicated, others are not")
 
 
 # The tensors that lie next to each other in files, as the parameters of a group of fused layers.

@@ -126,7 +126,16 @@ class Manifest:
             if not is_sha256(digest) and (name, digest) != ("sha256", ""):
                 fail(name, "expected 64 hex digits in lower case")
         for index, entry in enumerate(self.files):
-            self._check_reader(f"files[{index}]", entry)
+            # A file is in the directory of the rank that reads it, or outside of all of these.
+            where = f"files[{index}]"
+            if entry.rank is not None and not 0 <= entry.rank < self.tp:
+                fail(f"{where}.rank", f"{entry.rank} is not one of {self.tp} ranks")
+            top = entry.path.split("/")[0]
+            owner = top if _RANK_DIRECTORY.fullmatch(top) else None
+            if owner != (None if entry.rank is None else rank_directory(entry.rank, self.tp)):
+                reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+                problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
+                fail(f"{where}.path", problem)
         texts = [self.source.name, self.source.revision or "", *chain(*self.tools.items())]
         if any(len(text) > MAX_TEXT_LENGTH for text in texts):
             fail("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")
@@ -139,17 +148,6 @@ class Manifest:
             other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
             if other != path:
                 fail("files", f"{path!r} and {other!r} differ in case only")
-
-    def _check_reader(self, where: str, entry: FileEntry) -> None:
-        """A file lies in the directory of the rank that reads it, or in none of a rank's."""
-        if entry.rank is not None and not 0 <= entry.rank < self.tp:
-            fail(f"{where}.rank", f"{entry.rank} is not one of {self.tp} ranks")
-        top = entry.path.split("/")[0]
-        owner = top if _RANK_DIRECTORY.fullmatch(top) else None
-        if owner != (None if entry.rank is None else rank_directory(entry.rank, self.tp)):
-            reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
-            problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
-            fail(f"{where}.path", problem)
 
     def files_of(self, rank: int) -> Iterator[FileEntry]:
         """Yield the files that ``rank`` reads: its own and those for every rank."""

@@ -7,23 +7,19 @@ from collections.abc import Iterator
 
 from ..errors import PlanError
 from .dims import Dim, Leaf, Product, Sum, leaves, segments, size, to_text
-from .plan import WHOLE, PackedTensor, Packing, ParameterPlan
-from .slices import Mesh, Range, ranges
+from .plan import WHOLE, Packing, ParameterPlan
+from .slices import Mesh, ranges
 
 
 def packed_entries(entry: ParameterPlan) -> Iterator[ParameterPlan]:
     """Yield the stored tensors of a packed parameter, each as its own entry."""
     assert entry.packing is not None
     for tensor in entry.packing.tensors:
-        yield _entry(entry, tensor)
-
-
-def _entry(entry: ParameterPlan, tensor: PackedTensor) -> ParameterPlan:
-    names = tuple(tensor_name(name, tensor.name) for name in entry.names)
-    dims = tuple(
-        Leaf(dim.step) if dim.of is None else stepped(entry.dims[dim.of], dim.step) for dim in tensor.dims
-    )
-    return ParameterPlan(names, dims, tensor.dtype, reason=entry.reason)
+        names = tuple(tensor_name(name, tensor.name) for name in entry.names)
+        dims = tuple(
+            Leaf(dim.step) if dim.of is None else stepped(entry.dims[dim.of], dim.step) for dim in tensor.dims
+        )
+        yield ParameterPlan(names, dims, tensor.dtype, reason=entry.reason)
 
 
 def tensor_name(parameter: str, name: str) -> str:
@@ -67,14 +63,14 @@ def check_packing(entry: ParameterPlan, mesh: Mesh) -> None:
 def is_sharded_between(dim: Dim, step: int, mesh: Mesh) -> bool:
     """Whether each rank's part of a dim, and each of its segments, begins and ends between steps."""
     steps = stepped(dim, step)
-    return size(steps) == math.ceil(size(dim) / step) and all(
-        _positions(ranges(steps, mesh, rank), step, size(dim)) == ranges(dim, mesh, rank)
-        for rank in range(math.prod(mesh))
-    )
-
-
-def _positions(spans: tuple[Range, ...], step: int, extent: int) -> tuple[Range, ...]:
-    return tuple((start * step, min(stop * step, extent)) for start, stop in spans)
+    extent = size(dim)
+    if size(steps) != math.ceil(extent / step):
+        return False
+    for rank in range(math.prod(mesh)):
+        spans = ranges(steps, mesh, rank)
+        if tuple((a * step, min(b * step, extent)) for a, b in spans) != ranges(dim, mesh, rank):
+            return False
+    return True
 
 
 def stepped(dim: Dim, step: int) -> Dim:

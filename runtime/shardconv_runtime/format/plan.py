@@ -209,24 +209,21 @@ class ParameterPlan:
                 f"mesh axis {both[0]} also shards a dim; a tensor is Partial or Shard over an axis, not both",
             )
         if self.packing is not None:
-            self._check_packing(self.packing)
-
-    def _check_packing(self, packing: Packing) -> None:
-        if self.partial:
-            fail("packing", "a packed parameter cannot be Partial: its zeros cannot be stored")
-        if any(name.endswith("}") for name in self.names):
-            fail("packing", "a packed parameter has a name of its own in its module, not a number")
-        shape = global_shape(self)
-        for index, tensor in enumerate(packing.tensors):
-            where = f"packing.tensors[{index}]"
-            for place, dim in enumerate(tensor.dims):
-                if dim.of is not None and not 0 <= dim.of < len(shape):
-                    fail(f"{where}.dims[{place}].of", f"the weight has {len(shape)} dims")
-            sizes = [
-                dim.step if dim.of is None else math.ceil(shape[dim.of] / dim.step) for dim in tensor.dims
-            ]
-            if tensor.checkpoint_shape and math.prod(tensor.checkpoint_shape) != math.prod(sizes):
-                fail(f"{where}.checkpoint_shape", f"has not as many elements as {sizes}")
+            if self.partial:
+                fail("packing", "a packed parameter cannot be Partial: its zeros cannot be stored")
+            if any(name.endswith("}") for name in self.names):
+                fail("packing", "a packed parameter has a name of its own in its module, not a number")
+            shape = global_shape(self)
+            for index, tensor in enumerate(self.packing.tensors):
+                where = f"packing.tensors[{index}]"
+                for place, dim in enumerate(tensor.dims):
+                    if dim.of is not None and not 0 <= dim.of < len(shape):
+                        fail(f"{where}.dims[{place}].of", f"the weight has {len(shape)} dims")
+                sizes = [
+                    dim.step if dim.of is None else math.ceil(shape[dim.of] / dim.step) for dim in tensor.dims
+                ]
+                if tensor.checkpoint_shape and math.prod(tensor.checkpoint_shape) != math.prod(sizes):
+                    fail(f"{where}.checkpoint_shape", f"has not as many elements as {sizes}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from .field_checks import (
 from .fused_groups import check_fused
 from .names import MAX_NAME_LENGTH, expand_all
 from .packed_layout import check_packing
-from .pipeline_stages import PlaceholderTensor, StagedModule, StagesPlan
+from .pipeline_stages import StagedModule, StagesPlan
 from .plan import (
     DrawPlan,
     LogitsInfo,
@@ -54,7 +54,14 @@ def check_plan(plan: Plan) -> None:
     if not is_importable(path) or not is_step(name) or not name.isidentifier():
         fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
     for index, parameter in enumerate(plan.parameters):
-        _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
+        where = f"parameters[{index}]"
+        if not parameter.names or "" in parameter.names:
+            fail(f"{where}.names", "a parameter needs a name")
+        if not 0 <= parameter.grad_levels <= min(name.count(".") for name in parameter.names):
+            fail(f"{where}.grad_levels", "the parameter is inside of fewer modules")
+        check_dims(f"{where}.dims", parameter.dims, plan.mesh)
+        check_axes(f"{where}.partial", parameter.partial, plan.mesh)
+        check_axes(f"{where}.grad_axes", parameter.grad_axes, plan.mesh)
     # The work for each rank's part of each entry is bounded.
     count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
     if count * plan.tp > MAX_RANGES_IN_ALL:
@@ -82,16 +89,6 @@ def check_plan(plan: Plan) -> None:
             _check_sequence("training.sequence", plan.training.sequence, plan, parameters)
     if plan.stages is not None:
         _check_stages(plan.stages, plan)
-
-
-def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
-    if not entry.names or "" in entry.names:
-        fail(f"{where}.names", "a parameter needs a name")
-    if not 0 <= entry.grad_levels <= min(name.count(".") for name in entry.names):
-        fail(f"{where}.grad_levels", "the parameter is inside of fewer modules")
-    check_dims(f"{where}.dims", entry.dims, mesh)
-    check_axes(f"{where}.partial", entry.partial, mesh)
-    check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
 
 
 def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
@@ -191,23 +188,19 @@ def _check_staged_module(where: str, entry: StagedModule, stages: StagesPlan, pl
     tensors += [argument.tensor for call in entry.cache for argument in call.arguments]
     for tensor in tensors:
         if tensor is not None:
-            _check_tensor(where, tensor, plan)
+            for dim in tensor.dims:
+                if len(dim.of) > MAX_TENSOR_DIMS:
+                    fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
+                for each in dim.of:
+                    check_slot(where, each.slot, "input")
+                if max(dim.times, dim.over) > plan.tp:
+                    fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
+                if dim.size is not None:
+                    check_dims(where, (dim.size,), plan.mesh)
     for sent in entry.sent:
         _check_ascending(f"{where}.sent", sent.to, stages.count)
         if len(entry.stages) != 1 or sent.to[0] <= entry.stages[0]:
             fail(f"{where}.sent", "what is sent is made on one stage, and received on later ones")
-
-
-def _check_tensor(where: str, tensor: PlaceholderTensor, plan: Plan) -> None:
-    for dim in tensor.dims:
-        if len(dim.of) > MAX_TENSOR_DIMS:
-            fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
-        for each in dim.of:
-            check_slot(where, each.slot, "input")
-        if max(dim.times, dim.over) > plan.tp:
-            fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
-        if dim.size is not None:
-            check_dims(where, (dim.size,), plan.mesh)
 
 
 def _check_ascending(where: str, stages: tuple[int, ...], count: int) -> None:

@@ -25,7 +25,9 @@ def layout_sha256(plan: Plan) -> str:
         digest.update(f"stage {plan.stages.own} of {plan.stages.count}\n".encode())
     lines = [f"{alias} = {name}\n" for alias, name in plan.tied]
     for parameter in stored_entries(plan):
-        text = _describe(parameter, plan.mesh)
+        shape = ",".join(str(size(dim)) for dim in parameter.dims)
+        positions = "common" if is_common(parameter) else _positions(parameter, plan.mesh)
+        text = f"{parameter.dtype} [{shape}] {positions}"
         lines += [f"{name} {text}\n" for name in expand_all(parameter.names)]
     for line in sorted(lines):
         digest.update(line.encode())
@@ -41,12 +43,6 @@ def holds_values(parameter: ParameterPlan, mesh: Mesh, rank: int) -> bool:
     """Whether ``rank`` holds a Partial tensor's values (coordinate 0 on its axes), not zeros."""
     coords = coordinates(mesh, rank)
     return all(coords[axis] == 0 for axis in parameter.partial)
-
-
-def _describe(parameter: ParameterPlan, mesh: Mesh) -> str:
-    shape = ",".join(str(size(dim)) for dim in parameter.dims)
-    positions = "common" if is_common(parameter) else _positions(parameter, mesh)
-    return f"{parameter.dtype} [{shape}] {positions}"
 
 
 def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:

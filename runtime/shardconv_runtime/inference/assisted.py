@@ -120,7 +120,10 @@ class _Candidates:
         new = ids[:, input_ids.shape[1] :].to(self._start.device)
         has_logits = self._is_sampling and logits is not None
         width = logits.shape[-1] if has_logits else 0
-        num_new, width = self._sizes_of_rank_0(new.shape[1] if error is None else FAILED, width)
+        # All ranks take the sizes of rank 0, and learn whether it failed.
+        sizes = torch.tensor([new.shape[1] if error is None else FAILED, width], device=self._start.device)
+        dist.broadcast(sizes, group_src=0, group=self._start.group)
+        num_new, width = sizes.tolist()
         if error is not None:
             raise error
         if num_new == FAILED:
@@ -137,12 +140,6 @@ class _Candidates:
         """Tell this rank's draft how many candidates were right."""
         if self._own is not None:
             self._own.update_candidate_strategy(input_ids, scores, num_matches)
-
-    def _sizes_of_rank_0(self, num_new: int, width: int) -> tuple[int, int]:
-        sizes = torch.tensor([num_new, width], device=self._start.device)
-        dist.broadcast(sizes, group_src=0, group=self._start.group)
-        found: list[int] = sizes.tolist()
-        return found[0], found[1]
 
     def _of_rank_0(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._start.rank == 0:

@@ -80,7 +80,21 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             return
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
-        self._take_ranks()
+        # The model, and other managers of these ranks, refuse to run meanwhile.
+        group = self._start.group
+        if group is not None and self._start.world_size > 1:
+            require_idle(self._start)
+            _running[group] = self
+
+            def refuse(module: nn.Module, args: object) -> None:
+                is_paused = bool(getattr(self.background_thread_status, "_paused", False))
+                if not PAGED.get() and self.is_running() and not is_paused:
+                    raise LaunchError(
+                        "the model was called while its ranks answer requests of continuous batching, which "
+                        "use the same process group; stop the manager first"
+                    )
+
+            self._refusal = self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
         share_rng_state(self._start)
         super().start()
 
@@ -213,26 +227,6 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._fail_all_remaining_requests(error, batch_processor)
         if isinstance(self.distributed_helper, StepCoordinator):
             self.distributed_helper.tell_failure()
-
-    def _take_ranks(self) -> None:
-        """Have the model and other managers of these ranks refuse to run meanwhile."""
-        group = self._start.group
-        if group is None or self._start.world_size == 1:
-            return
-        require_idle(self._start)
-        _running[group] = self
-
-        def refuse(module: nn.Module, args: object) -> None:
-            if not PAGED.get() and self.is_running() and not self._is_paused():
-                raise LaunchError(
-                    "the model was called while its ranks answer requests of continuous batching, which use "
-                    "the same process group; stop the manager first"
-                )
-
-        self._refusal = self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
-
-    def _is_paused(self) -> bool:
-        return bool(getattr(self.background_thread_status, "_paused", False))
 
 
 def require_idle(start: Launch) -> None:

@@ -88,7 +88,21 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         config = _with_memory_of_rank(continuous_batching_config, start)
         given = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
         require_same_call(start, "init_continuous_batching", given | {"num_microbatches": num_microbatches})
-        in_flight = _microbatches(num_microbatches, link, config)
+        if link is None:
+            if num_microbatches is not None:
+                raise PlanError("num_microbatches is about the stages of a pipeline; leave it out")
+            in_flight = 1
+        else:
+            if num_microbatches is not None and num_microbatches < 1:
+                raise PlanError(
+                    f"num_microbatches={num_microbatches}: at least one group of requests is computed at a "
+                    "time"
+                )
+            if name := _asked(config, NOT_ON_STAGES):
+                raise PlanError(
+                    f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out"
+                )
+            in_flight = link.count if num_microbatches is None else num_microbatches
         if start.world_size > 1:
             _record_nothing(config, generation_config)
         heads, error = attempt(lambda: cached_heads(self, link))
@@ -101,7 +115,14 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
         if isinstance(manager, RankBatchingManager):
-            error = _other_config(manager, generation_config, in_flight)
+            # A manager that was kept must generate in the way that is asked for now.
+            asked, error = (generation_config.to_dict(), in_flight), None
+            if (manager.generation_config.to_dict(), manager.num_microbatches) != asked:
+                error = PlanError(
+                    "the manager of an earlier call was kept (persistent_manager=True), with another "
+                    "generation config or num_microbatches; call "
+                    "model.destroy_cached_continuous_batching_manager() first"
+                )
         elif manager is not None:
             if link is None:
                 manager = RankBatchingManager.adopt(manager, start)
@@ -151,12 +172,16 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
         check = RequestCheck.of(self)
         for prompt in prompts:
             check.require(prompt, limit)
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        num_each = config.num_return_sequences or 1
+        hints = WorkloadHints(max(map(len, prompts)), limit or 0, len(prompts) * num_each)
         managing = self.continuous_batching_context_manager(
             config,
             continuous_batching_config=continuous_batching_config,
             persistent_manager=persistent_manager,
             warmup=warmup,
-            workload_hints=_hints(prompts, limit, config.num_return_sequences or 1),
+            workload_hints=hints,
             num_microbatches=num_microbatches,
         )
         with managing as manager:
@@ -166,13 +191,6 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             return _answers(manager, names, progress_bar and start.rank == 0)
 
     return generate_batch
-
-
-def _hints(prompts: list[list[int]], max_new_tokens: int | None, num_each: int) -> Any:
-    """What transformers sizes its buffers by."""
-    from transformers.generation.continuous_batching.utils import WorkloadHints
-
-    return WorkloadHints(max(map(len, prompts)), max_new_tokens or 0, len(prompts) * num_each)
 
 
 def _with_children(name: str, config: Any) -> list[str]:
@@ -215,23 +233,6 @@ def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
     return config
 
 
-def _microbatches(number: int | None, link: StageLink | None, config: Any) -> int:
-    """How many groups of requests are computed at a time, on different stages.
-
-    Raises:
-        PlanError: an option does not go with stages, or only with them.
-    """
-    if link is None:
-        if number is not None:
-            raise PlanError("num_microbatches is about the stages of a pipeline; leave it out")
-        return 1
-    if number is not None and number < 1:
-        raise PlanError(f"num_microbatches={number}: at least one group of requests is computed at a time")
-    if name := _asked(config, NOT_ON_STAGES):
-        raise PlanError(f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out")
-    return link.count if number is None else number
-
-
 def _record_nothing(config: Any, generation_config: Any) -> None:
     """Turn CUDA graphs off, in place, which transformers turns on by default where attention allows them.
 
@@ -264,17 +265,6 @@ def _records(compiling: Any) -> bool:
 
     options = {**list_mode_options().get(compiling.mode or "default", {}), **(compiling.options or {})}
     return bool(options.get("triton.cudagraphs"))
-
-
-def _other_config(manager: RankBatchingManager, config: Any, num_microbatches: int) -> PlanError | None:
-    """The error if a manager that was kept generates otherwise than is asked for now."""
-    asked = config.to_dict(), num_microbatches
-    if (manager.generation_config.to_dict(), manager.num_microbatches) == asked:
-        return None
-    return PlanError(
-        "the manager of an earlier call was kept (persistent_manager=True), with another generation config "
-        "or num_microbatches; call model.destroy_cached_continuous_batching_manager() first"
-    )
 
 
 def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:

@@ -192,7 +192,11 @@ class Decoder:
         if kind in self._unfit:
             return None
         refresh_fused(model)
-        self._forget_moved()
+        # Recorded graphs know addresses: record again if a parameter or buffer was moved.
+        addresses = tuple(x.data_ptr() for x in (*self._model.parameters(), *self._model.buffers()))
+        if addresses != self._addresses:
+            self._recorded.clear()
+            self._addresses = addresses
         prefilled = DynamicCache(config=model.config.get_text_config(decoder=True))
         arguments = {**call.arguments, call.cache_name: prefilled}
         with self._plain():
@@ -212,13 +216,6 @@ class Decoder:
             return self._decode(call, streamer)
         self._unfit.add(kind)
         return None
-
-    def _forget_moved(self) -> None:
-        """Record again if a parameter or buffer is elsewhere than it was: recorded graphs know addresses."""
-        found = tuple(x.data_ptr() for x in (*self._model.parameters(), *self._model.buffers()))
-        if found != self._addresses:
-            self._recorded.clear()
-            self._addresses = found
 
     def _begin(
         self, call: Call, arguments: dict[str, Any], prefilled: Cache, logits: Tensor
@@ -248,7 +245,7 @@ class Decoder:
                 if replay.holds():
                     return state, replay
             try:
-                got = self._logits(state)[: len(logits)]
+                got = _logits_of_step(state, self._model, self._forward)[: len(logits)]
             except (RuntimeError, TypeError, ValueError, AttributeError) as error:
                 # The ordinary step will do.
                 warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)
@@ -310,9 +307,6 @@ class Decoder:
             self._generation = self._buffers.generation
             self._recorded.clear()
         return state
-
-    def _logits(self, state: StepState) -> Tensor:
-        return _logits_of_step(state, self._model, self._forward)
 
     # Recording -----------------------------------------------------------------------------------
 

@@ -59,19 +59,14 @@ def _processors(link: StageLink, until_end: ExitStack) -> Any:
 
     def processors(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         found = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
-        if _chooses_alone(generation_config):
+        returned = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        is_plain = generation_config.get_generation_mode().value in ("greedy_search", "sample")
+        if is_plain and not any(getattr(generation_config, name, None) for name in returned):
             until_end.enter_context(link.keeping_results())
             found.append(_TokensOfLastStage(link, draws=generation_config.do_sample))
         return found
 
     return processors
-
-
-def _chooses_alone(config: Any) -> bool:
-    """Whether a call chooses one token for each sequence, and returns nothing else."""
-    returned = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-    mode = config.get_generation_mode().value
-    return mode in ("greedy_search", "sample") and not any(getattr(config, name, None) for name in returned)
 
 
 class _TokensOfLastStage:

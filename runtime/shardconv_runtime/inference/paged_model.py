@@ -92,7 +92,14 @@ class PagedModel:
         """Have a cache of this stage's layers, which counts them from 0, take the numbers of the model."""
         update = cache.update
         signature = inspect.signature(update)
-        places = dict(zip(self._heads.layers, self._places(), strict=True))
+        layers = self._heads.layers
+        found: Sequence[int] = range(len(layers))
+        if self._kinds:  # the cache has a place for each layer, by its kind of attention
+            free: dict[str, list[int]] = {kind: [] for kind in self._kinds}
+            for place, kind in enumerate(self._kinds):
+                free[kind].append(place)
+            found = [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, layers)]
+        places = dict(zip(layers, found, strict=True))
 
         @functools.wraps(update)
         def numbered(*args: Any, **kwargs: Any) -> Any:
@@ -100,15 +107,6 @@ class PagedModel:
             return update(**{**given, "layer_idx": places[given["layer_idx"]]})
 
         cache.update = numbered
-
-    def _places(self) -> Sequence[int]:
-        """In the cache, of each layer of this stage."""
-        if not self._kinds:
-            return range(len(self._heads.layers))
-        free: dict[str, list[int]] = {kind: [] for kind in self._kinds}
-        for place, kind in enumerate(self._kinds):
-            free[kind].append(place)
-        return [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, self._heads.layers)]
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, uncompiled: a graph of ``load(compile=True)`` knows no pages."""

@@ -63,7 +63,8 @@ def choice_of(
     found: dict[str, float] = {}
     for processor in processors:
         name = NUMBERS.get(type(processor))
-        if name is None or name in found or not _is_default(processor):
+        is_default = all(getattr(processor, n, value) == value for n, value in _DEFAULTS.items())
+        if name is None or name in found or not is_default:
             return None
         number = getattr(processor, name)
         if name == "top_p":
@@ -73,10 +74,6 @@ def choice_of(
         found[name] = number
     most = 1 << (int(found.get("top_k", 0)) - 1).bit_length() if "top_k" in found else 0
     return SamplingMode(samples, tuple(found), most), found
-
-
-def _is_default(processor: Any) -> bool:
-    return all(getattr(processor, name, value) == value for name, value in _DEFAULTS.items())
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,13 @@ class StagedBatchingManager(RankBatchingManager):
                 if self._link.is_last:
                     super()._generation_step()
                 else:
-                    self._forward()
+                    inputs_and_outputs = self.batch_processor.inputs_and_outputs
+                    inputs = inputs_and_outputs.get_model_kwargs()
+                    if self._model._supports_logits_to_keep():
+                        inputs["logits_to_keep"] = inputs["logits_indices"]
+                    with torch.no_grad(), torch.cuda.stream(inputs_and_outputs.compute_stream):
+                        self._model(**inputs)
+                    inputs_and_outputs.retrieve_device_outputs()
         except Exception:
             if self._link.is_last:  # the others wait for tokens
                 self._send_tokens(torch.full(shape, -1 - self._start.rank, dtype=torch.int32))
@@ -193,16 +199,6 @@ class StagedBatchingManager(RankBatchingManager):
             self._is_early = True
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
         self._flight.append(_Step(requests, own, messages, transport))
-
-    def _forward(self) -> None:
-        """Call the model without choosing tokens."""
-        inputs_and_outputs = self.batch_processor.inputs_and_outputs
-        inputs = inputs_and_outputs.get_model_kwargs()
-        if self._model._supports_logits_to_keep():
-            inputs["logits_to_keep"] = inputs["logits_indices"]
-        with torch.no_grad(), torch.cuda.stream(inputs_and_outputs.compute_stream):
-            self._model(**inputs)
-        inputs_and_outputs.retrieve_device_outputs()
 
     @property
     def _peers(self) -> range:

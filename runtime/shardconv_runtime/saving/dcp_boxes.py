@@ -163,7 +163,7 @@ def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow
     """
     if not holds_values(entry, mesh, rank):
         return []
-    values = _mask(r for r in range(math.prod(mesh)) if holds_values(entry, mesh, r))
+    values = sum(1 << other for other in range(math.prod(mesh)) if holds_values(entry, mesh, other))
     pieces = []
     for dim, part in zip(entry.dims, window, strict=True):
         bounds, holders = _cells(dim, mesh)
@@ -224,10 +224,6 @@ def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
             for cell in range(bisect_left(bounds, start), bisect_left(bounds, stop)):
                 holders[cell] |= 1 << rank
     return bounds, holders
-
-
-def _mask(ranks: Iterable[int]) -> int:
-    return sum(1 << rank for rank in ranks)
 
 
 def _box(pieces: Sequence[_Piece]) -> Box:
@@ -387,20 +383,13 @@ def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
             f"and {tensor.local.dtype} {list(tensor.shape)} was expected"
         )
     items = create_read_items_for_chunk_list(tensor.name, found, [_chunk(box) for box in tensor.boxes])
-    wanted, covered = (sum(map(_volume, sizes)) for sizes in (_sizes(tensor), [i.lengths for i in items]))
+    wanted = sum(math.prod(box.sizes) for box in tensor.boxes)
+    covered = sum(math.prod(item.lengths) for item in items)
     if wanted != covered:
         raise CheckpointError(
             f"the checkpoint has {covered} of {wanted} elements of {tensor.name} for this rank"
         )
     return items
-
-
-def _sizes(tensor: BoxedTensor) -> list[tuple[int, ...]]:
-    return [box.sizes for box in tensor.boxes]
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    return int(torch.Size(sizes).numel())
 
 
 @contextmanager

@@ -339,7 +339,9 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
                 f"has {summary.optimizer} with {len(summary.groups)}; make the optimizer alike on all ranks"
             )
         for number, (ours, theirs) in enumerate(zip(first.groups, summary.groups, strict=True)):
-            if changed := _changed(ours.hyperparameters, theirs.hyperparameters):
+            own, other_values = ours.hyperparameters, theirs.hyperparameters
+            differing = (key for key in {**own, **other_values} if own.get(key) != other_values.get(key))
+            if changed := next(differing, ""):
                 raise PlanError(
                     f"{changed} of parameter group {number} differs between processes 0 and {other}; set it "
                     "alike on all ranks"
@@ -360,10 +362,6 @@ def _require_all(group: int, names: Collection[str], summaries: Sequence[Optimiz
                 f"process {number} holds a part of {min(lacking)}, and parameter group {group} of its "
                 "optimizer lacks it; make the optimizer alike on all ranks"
             )
-
-
-def _changed(ours: Mapping[str, StoredValue], theirs: Mapping[str, StoredValue]) -> str:
-    return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), "")
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,13 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
     for module in unwrapped(model).modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    groups = [group] if group is not None else _data_parallel_groups(model)
+    if group is not None:
+        groups = [group]
+    elif (mesh := mesh_of(model)) is not None:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    else:
+        wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        groups = [wrapper.process_group for wrapper in wrappers[:1]]
     if not groups:
         return Replicas(start, is_first=True, **place)
     me = dist.get_rank()
@@ -123,14 +129,6 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     if len(meshes) > 1:
         raise LaunchError("the model's parameters are DTensors of several device meshes; use one for all")
     return next(iter(meshes), None)
-
-
-def _data_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    mesh = mesh_of(model)
-    if mesh is not None:
-        return [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    return [wrapper.process_group for wrapper in wrappers[:1]]
 
 
 def full_tensor(tensor: DTensor) -> Tensor:

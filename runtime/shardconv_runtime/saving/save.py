@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -208,7 +207,7 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
     with path.open("xb") as target:
         target.write(file.layout.header)
         for tensor in values:
-            data = _bytes(tensor)
+            data = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
             crc = zlib.crc32(data, crc)
             target.write(data)
         target.flush()
@@ -216,11 +215,6 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
         num_bytes = target.tell()
     assert num_bytes == file.layout.num_bytes, "the tensors have the shapes and dtypes of the plan"
     return FileEntry(file.path, num_bytes, f"crc32:{crc:08x}", file.rank, sample_checksum(path))
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """The elements of a tensor, row-major, as a buffer of bytes."""
-    return tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _finish(
@@ -240,7 +234,13 @@ def _finish(
 
 def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntry]) -> None:
     """Write the files of a converted directory that are not shards."""
-    _require_seen(directory, shards)
+    for entry in shards:
+        path = directory / entry.path
+        if not path.is_file() or path.stat().st_size != entry.num_bytes:
+            raise CheckpointError(
+                f"{path} was written by rank {entry.rank} and is not visible to rank 0; "
+                "save to a file system that all ranks share"
+            )
     entries = [*shards, *_copy_small_files(source, directory)]
     if plan.stages is None or plan.stages.own == 0:
         entries += copy_unused(source.directory, source.manifest, directory)
@@ -253,16 +253,6 @@ def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntr
         tuple(sorted(entries, key=lambda entry: entry.path)),
     )
     manifest.write(made, directory)
-
-
-def _require_seen(directory: Path, shards: list[FileEntry]) -> None:
-    for entry in shards:
-        path = directory / entry.path
-        if not path.is_file() or path.stat().st_size != entry.num_bytes:
-            raise CheckpointError(
-                f"{path} was written by rank {entry.rank} and is not visible to rank 0; "
-                "save to a file system that all ranks share"
-            )
 
 
 def _copy_small_files(source: Loaded, target: Path) -> list[FileEntry]:

@@ -108,7 +108,12 @@ def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
     """The plan with these dtypes of its parameters, by name, and without packings."""
     parameters = [part for entry in plan.parameters for part in _parts(entry, dtypes)]
-    dtype = _model_dtype(plan, dtypes)
+    # The dtype of most elements among the tensors that had the model's own dtype.
+    counts: Counter[str] = Counter()
+    for name, entry in parameter_plans(plan).items():
+        if entry.dtype == plan.model.dtype and getattr(torch, dtypes[name]).is_floating_point:
+            counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
+    dtype = counts.most_common(1)[0][0] if counts else plan.model.dtype
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
 
 
@@ -122,15 +127,6 @@ def _parts(entry: ParameterPlan, dtypes: Mapping[str, str]) -> list[ParameterPla
     return [
         replace(entry, names=compress(names), dtype=dtype, packing=None) for dtype, names in kinds.items()
     ]
-
-
-def _model_dtype(plan: Plan, dtypes: Mapping[str, str]) -> str:
-    """The dtype of most elements among the tensors that had the model's own dtype."""
-    counts: Counter[str] = Counter()
-    for name, entry in parameter_plans(plan).items():
-        if entry.dtype == plan.model.dtype and getattr(torch, dtypes[name]).is_floating_point:
-            counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
-    return counts.most_common(1)[0][0] if counts else plan.model.dtype
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -26,7 +26,6 @@ from .schemas import (
     CompletionRequest,
     ErrorBody,
     ErrorResponse,
-    GenerationRequest,
     Sampling,
     TokenLogprob,
 )
@@ -137,7 +136,14 @@ async def _respond(
         raise BadRequest(f"the text cannot be made into tokens: {error}") from error
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
-    wanted = _wanted(body, defaults, is_chat)
+    wanted = AnswerOptions(
+        body.limit or (None if is_chat else COMPLETION_TOKENS),
+        body.sampling(defaults),
+        body.stops,
+        frozenset(body.stop_token_ids),
+        body.ignore_eos,
+        not body.skip_special_tokens,
+    )
     answers = [
         answer(served, prompt, wanted.of_choice(number)) for prompt in prompts for number in range(body.n)
     ]
@@ -148,17 +154,6 @@ async def _respond(
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(_events(form, first, pieces, has_usage), media_type="text/event-stream")
     return await _whole(form, pieces, request)
-
-
-def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> AnswerOptions:
-    return AnswerOptions(
-        body.limit or (None if is_chat else COMPLETION_TOKENS),
-        body.sampling(defaults),
-        body.stops,
-        frozenset(body.stop_token_ids),
-        body.ignore_eos,
-        not body.skip_special_tokens,
-    )
 
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:

@@ -112,7 +112,12 @@ def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memo
     units: list[CopyUnit] = []
     gap_bytes = _gap_bytes(by_leaf)
     for leaf in sorted(by_leaf, key=_source_order):
-        number = _zeros_number(leaf) if isinstance(leaf, ZeroLeaf) else leaves.setdefault(leaf, len(leaves))
+        if isinstance(leaf, ZeroLeaf):
+            # Zeros belong to one rank's files, so they are not numbered like leaves of global tensors. The
+            # number tells their dtype; the first element of a unit's key is their number of elements.
+            number = -10 - list(STORED_NAME).index(leaf.dtype)
+        else:
+            number = leaves.setdefault(leaf, len(leaves))
         units += _leaf_units(leaf, number, by_leaf[leaf], memory, gap_bytes)
     return units
 
@@ -178,7 +183,13 @@ class _Workers:
         sink = make_sink()
         if isinstance(unit.leaf, ComputedLeaf):
             with self._computing:  # each holds a tensor in memory, so one at a time
-                elements = _elements(_computed(unit.leaf), item_bytes(unit.leaf.dtype))
+                tensor = unit.leaf.compute()
+                found = (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+                wanted = unit.leaf.dtype, unit.leaf.num_elements
+                assert found == wanted, f"{unit.leaf.name} was computed as {found}"
+                flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element: any stride
+                data: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+                elements = data.view(_UNSIGNED[item_bytes(unit.leaf.dtype)])
                 self._bands(unit, sink, lambda start, stop: elements[start:stop])
         elif is_remote(unit.leaf):
             self._fetch(unit, sink)
@@ -289,7 +300,9 @@ def _leaf_units(
     if is_remote(leaf) or any(scatters(move) for move in moves):
         band = max(1, min(step, share // size))  # long bands give long stretches to write
     else:
-        band = _full_rows(moves, band)
+        # Full rows of the strided boxes: at most `band` elements, or one row.
+        row = max((dim.source for move in moves for dim in move.dims if dim.source <= band), default=1)
+        band = max(band // row, 1) * row
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
@@ -314,12 +327,6 @@ def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
     return 0
 
 
-def _zeros_number(leaf: ZeroLeaf) -> int:
-    """The number in unit keys of zeros, by dtype. They belong to one rank's files, so they are not numbered
-    with the leaves of global tensors; the key's first element is their number of elements."""
-    return -10 - list(STORED_NAME).index(leaf.dtype)
-
-
 def _sparse_stretch(unit: CopyUnit) -> int:
     """Elements to clip to where few of a unit's elements are needed; 0 where the full unit is read.
 
@@ -340,30 +347,10 @@ def _gather_bytes(box: Move, size: int) -> int:
     return len(starts) * max(run * size, PAGE_BYTES)
 
 
-def _full_rows(moves: list[Move], band: int) -> int:
-    """The largest band of full rows of the strided boxes: at most ``band`` elements, or one row."""
-    rows = [dim.source for move in moves for dim in move.dims if dim.source <= band]
-    row = max(rows, default=1)
-    return max(band // row, 1) * row
-
-
 def _source_order(leaf: LazyLeaf) -> tuple[int, str, int]:
     if isinstance(leaf, FileLeaf):
         return 0, str(leaf.path), leaf.offset
     return (1, leaf.name, 0) if isinstance(leaf, ComputedLeaf) else (2, "", 0)
-
-
-def _computed(leaf: ComputedLeaf) -> torch.Tensor:
-    tensor = leaf.compute()
-    found = (str(tensor.dtype).removeprefix("torch."), tensor.numel())
-    assert found == (leaf.dtype, leaf.num_elements), f"{leaf.name} was computed as {found}"
-    return tensor
-
-
-def _elements(tensor: torch.Tensor, size: int) -> np.ndarray[Any, Any]:
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    data: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
-    return data.view(_UNSIGNED[size])
 
 
 def read_tensor(tensor: LazyTensor) -> torch.Tensor:

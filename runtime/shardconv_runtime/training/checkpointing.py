@@ -95,7 +95,17 @@ def checkpoint_activations(
     inner: Any = unwrapped(model)
     if getattr(inner, _MARK, False) or getattr(inner, "is_gradient_checkpointing", False):
         raise PlanError("the model recomputes its activations already; enable that only once")
-    run = _checkpoint(_operators(save))
+    kept: frozenset[Any] = frozenset()
+    if save == "matmul":
+        kept = MATRIX_PRODUCTS
+    elif save is not None:
+        if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
+            raise PlanError(
+                f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default '
+                "(with overload)"
+            )
+        kept = frozenset(save)
+    run = _checkpoint(kept)
     layers = repeated_layers(inner)
     if replaced := [layer for layer in layers if "forward" in vars(layer)]:
         raise PlanError(
@@ -112,18 +122,6 @@ def checkpoint_activations(
     inner.register_forward_pre_hook(_WithoutCache(inner), with_kwargs=True)
     setattr(inner, _MARK, True)
     return model
-
-
-def _operators(save: str | Collection[Any] | None) -> frozenset[Any]:
-    if save is None:
-        return frozenset()
-    if save == "matmul":
-        return MATRIX_PRODUCTS
-    if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
-        raise PlanError(
-            f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default (with overload)'
-        )
-    return frozenset(save)
 
 
 def _checkpoint(kept: frozenset[Any]) -> Callable[..., Any]:

@@ -68,7 +68,19 @@ def clip_grad_norm(
     norm = grad_norm(model, norm_type=norm_type)
     if error_if_nonfinite:
         require_finite(norm, norm_type)
-    _scale(model, (max_norm / (norm + 1e-6)).clamp(max=1.0), foreach=foreach is not False)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad.detach())
+            kinds[local.device, local.dtype].append(local)
+    for (device, _), locals_ in kinds.items():
+        scale = factor.to(device)
+        if foreach is not False:
+            torch._foreach_mul_(locals_, scale)
+        else:
+            for local in locals_:
+                local.mul_(scale)
     return norm
 
 
@@ -79,22 +91,6 @@ def require_finite(norm: Tensor, norm_type: float) -> None:
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
             "clipped; skip the step, or pass error_if_nonfinite=False"
         )
-
-
-def _scale(model: nn.Module, factor: Tensor, *, foreach: bool) -> None:
-    """Multiply the gradients by a scalar, in place."""
-    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            local = local_tensor(parameter.grad.detach())
-            kinds[local.device, local.dtype].append(local)
-    for (device, _), locals_ in kinds.items():
-        scale = factor.to(device)
-        if foreach:
-            torch._foreach_mul_(locals_, scale)
-        else:
-            for local in locals_:
-                local.mul_(scale)
 
 
 def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:

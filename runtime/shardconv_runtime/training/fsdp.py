@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
-from ..comm.mesh import PP, TP, Launch, data_dims, mesh_processes, model_group
+from ..comm.mesh import PP, TP, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_json import of_sequence
@@ -155,7 +155,9 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
     over = mesh[along if len(along) > 1 else along[0]]
     for unit in (*units.layers, *units.others):
         frees = settings.reshard_after_forward and unit in units.layers
-        policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
+        dtypes = {settings.param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
+        reduce_dtype = None if dtypes == {torch.float64} else settings.reduce_dtype
+        policy = MixedPrecisionPolicy(settings.param_dtype, reduce_dtype)
         fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=frees)
         if unit in units.layers and _may_leave_out(unit):
             # Replicas reduce the gradients that they have: without zeros, other ones on each of them.
@@ -190,19 +192,16 @@ def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
     source = loaded(model)
     if source.stage is not None:
         raise PlanError("a model with stages is sharded while it is loaded; pass data_parallel= to load")
-    _check_mesh(mesh, source.launch)
-    return _units(unwrapped(model), source.plan)
-
-
-def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
     require_data_dims(mesh)
     found = dist.get_process_group_ranks(model_group(mesh))
-    own = [dist.get_rank()] if start.group is None else dist.get_process_group_ranks(start.group)
+    group = source.launch.group
+    own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if found != own:
         raise LaunchError(
             f"the dim {TP!r} of the mesh has the processes {found}, and the model was loaded by {own}; also "
             "pass the mesh to load"
         )
+    return _units(unwrapped(model), source.plan)
 
 
 def _units(model: nn.Module, plan: Plan) -> _Units:
@@ -282,9 +281,3 @@ def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
                 f"a layer has parameters in {' and '.join(sorted(map(str, dtypes)))}, which fully_shard "
                 'cannot reduce together; load the model with dtype="float32" (and pass param_dtype)'
             )
-
-
-def _reduce_dtype(unit: nn.Module, settings: DataParallel) -> torch.dtype | None:
-    """The dtype of a unit's reduction; None for that of its gradients."""
-    found = {settings.param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
-    return None if found == {torch.float64} else settings.reduce_dtype

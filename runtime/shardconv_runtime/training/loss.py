@@ -147,7 +147,19 @@ class VocabParallelCrossEntropy:
             LossInputError: before any collective: a shape, dtype or option is not as above, or a label is
                 outside of the vocabulary (on every rank, as they have the same labels), see ``check_labels``.
         """
-        _check_options(label_smoothing, reduction, weight, num_items)
+        if weight is not None:
+            raise LossInputError(
+                "weights of classes are not implemented for sharded logits; leave weight out, or compute the "
+                "loss of the full logits"
+            )
+        if reduction not in ("mean", "sum", "none"):
+            raise LossInputError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise LossInputError(f"label_smoothing must be from 0.0 to 1.0, not {label_smoothing}")
+        if num_items is not None and reduction != "mean":
+            raise LossInputError(
+                f"num_items divides the loss, reduction={reduction!r} does not: leave one out"
+            )
         self._check_tensors(logits, labels)
         if self._check_ids is not None and not torch.compiler.is_compiling():
             self._check_ids(labels, ignore_index)
@@ -168,6 +180,8 @@ class VocabParallelCrossEntropy:
         ignored = flat == ignore_index
         outside = (flat < 0) | (flat >= self.vocab_size)
         ids, out_of_shard = self._rows(flat.masked_fill(outside, 0))
+        default = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS
+        rows_at_once = max(1, (self._chunk_elements or default) // max(1, self.local_size))
         losses: Tensor = TokenLosses.apply(  # type: ignore[no-untyped-call]
             logits.reshape(flat.shape[0], self.local_size),
             ids,
@@ -175,13 +189,9 @@ class VocabParallelCrossEntropy:
             ignored,
             label_smoothing,
             self._columns,
-            self._rows_at_a_time(logits.device),
+            rows_at_once,
         )
         return losses, ignored
-
-    def _rows_at_a_time(self, device: torch.device) -> int:
-        default = CPU_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
-        return max(1, (self._chunk_elements or default) // max(1, self.local_size))
 
     def _check_tensors(self, logits: Tensor, labels: Tensor) -> None:
         if not logits.is_floating_point():
@@ -202,19 +212,3 @@ class VocabParallelCrossEntropy:
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
                 f"they should be {tuple(logits.shape[:-1])}, one for each row of logits"
             )
-
-
-def _check_options(
-    label_smoothing: float, reduction: str, weight: Tensor | None, num_items: Tensor | int | None
-) -> None:
-    if weight is not None:
-        raise LossInputError(
-            "weights of classes are not implemented for sharded logits; leave weight out, or compute the "
-            "loss of the full logits"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise LossInputError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise LossInputError(f"label_smoothing must be from 0.0 to 1.0, not {label_smoothing}")
-    if num_items is not None and reduction != "mean":
-        raise LossInputError(f"num_items divides the loss, reduction={reduction!r} does not: leave one out")

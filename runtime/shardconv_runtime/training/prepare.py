@@ -14,7 +14,7 @@ from ..comm.collectives import Communicator
 from ..comm.steps import apply, unchanged
 from ..errors import PlanError
 from ..format.dims import axes_of
-from ..format.grad_sums import GradSum, sums
+from ..format.grad_sums import sums
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
 from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
@@ -81,7 +81,11 @@ class GradientGate:
             return self._comm.all_reduce(wide, self._sums[0].axes).to(gradient.dtype)
         out = wide.clone(memory_format=torch.contiguous_format)
         for each in self._sums:
-            index = _index(each, wide.device)
+            positions = [
+                torch.cat([torch.arange(*span, device=wide.device) for span in spans])
+                for spans in each.positions
+            ]
+            index = torch.meshgrid(*positions, indexing="ij")
             out[index] = self._comm.all_reduce(wide[index], each.axes)
         return out.to(gradient.dtype)
 
@@ -139,12 +143,6 @@ class _Swap:
                 )
             each.owner._parameters[each.name] = self._parameters[index]
             self._parameters[index] = self._replacements[index] = None
-
-
-def _index(part: GradSum, device: torch.device) -> tuple[Tensor, ...]:
-    """The index of the positions of a sum in a local tensor: one int64 tensor for each of its dims."""
-    spans = [torch.cat([torch.arange(*span, device=device) for span in each]) for each in part.positions]
-    return torch.meshgrid(*spans, indexing="ij")
 
 
 # A check for code that was not traced, such as a fused kernel, and bypasses the layers that sum activations.
@@ -247,7 +245,8 @@ def parallelize_for_training(
     """
     if training:
         require_training(plan)
-    may_pad = sequence_parallel and _may_pad(plan)
+    sequence = plan.training.sequence if plan.training is not None else None
+    may_pad = sequence_parallel and sequence is not None and sequence.may_pad
     if sequence_parallel:
         plan = of_sequence(plan)
     require_mesh(plan, comm)
@@ -259,7 +258,11 @@ def parallelize_for_training(
     if gather is None and gather_logits is False:
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
-        _refuse_states(model, plan, unless_inference=not sequence_parallel)
+        # Refuse outputs of inner activations, except those that the plan was solved for.
+        known = plan.training.extra_outputs if plan.training is not None else ()
+        for argument in ("output_hidden_states", *FLAT_OUTPUTS):
+            if argument not in known:
+                refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     apply_plan(model, plan, comm, modules, training=training, packed=packed)
     if training:
         assert plan.training is not None
@@ -300,18 +303,6 @@ def _head(plan: Plan) -> str:
     """FQN of the module that computes the logits."""
     assert plan.logits is not None
     return plan.logits.module
-
-
-def _refuse_states(model: nn.Module, plan: Plan, *, unless_inference: bool) -> None:
-    """Refuse outputs of inner activations, except those that the plan was solved for."""
-    known = plan.training.extra_outputs if plan.training is not None else ()
-    for argument in ("output_hidden_states", *FLAT_OUTPUTS):
-        if argument not in known:
-            refuse(model, argument, WHY_NO_STATES, unless_inference=unless_inference)
-
-
-def _may_pad(plan: Plan) -> bool:
-    return plan.training is not None and plan.training.sequence is not None and plan.training.sequence.may_pad
 
 
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:

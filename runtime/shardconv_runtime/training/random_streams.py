@@ -150,7 +150,9 @@ class _Streams:
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: drops the frames of an interrupted pass."""
         if self.frames:
-            self._drop()
+            self.frames.clear()
+            self._tell()
+            self._change(())
 
     @_not_compiled
     def enter(self, name: str, plan: DrawPlan) -> None:
@@ -181,17 +183,13 @@ class _Streams:
         finally:
             self.frames.pop()
             is_followed = plan.afterwards is not None and bool(self.frames)
-            if is_followed and _is_in(name, self.frames[-1].name):
+            around = self.frames[-1].name if self.frames else ""
+            if is_followed and (not around or name.startswith(around + ".")):
                 self._change(plan.afterwards or ())
             else:
                 self._change(frame.outer)
             self._tell()
         self._note()
-
-    def _drop(self) -> None:
-        self.frames.clear()
-        self._tell()
-        self._change(())
 
     def _change(self, axes: tuple[int, ...]) -> None:
         axes = self._comm.real(axes)
@@ -208,7 +206,10 @@ class _Streams:
             number = int(torch.randint(_MAX_SEED, ()))
             self._common = states()
             position = coordinates(self._comm.mesh, self._comm.rank)
-            _seed(_derived_seed(number, axes, [position[a] for a in axes]))
+            seed = _derived_seed(number, axes, [position[a] for a in axes])
+            torch.default_generator.manual_seed(seed)
+            if _uses_cuda():
+                torch.cuda.manual_seed(seed)
 
     def _note(self) -> None:
         if self.frames and self.frames[-1].is_mixed:
@@ -245,7 +246,8 @@ class _StreamHooks:
         """
         if not module.training:
             return
-        if self._streams.frames or self._draws():
+        settings = (getattr(owner, name, 0) for owner, name in self._probabilities)
+        if self._streams.frames or any(value not in (0, None, False) for value in settings):
             if self._is_inside and not self._streams.frames:
                 raise PlanError(
                     f"{self._name} runs without the modules around it, and would draw different random "
@@ -282,9 +284,6 @@ class _StreamHooks:
                     "the same numbers for different activations; please report it"
                 )
 
-    def _draws(self) -> bool:
-        return any(getattr(owner, name, 0) not in (0, None, False) for owner, name in self._probabilities)
-
 
 def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
     """Owners and names of the attributes of a module that are probabilities."""
@@ -300,21 +299,11 @@ def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
     return list(found.values())
 
 
-def _is_in(name: str, other: str) -> bool:
-    return not other or name.startswith(other + ".")
-
-
 def states() -> GeneratorStates:
     """The states of the CPU's generator and, if one is used, of the current CUDA device's."""
     if _uses_cuda():
         return torch.get_rng_state(), torch.cuda.get_rng_state()
     return (torch.get_rng_state(),)
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
-        torch.cuda.manual_seed(seed)
 
 
 def _uses_cuda() -> bool:

@@ -58,7 +58,12 @@ def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
     Raises:
         PlanError: they differ.
     """
-    forms = [_forms(part) for part in parts]
+    forms = []
+    for part in parts:
+        form: list[tuple[Any, ...]] = []
+        for name, v in sorted(part.items()):
+            form.append((name, str(v.dtype), tuple(v.shape)) if isinstance(v, Tensor) else (name, repr(v)))
+        forms.append(form)
     for number, form in enumerate(forms):
         if form != forms[0]:
             raise PlanError(
@@ -66,13 +71,6 @@ def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
                 "stages receive equal shapes; pad them"
             )
     return forms[0]
-
-
-def _forms(part: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(
-        (name, str(v.dtype), tuple(v.shape)) if isinstance(v, Tensor) else (name, repr(v))
-        for name, v in sorted(part.items())
-    )
 
 
 def count_labels(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[int]:

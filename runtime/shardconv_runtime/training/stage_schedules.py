@@ -124,7 +124,11 @@ class Pipeline:
         if len(parts) != self.microbatches:
             raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
         self._step.begin(parts)
-        self._compare(parts)
+        # Ranks of all stages compare what they were given, which costs a message: in the steps 1, 2, 4, 8 ...
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:
+            given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
+            require_same_inputs(self._start, given)
         replicas: ReplicaComparison | None = vars(self.model).get(COMPARISON)
         if replicas is not None:
             replicas.require_same({f"{n} of {i}": v for i, part in enumerate(parts) for n, v in part.items()})
@@ -133,14 +137,12 @@ class Pipeline:
         with self._tied.apart():
             numbers = torch.arange(self.microbatches)
             schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
-        return self._shared(losses)
-
-    def _compare(self, parts: Sequence[Batch]) -> None:
-        """Whether all ranks of all stages were given the same, in the steps 1, 2, 4, 8 ..."""
-        self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1) == 0:
-            given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
-            require_same_inputs(self._start, given)
+        # All stages return the sum of the losses of the last stage.
+        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        if losses:
+            total += torch.stack([loss.detach().double() for loss in losses]).sum()
+        dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
+        return total
 
     def _prepare(self, forms: object, first: Batch) -> Any:
         """The schedule for microbatches of these forms; that of the last step is kept."""
@@ -171,14 +173,6 @@ class Pipeline:
             output_args=tuple(left),
             group=self._group,
         )
-
-    def _shared(self, losses: list[Tensor]) -> Tensor:
-        """The sum of the losses of the last stage, on all of them."""
-        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
-        if losses:
-            total += torch.stack([loss.detach().double() for loss in losses]).sum()
-        dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
-        return total
 
 
 def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
@@ -273,10 +267,8 @@ class _Step:
 
     def loss(self, output: Any, part: Batch) -> Tensor:
         """The share of a microbatch in the loss of the step, of what the last stage returned."""
-        found = self._own_loss(output) if self._loss is None else self._loss(output, part)
-        return found / len(self.parts)
-
-    def _own_loss(self, output: Any) -> Tensor:
+        if self._loss is not None:
+            return self._loss(output, part) / len(self.parts)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
         if not isinstance(loss, Tensor) or loss.dim():
             raise ShardconvError(
@@ -285,7 +277,7 @@ class _Step:
         own_function = self._own_function
         if self._num_items is not None and own_function is not None and not own_function.was_called:
             raise self._uneven(count_labels(self.model, self.parts))
-        return loss
+        return loss / len(self.parts)
 
 
 LOSS_DTYPE = torch.float64
