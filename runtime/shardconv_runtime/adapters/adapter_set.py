@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..errors import PlanError
-from ..format.packed_layout import tensor_name
 from ..format.plan import (
     DrawPlan,
     GradientPlan,
@@ -29,7 +28,7 @@ from ..format.slices import Mesh, Rows
 from ..format.slot_steps import AllGatherStep
 from ..format.stage_part import of_stage
 from ..format.staged_names import held_names
-from ..format.stored_layout import holds_values
+from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_tensor
 from .adapter_files import Given, PlannedAdapter, read_adapters

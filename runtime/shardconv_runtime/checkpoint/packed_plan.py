@@ -9,10 +9,9 @@ from typing import Any
 from ..errors import PlanError, SourceError
 from ..format.dims import axes_of
 from ..format.names import compress, expand_all
-from ..format.packed_layout import check_packing, granularity, tensor_name
 from ..format.plan import Packing, ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..format.slices import Mesh, ranges
-from ..format.stored_layout import holds_values
+from ..format.stored_layout import check_packing, granularity, holds_values, tensor_name
 from ..packed.schemes import rounds_activations
 from ..tensors.lazy_tensor import LazyTensor, cast, take, zeros
 from .quantized import PackedWeight

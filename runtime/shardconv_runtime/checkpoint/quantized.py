@@ -25,8 +25,7 @@ from ..tensors import lazy_tensor as lazy
 from ..tensors.copying import read_tensor
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
 from .recorded import RecordedTensor
-from .stored_leaves import header_metadata
-from .weight_files import WeightFile
+from .stored_leaves import WeightFile, header_metadata
 
 Settings = Mapping[str, Any]
 """The ``quantization_config`` of a config."""

@@ -29,7 +29,7 @@ from .model_directory import (
     weight_files,
 )
 from .quantized import quantization_of, require_supported, without_quantization
-from .weight_files import WeightFile, stored_dtype, validate
+from .stored_leaves import WeightFile, stored_dtype, validate
 
 # From ``config.json`` to a config object and the class to build.
 #

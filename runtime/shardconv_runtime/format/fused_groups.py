@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from .dims import axes_of, size
 from .field_checks import fail
 from .names import MAX_NAMES, expand_all
-from .packed_layout import tensor_name
 from .plan import WHOLE, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from .slot_steps import AllGatherStep
-from .stored_layout import is_common
+from .stored_layout import is_common, tensor_name
 
 FUSED_PARAMETERS = ("weight", "bias")
 """Of each member of a group; those of one name lie next to each other."""

@@ -21,7 +21,6 @@ from .field_checks import (
 )
 from .fused_groups import check_fused
 from .names import MAX_NAME_LENGTH, expand_all
-from .packed_layout import check_packing
 from .pipeline_stages import StagedModule, StagesPlan
 from .plan import (
     DrawPlan,
@@ -38,6 +37,7 @@ from .plan import (
 from .slices import Mesh, num_ranges
 from .slot_steps import check_step
 from .staged_names import staged_modules
+from .stored_layout import check_packing
 
 MAX_RANGES_IN_ALL = 2**22
 """Most ranges of all ranks' parts of all parameter entries: hashing a layout visits each."""

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from ..errors import brief
-from ..wording import again, option
+from ..hub_options import again, option
 from .time_limits import NoAnswerError, NotReachedError
 
 # Contexts without the logs, warnings and progress bars of transformers and of the Hub client.

@@ -26,8 +26,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from ..errors import SourceError, brief
 from ..format.header import StoredTensor, parse_header
-from ..hub_options import Hub
-from ..wording import again
+from ..hub_options import Hub, again
 from .hub_errors import FINAL, explain, has_timed_out
 from .time_limits import bounded
 

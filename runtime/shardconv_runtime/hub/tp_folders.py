@@ -9,7 +9,7 @@ from ..comm import other_launcher
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
 from ..format.small_files import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
-from ..wording import is_command, option
+from ..hub_options import is_command, option
 
 
 @dataclass(frozen=True, slots=True, order=True)

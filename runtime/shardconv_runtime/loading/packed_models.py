@@ -14,10 +14,10 @@ from ..checkpoint.quantized import quantization_of
 from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
 from ..format.manifest import Manifest
-from ..format.packed_layout import tensor_name
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.small_files import small_files
+from ..format.stored_layout import tensor_name
 from ..hub.fetch import Repository
 from ..packed.dequantize import check_values, dequantize
 from ..packed.held import WeightSlice

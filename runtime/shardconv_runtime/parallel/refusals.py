@@ -1,9 +1,4 @@
-"""Hidden states of a sharded model: returned where every rank has all of them, and refused elsewhere.
-
-A plan keeps activations between modules as terms of a sum, or as shards, where that saves a collective. The
-code that collects hidden states takes them as they are. So those that a call asks for are compared between
-the ranks: only replicated ones are the same everywhere.
-"""
+"""Calls of a sharded model whose result would be one rank's part: arguments and hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from ..comm.collectives import Communicator
 from ..errors import PlanError
 from .boundary import forward_signature, renumber
 
-# Arguments of a forward pass that are refused, since their result would be one rank's part.
+# Refused arguments of a forward pass: their result would be one rank's part.
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
@@ -108,6 +103,12 @@ def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
 
     return check
 
+
+# Hidden states are returned if every rank has all of them, and refused otherwise.
+#
+# Between modules, a plan keeps activations as terms of a sum or as shards if that saves a collective. Code
+# that collects hidden states takes them as they are. So the hidden states that a call asks for are compared
+# between the ranks: only replicated ones are the same everywhere.
 
 ARGUMENT = "output_hidden_states"
 NUM_PROJECTIONS = 16

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -207,7 +208,7 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
     with path.open("xb") as target:
         target.write(file.layout.header)
         for tensor in values:
-            data = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = _bytes(tensor)
             crc = zlib.crc32(data, crc)
             target.write(data)
         target.flush()
@@ -215,6 +216,11 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
         num_bytes = target.tell()
     assert num_bytes == file.layout.num_bytes, "the tensors have the shapes and dtypes of the plan"
     return FileEntry(file.path, num_bytes, f"crc32:{crc:08x}", file.rank, sample_checksum(path))
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """Return the elements of a tensor, row-major, as a buffer of bytes."""
+    return tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _finish(

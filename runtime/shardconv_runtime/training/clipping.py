@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError, missing
-from ..format.grad_sums import by_axes
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
+from ..format.stored_layout import by_axes
 from ..loaded import loaded
 from ..saving.dcp_boxes import local_tensor, local_window
 from ..saving.replicas import mesh_of

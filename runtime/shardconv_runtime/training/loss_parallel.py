@@ -19,8 +19,7 @@ from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import TensorStep, forward_signature, replace_at
 from ..parallel.staged_units import is_elsewhere
-from .loss import VocabParallelCrossEntropy
-from .token_losses import LossInputError
+from .loss import LossInputError, VocabParallelCrossEntropy
 
 # transformers' losses of language models on logits that are sharded over the vocabulary.
 

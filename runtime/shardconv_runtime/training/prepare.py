@@ -14,12 +14,11 @@ from ..comm.collectives import Communicator
 from ..comm.steps import apply, unchanged
 from ..errors import PlanError
 from ..format.dims import axes_of
-from ..format.grad_sums import sums
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
 from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
 from ..format.staged_names import is_inside
-from ..format.stored_layout import holds_values
+from ..format.stored_layout import holds_values, sums
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
 from ..parallel.layers import WHY_NO_LABELS, without_logits_gather

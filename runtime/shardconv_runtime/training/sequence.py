@@ -25,7 +25,7 @@ from ..errors import PlanError
 from ..parallel.boundary import forward_signature, given_cache, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
-from .without_cache import without_cache
+from .checkpointing import without_cache
 
 IGNORED = -100
 """The label that the losses of transformers ignore unless a call says another one."""

@@ -31,8 +31,16 @@ from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
 from .loss_parallel import has_parallel_loss
 from .replica_inputs import COMPARISON, ReplicaComparison
-from .stage_forms import StageBoundary, ValueForm, count_labels, divide, measured_forms, require_alike
-from .stage_training import StageLoss, TiedGradients
+from .stage_training import (
+    StageBoundary,
+    StageLoss,
+    TiedGradients,
+    ValueForm,
+    count_labels,
+    divide,
+    measured_forms,
+    require_alike,
+)
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """By name, the schedules of torch for one stage in each process."""

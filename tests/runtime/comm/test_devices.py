@@ -14,8 +14,7 @@ from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
 from shardconv_runtime.comm import agreement, mesh, process_groups
 from shardconv_runtime.comm.agreement import shared_gpu_error
-from shardconv_runtime.comm.devices import find_device
-from shardconv_runtime.comm.mesh import Launch
+from shardconv_runtime.comm.mesh import Launch, find_device
 from shardconv_runtime.errors import LaunchError
 
 
