@@ -21,7 +21,7 @@ class Hub:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text cannot be the id of a repository."""
+    """Return whether a text cannot be the id of a repository."""
     return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
 
 
@@ -48,7 +48,7 @@ _num_commands = 0
 
 @contextmanager
 def of_commands() -> Iterator[None]:
-    """In this context messages address the user of a command."""
+    """Address messages to the user of a command within this context."""
     global _num_commands
     _num_commands += 1
     try:
@@ -58,12 +58,12 @@ def of_commands() -> Iterator[None]:
 
 
 def is_command() -> bool:
-    """Whether messages address the user of a command."""
+    """Return whether messages address the user of a command."""
     return _num_commands > 0
 
 
 def option(name: str) -> str:
-    """``--local-files-only`` in a command, ``local_files_only=`` in Python.
+    """Return ``--local-files-only`` in a command, ``local_files_only=`` in Python.
 
     Args:
         name: of the Python argument.

@@ -56,7 +56,7 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
 
 
 def require_name(name: str) -> str:
-    """The name, if it can be that of an adapter.
+    """Return the name, if it can be that of an adapter.
 
     Raises:
         PlanError: it cannot.
@@ -85,7 +85,7 @@ def _read(directory: Path) -> PlannedAdapter:
 
 
 def saved_names(wrapper: Any, name: str, fqns: Iterable[str]) -> list[str]:
-    """Those of a model's tensors that peft saves with an adapter.
+    """Return the names of the model's tensors that peft saves with an adapter.
 
     Args:
         wrapper: a ``peft.PeftModel``.
@@ -149,6 +149,6 @@ def write_adapter(
 
 
 def _prefix(wrapper: Any) -> str:
-    """Of the names of the model inside of a ``PeftModel``."""
+    """Return the prefix of the names of the model inside of a ``PeftModel``."""
     inner = wrapper.get_base_model()
     return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)

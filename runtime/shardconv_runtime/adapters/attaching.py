@@ -63,7 +63,7 @@ class Attached:
     """Those of ``tensors`` that are the model's."""
 
     def copied_modules(self) -> dict[str, str]:
-        """FQN of a copy of a module -> of the module in whose place it is called.
+        """Return the FQNs of copies of modules -> the FQN of the module that each copy replaces.
 
         Tied modules have one tensor, so that its name does not tell which of them was copied; a copy is kept
         beside the module.
@@ -82,14 +82,14 @@ class Attached:
         return found
 
     def in_place_of(self, module: str) -> list[str]:
-        """FQNs of the modules that are called in place of one, by the adapters that are active."""
+        """Return the FQNs of the modules that are called in place of one, by the adapters that are active."""
         copied = self.copied_modules()
         original = copied.get(module, module)
         others = [original, *(name for name, of in copied.items() if of == original)]
         return [name for name in others if name != module]
 
     def dtypes_of_model(self, base: Plan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """The dtypes of tensors of the model that adapters were saved with, in place of its own or beside.
+        """Return dtypes of tensors of the model that adapters replaced by saved ones.
 
         peft copies what was saved into a tensor that has the dtype of the model's, whatever the file has.
 
@@ -104,7 +104,7 @@ class Attached:
         return {name: dtypes.get(now[old], planned[name]) for name, old in own.items()}
 
     def linear_layers(self, model: nn.Module) -> list[str]:
-        """FQNs of the adapters' own linear layers in the model."""
+        """Return the FQNs of the adapters' own linear layers in the model."""
         modules = model.named_modules()
         return [n for n, m in modules if isinstance(m, nn.Linear) and n not in self.base_names]
 
@@ -172,13 +172,13 @@ def attach(
 
 
 def _num_common(one: str, other: str) -> int:
-    """How many parts two FQNs have in common at the beginning."""
+    """Return how many parts two FQNs have in common at the beginning."""
     same = [a == b for a, b in zip(one.split("."), other.split("."), strict=False)]
     return (*same, False).index(False)
 
 
 def _first_name(name: str, base_names: Mapping[str, str]) -> str:
-    """The first one of the names of a tensor of the model."""
+    """Return the first one of the names of a tensor of the model."""
     return next(other for other, old in base_names.items() if old == base_names[name])
 
 
@@ -191,9 +191,13 @@ def _with_adapter(
     *,
     trainable: bool,
 ) -> Any:
-    """The wrapper with one adapter more."""
-    _require_kind(adapter)
+    """Return the wrapper with one more adapter."""
     config = copy.deepcopy(adapter.config)
+    if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
+        raise SourceError(
+            f"{adapter}: {config.peft_type.value} adds tokens, not parameters of layers, and peft would "
+            "use the local sizes of a rank as global ones; use LoRA or another adapter of layers"
+        )
     config.inference_mode = not trainable
     is_saved = adapter.directory is not None
     with base.watched() as watch, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -224,7 +228,7 @@ def _with_adapter(
 
 @contextmanager
 def _uninitialized() -> Iterator[None]:
-    """torch's functions that initialize a tensor leave it as it is."""
+    """Make torch's functions that initialize a tensor do nothing within this context."""
     names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
     functions = {name: getattr(nn.init, name) for name in names}
     for name in names:
@@ -281,16 +285,6 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and any(tensor.stride())
 
 
-def _require_kind(adapter: Adapter) -> None:
-    """Raises ``SourceError`` for adapters that are no parts of layers."""
-    config = adapter.config
-    if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
-        raise SourceError(
-            f"{adapter}: {config.peft_type.value} adds tokens, not parameters of layers, and peft would "
-            "use the local sizes of a rank as global ones; use LoRA or another adapter of layers"
-        )
-
-
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Which operator read some memory first, but for copies of all of a tensor: these get no bytes either."""
 
@@ -318,12 +312,12 @@ def _address(value: Any) -> int:
 
 
 def _without_bytes(tensor: Tensor) -> Tensor:
-    """Zeros of a tensor's shape and dtype on the CPU: one number, repeated."""
+    """Return zeros of a tensor's shape and dtype on the CPU: one number, repeated."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _reads_no_values(func: Any) -> bool:
-    """Whether an operator makes a view, or looks at shapes only."""
+    """Return whether an operator makes a view, or looks at shapes only."""
     name = func.overloadpacket.__name__
     return (
         func.is_view or name in ("detach", "lift_fresh") or name.endswith("_like") or name.startswith("new_")
@@ -346,7 +340,7 @@ class _BaseWithoutBytes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the stand-ins; afterwards what is not one of them is on meta."""
+        """Put the proxies into the model within this context; afterwards other tensors are on meta."""
         for tensors, name in self._stored():
             if tensors[name].is_meta:
                 tensors[name] = self._stand_in(tensors[name])
@@ -361,7 +355,7 @@ class _BaseWithoutBytes:
 
     @contextmanager
     def kept(self, adapter: Adapter) -> Iterator[None]:
-        """Whoever puts tensors in the places of stand-ins gives them to ``replaced``.
+        """Collect tensors that replace proxies within this context in ``replaced``.
 
         Raises:
             SourceError: two adapters give different ones.
@@ -384,31 +378,33 @@ class _BaseWithoutBytes:
 
     @contextmanager
     def watched(self) -> Iterator[_Watch]:
-        """Whoever reads the stand-ins is found out."""
+        """Note the operators that read the proxies within this context."""
         with _Watch(self.memory) as watch:
             yield watch
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it is a stand-in."""
+        """Return whether a tensor is a proxy."""
         return id(tensor) in self.originals
 
     def copied(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor without bytes is a copy of."""
+        """Return the tensor of which a tensor without bytes is a copy."""
         return self.memory.get(_address(tensor))
 
     def copies(self) -> dict[str, Tensor]:
-        """FQNs of tensors of the model that are copies of others, and these."""
+        """Return the FQNs of tensors of the model that are copies of others, and these."""
         found = ((name, self.copied(t)) for name, t in stored_tensors(self.model) if not self.has(t))
         return {name: original for name, original in found if original is not None}
 
     def require_unchanged(self, adapter: Adapter) -> None:
-        """Raises ``SourceError`` if a stand-in was written to, or got other memory."""
+        """Raise ``SourceError`` if a proxy was written to, or got other memory."""
         for stand_in in self.stand_ins.values():
             if stand_in._version or any(stand_in.stride()):
                 raise _changes_the_model(adapter)
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
-        """The tables of the model's modules, and the names in them, of parameters and persistent buffers."""
+        """Return the tables of the model's modules, and the names in them, of parameters and persistent
+        buffers.
+        """
         found: list[tuple[dict[str, Any], str]] = []
         for module in self.model.modules():
             found += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)
@@ -448,7 +444,8 @@ def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
 
 
 def read_config(directory: str | os.PathLike[str]) -> Any:
-    """The ``peft.PeftConfig`` of a saved adapter, or of a file that is like its ``adapter_config.json``.
+    """Return the ``peft.PeftConfig`` of a saved adapter, or of a file that is like its
+    ``adapter_config.json``.
 
     Raises:
         PlanError: peft is not installed.

@@ -38,7 +38,8 @@ _OTHER_WEIGHTS = {
 
 
 def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Path | None:
-    """The local directory of a model that can be converted; None if ``model`` is the id of a Hub repository.
+    """Return the local directory of a model that can be converted; None if ``model`` is the id of a Hub
+    repository.
 
     Raises:
         SourceError: ``model`` is neither, or the directory holds something else, or lacks a file.
@@ -60,7 +61,7 @@ def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Pat
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """``config.json`` as it was written.
+    """Return ``config.json`` as it was written.
 
     Raises:
         SourceError: it is missing or malformed, or would have transformers read or import something else.
@@ -90,12 +91,12 @@ class Index:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Their names, sorted."""
+        """Return their names, sorted."""
         return tuple(sorted(set(self.weight_map.values())))
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files that hold the weights.
+    """Return the files that hold the weights.
 
     Raises:
         SourceError: the directory has none, or an index names a file that is missing.
@@ -120,7 +121,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def index_of(directory: Path) -> Index | None:
-    """The index of a model's weight files; None if it has one file, or none.
+    """Return the index of a model's weight files; None if it has one file, or none.
 
     Raises:
         SourceError: it cannot be read.
@@ -134,7 +135,7 @@ def index_of(directory: Path) -> Index | None:
 
 
 def wanted_weights(directory: Path) -> tuple[str, ...]:
-    """The weight files to download for a repository whose indices are in ``directory``."""
+    """Return the weight files to download for a repository whose indices are in ``directory``."""
     for single, index in LAYOUTS:
         if (directory / index).is_file():
             return (single, *_read_index(directory / index).files)
@@ -142,7 +143,7 @@ def wanted_weights(directory: Path) -> tuple[str, ...]:
 
 
 def _read_index(index: Path) -> Index:
-    """An index; each of its names must be a file in the directory, or in a folder of it."""
+    """Return an index; each of its names must be a file in the directory, or in a folder of it."""
     try:
         read = json.loads(index.read_text(encoding="utf-8"))
         found = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
@@ -203,7 +204,7 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
 
 
 def remarks(directory: Path) -> list[str]:
-    """Parts of a repository beside the model, which are not converted."""
+    """Return remarks about parts of a repository that are not converted."""
     path = directory / "modules.json"  # of sentence-transformers
     if not path.is_file():
         return []

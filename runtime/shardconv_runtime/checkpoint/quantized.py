@@ -47,7 +47,9 @@ class PackedWeight:
 
 
 def quantization_of(config: Any) -> Settings | None:
-    """The quantization settings of a config or of one of its sub-configs; None for an unquantized model."""
+    """Return the quantization settings of a config or of one of its sub-configs; None for an unquantized
+    model.
+    """
     for part in _parts(config):
         settings = getattr(part, "quantization_config", None)
         if settings:
@@ -71,7 +73,7 @@ def require_supported(settings: Settings, where: str, *, dequantize: bool = Fals
 
 
 def is_of_cache(name: str, settings: Settings) -> bool:
-    """Whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
+    """Return whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
 
     Args:
         name: in the checkpoint.
@@ -82,7 +84,7 @@ def is_of_cache(name: str, settings: Settings) -> bool:
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config that builds the unquantized model."""
+    """Return a copy of a config that builds the unquantized model."""
     plain = type(config).from_dict(config.to_dict())
     for part in _parts(plain):
         if getattr(part, "quantization_config", None) is not None:
@@ -144,14 +146,14 @@ class PackedWeights:
         self.of_linear_layers = {n for n, w in found.items() if w.packing.method in _OF_LINEAR_LAYERS}
 
     def is_of_linear_layers(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter, as transformers loaded it, is made of such weights."""
+        """Return whether a parameter, as transformers loaded it, is made of such weights."""
         if not isinstance(tensor, RecordedTensor) or tensor.absent:
             return False
         found = (self._by_leaf.get(piece.leaf) for piece in tensor.lazy.pieces)
         return any(one is not None and one.packing.method in _OF_LINEAR_LAYERS for one in found)
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
-        """The stored tensors of a parameter; None if it has no packed weights.
+        """Return the stored tensors of a parameter; None if it has no packed weights.
 
         Args:
             name: FQN, for messages.
@@ -171,7 +173,7 @@ class PackedWeights:
         return self._composed(name, weight)
 
     def as_stored(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Tensors of ``plain`` as the checkpoint has them: packed weights as their stored tensors."""
+        """Return tensors of ``plain`` as they are in the checkpoint: packed weights as stored tensors."""
         found: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
             weight = self._by_leaf.get(tensor.pieces[0].leaf) if tensor.pieces else None
@@ -180,7 +182,7 @@ class PackedWeights:
         return found
 
     def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
-        """The weight as a tensor that is computed when it is read, a stack of matrices one by one."""
+        """Return the weight as a tensor that is computed when it is read, a stack of matrices one by one."""
         is_stack = all(PackedDim(0, 1) in tensor.dims for tensor in found.packing.tensors)
         if self._dequantize and len(found.shape) > 2 and is_stack:
             first, *rest = found.shape
@@ -191,7 +193,7 @@ class PackedWeights:
         return lazy.from_leaf(leaf, found.shape)
 
     def _part(self, name: str, found: Found, dtype: str, span: Range) -> ComputedLeaf:
-        """Some positions of the first dim of a weight."""
+        """Return some positions of the first dim of a weight."""
         held = WeightSlice.whole(found.shape).rows(*span)
 
         def compute() -> torch.Tensor:
@@ -215,7 +217,7 @@ class PackedWeights:
         return made
 
     def _composed(self, name: str, weight: LazyTensor) -> PackedWeight:
-        """A parameter that is stacked, concatenated or transposed from packed weights."""
+        """Return a parameter that is stacked, concatenated or transposed from packed weights."""
         pieces = [_Piece(name, piece, self._by_leaf[piece.leaf]) for piece in weight.pieces]
         first = pieces[0].found.packing
         packings = [piece.found.packing for piece in pieces]
@@ -225,7 +227,15 @@ class PackedWeights:
         made: dict[str, LazyTensor] = {}
         packed = []
         for tensor in first.tensors:
-            steps = _steps(name, weight, pieces, tensor.name)
+            # The steps in the dims of the parameter must be the same in all pieces.
+            found: list[set[int]] = [set() for _ in weight.shape]
+            for piece in pieces:
+                for index, step in enumerate(piece.steps(tensor.name)):
+                    if step is not None:
+                        found[index].add(step)
+            if any(len(each) > 1 for each in found):
+                raise _inseparable(name, "weights that are packed in different steps")
+            steps = tuple(max(each, default=1) for each in found)
             shape = tuple(-(-size // step) for size, step in zip(weight.shape, steps, strict=True))
             boxes = (
                 piece.box(tensors[tensor.name], tensor.name, weight.shape, steps)
@@ -253,12 +263,12 @@ class _Piece:
             raise _inseparable(name, "rearranged parts of packed weights")
 
     def steps(self, tensor: str) -> list[int | None]:
-        """The steps of a stored tensor in the dims of the parameter."""
+        """Return the steps of a stored tensor in the dims of the parameter."""
         steps = self._own_steps(tensor)
         return [None if dim is None else steps[dim] for dim in self.dims]
 
     def _own_steps(self, tensor: str) -> list[int]:
-        """The steps of a stored tensor in the dims of the packed weight; a single factor is one step."""
+        """Return the steps of a stored tensor in the dims of the packed weight; one for a single factor."""
         (found,) = (t for t in self.found.packing.tensors if t.name == tensor)
         shape = self.found.shape
         if len(found.dims) != len(shape) or any(
@@ -269,7 +279,7 @@ class _Piece:
         return [size if dim.of is None else dim.step for dim, size in zip(found.dims, shape, strict=True)]
 
     def box(self, tensor: LazyTensor, name: str, shape: Shape, steps: tuple[int, ...]) -> StridedBox:
-        """The window of a stored tensor that belongs to the piece."""
+        """Return the window of a stored tensor that belongs to the piece."""
         own_steps = self._own_steps(name)
         (source,) = tensor.pieces
         offset, rest = source.offset, self.piece.offset
@@ -291,7 +301,7 @@ class _Piece:
         )
 
     def _require_between(self, start: int, extent: int, size: int, step: int) -> None:
-        """A stretch must begin and end at steps, or at the end of the dim."""
+        """Check that a stretch begins and ends at steps, or at the end of the dim."""
         if start % step or ((start + extent) % step and start + extent != size):
             raise _inseparable(self._name, f"parts of blocks of {step}")
 
@@ -306,16 +316,16 @@ class _Checkpoint:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Of the headers of all files."""
+        """Return the metadata in the headers of all files."""
         return header_metadata(self._files)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+        """Return a tensor's values."""
         return read_tensor(self._lazy[name])
 
 
 def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
-    """What belongs to some positions of the weight's first dim: all of a tensor that has no part for each.
+    """Return the part of a stored tensor for some positions of the weight's first dim.
 
     Args:
         tensor: a stored tensor, in the shape of its dims.
@@ -328,7 +338,7 @@ def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor
 
 
 def _is_whole(weight: LazyTensor) -> bool:
-    """Whether the tensor is a stand-in as it was made, under another name."""
+    """Return whether the tensor is a stand-in as it was made, under another name."""
     if len(weight.pieces) != 1:
         return False
     (piece,) = weight.pieces
@@ -338,18 +348,6 @@ def _is_whole(weight: LazyTensor) -> bool:
         and piece.leaf.num_elements == torch.Size(weight.shape).numel()
         and all(n == 1 or a == b for n, a, b in zip(piece.shape, piece.strides, strides, strict=True))
     )
-
-
-def _steps(name: str, weight: LazyTensor, pieces: list[_Piece], tensor: str) -> tuple[int, ...]:
-    """The steps of a stored tensor in the dims of a parameter, the same in all pieces."""
-    found: list[set[int]] = [set() for _ in weight.shape]
-    for piece in pieces:
-        for index, step in enumerate(piece.steps(tensor)):
-            if step is not None:
-                found[index].add(step)
-    if any(len(steps) > 1 for steps in found):
-        raise _inseparable(name, "weights that are packed in different steps")
-    return tuple(max(steps, default=1) for steps in found)
 
 
 def _inseparable(name: str, what: str) -> SourceError:

@@ -48,7 +48,7 @@ FALLBACKS = (
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
-    """The config object of the model in ``directory``.
+    """Return the config object of the model in ``directory``.
 
     Raises:
         SourceError: the file is missing, is not JSON, or has a type that transformers does not know.
@@ -87,7 +87,7 @@ def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code:
 
 
 def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bool) -> type:
-    """The class to build for ``config``.
+    """Return the class to build for ``config``.
 
     Raises:
         SourceError: neither the config nor the repository's code nor transformers' mappings name a class.
@@ -116,7 +116,7 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
 
 
 def _class_from_repository(config: Any, directory: Path) -> type | None:
-    """The model class among ``auto_map``'s, the one that ``architectures`` names first."""
+    """Return the model class among ``auto_map``'s, the one that ``architectures`` names first."""
     named = list(getattr(config, "architectures", None) or ())
     references = [
         ref for auto, ref in config.auto_map.items() if auto.startswith("AutoModel") and isinstance(ref, str)
@@ -138,7 +138,7 @@ def _is_model(cls: object) -> bool:
 
 
 def _fits(cls: object, config: Any) -> bool:
-    """Whether ``cls`` is a model that is built from this config."""
+    """Return whether ``cls`` is a model that is built from this config."""
     if not _is_model(cls):
         return False
     expected = getattr(cls, "config_class", None)
@@ -180,7 +180,7 @@ class ModelSpec:
 
     @property
     def class_name(self) -> str:
-        """``module:Class`` of the model.
+        """Return ``module:Class`` of the model.
 
         transformers imports custom code under a name that depends on the directory's path; its module is
         therefore relative to the directory: ``modeling_custom:CustomModel``.
@@ -192,7 +192,7 @@ class ModelSpec:
 
 
 def is_custom(cls: type) -> bool:
-    """Whether transformers imported the class from a model repository."""
+    """Return whether transformers imported the class from a model repository."""
     return cls.__module__.startswith("transformers_modules.")
 
 
@@ -217,7 +217,7 @@ class Located:
 def locate(
     model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
 ) -> Located:
-    """The directory of the model and, for a Hub repository, its commit.
+    """Return the directory of the model and, for a Hub repository, its commit.
 
     Args:
         model: a directory, or the id of a Hub repository.
@@ -246,7 +246,7 @@ def locate(
 def _remote(
     repo_id: str, commit: str, directory: Path, names: tuple[str, ...], hub: Hub
 ) -> tuple[RemoteFile, ...]:
-    """The weight files on the Hub; none if all are in the cache, or they are of another format."""
+    """Return the weight files on the Hub; none if all are in the cache, or they are of another format."""
     chosen = [name for name in names if name.endswith(".safetensors")]
     index = [name for single, name in LAYOUTS if (directory / name).is_file()]
     if index and len(chosen) > 1:
@@ -351,7 +351,9 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
 
 
 def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metadata: Mapping[str, Any]) -> str:
-    """The dtype in which ``from_pretrained`` loads the model: asked for, or the config's, or the weights'."""
+    """Return the dtype in which ``from_pretrained`` loads the model: asked for, or the config's, or the
+    weights'.
+    """
     if asked is not None:
         return asked.removeprefix("torch.")
     said = getattr(config, "dtype", None) or metadata.get("dtype")

@@ -27,7 +27,8 @@ def validate(files: Iterable[WeightFile]) -> None:
 
 
 def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
-    """The byte where the tensors of a safetensors file begin, and the tensors in the order of their bytes.
+    """Return the byte where the tensors of a safetensors file begin, and the tensors in the order of their
+    bytes.
 
     Raises:
         SourceError: the file is not a complete safetensors file, or cannot be read.
@@ -37,7 +38,7 @@ def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
 
 
 def metadata_of(file: WeightFile) -> dict[str, str]:
-    """The metadata in the header of a safetensors file.
+    """Return the metadata in the header of a safetensors file.
 
     Raises:
         SourceError: see ``header_of``.
@@ -54,12 +55,12 @@ def _header(file: WeightFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
 
 
 def num_bytes(file: WeightFile) -> int:
-    """Size of a file, local or on the Hub."""
+    """Return the size of a file, local or on the Hub."""
     return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def stored_dtype(file: WeightFile) -> str | None:
-    """The dtype that ``from_pretrained`` takes from a weight file where no config says one.
+    """Return the dtype that ``from_pretrained`` takes from a weight file where no config says one.
 
     It is that of the first floating-point tensor, in the order in which the libraries list them: safetensors
     by name, which is not the order of the bytes. Formats of 8 bits and less are no dtypes of a model.
@@ -93,7 +94,7 @@ _MOST_LEVELS = 4
 
 
 def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
-    """Other names for all tensors of a checkpoint, the likeliest first.
+    """Yield other names for all tensors of a checkpoint, the likeliest first.
 
     Whether some are those of the model is for the caller to find out.
 
@@ -128,12 +129,12 @@ def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
 
 
 def wrapped_name(names: Collection[str]) -> str | None:
-    """A name that shows that the checkpoint is one of a wrapped model; None if there is none."""
+    """Return a name that shows that the checkpoint is one of a wrapped model; None if there is none."""
     return next((name for name in names if not _WRAPPERS.isdisjoint(name.split("."))), None)
 
 
 def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dict[str, LazyTensor]:
-    """The tensors of safetensors or PyTorch files by their names.
+    """Return the tensors of safetensors or PyTorch files by their names.
 
     Only the pickle of a PyTorch file in the zip format is read. A file of the older format is read completely
     when the first of its tensors is needed.
@@ -169,7 +170,7 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
 
 
 def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> LazyTensor:
-    """The tensor among those that files hold under one name."""
+    """Return the tensor among those that files hold under one name."""
     named = "" if index is None else index.weight_map.get(name, "")
     if named in held:
         return held[named]
@@ -181,7 +182,7 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
 
 
 def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
-    """The metadata in the headers of the safetensors files among these, those of all files together.
+    """Return the metadata in the headers of the safetensors files among these, those of all files together.
 
     Raises:
         SourceError: a file cannot be read.

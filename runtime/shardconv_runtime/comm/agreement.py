@@ -164,7 +164,7 @@ def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = No
 
 
 def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]:
-    """The value of each rank, on every rank; of this process alone where it is the only one.
+    """Return the value of each rank, on every rank; only the own one in a job of one process.
 
     Args:
         start: the ranks.
@@ -225,7 +225,7 @@ def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
 
 
 def _summary(value: Any) -> str:
-    """What should be equal on all ranks: whole numbers exactly, and of computed values the kind and shape.
+    """Return what must be equal on all ranks: integers exactly, of computed values the kind and shape.
 
     Floating-point values may differ in their last bits, and parts of an encoder's output may be this rank's.
     """
@@ -265,12 +265,12 @@ def require_alike(what: str, calls: Sequence[Mapping[str, str]], remedy: str) ->
 
 
 def brief_digest(values: Sequence[Any], name: str) -> str:
-    """The number of values and a hash of them, for lists that are too long for a message."""
+    """Return the number of values and a hash of them, for lists that are too long for a message."""
     return f"{len(values)} {name}, sha256 {hashlib.sha256(repr(values).encode()).hexdigest()[:12]}"
 
 
 def digest(value: Any) -> str:
-    """A short text that is equal for equal values; for objects of unknown classes, the class."""
+    """Return a short text that is equal for equal values; for objects of unknown classes, the class."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         content_digest = hashlib.sha256(content.tobytes()).hexdigest()

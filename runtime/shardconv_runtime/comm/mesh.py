@@ -21,7 +21,7 @@ from .process_groups import axes_group, check_group, control_group, start_group,
 
 
 def find_device(device: torch.device | str | None, num_local: int) -> torch.device:
-    """The device of this process, with an index if it is a GPU.
+    """Return the device of this process, with an index if it is a GPU.
 
     A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
     ``init_process_group(device_id=)``, else that of the launcher's local rank. Where a process sees one
@@ -91,7 +91,7 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number among them, without starting a group.
+    """Return this process's rank, without starting a group.
 
     Raises:
         LaunchError: this process is not in the group.
@@ -167,7 +167,7 @@ def connect(
     all_reduce: AllReduce | None = None,
     more_axes: Iterable[Iterable[int]] = (),
 ) -> ProcessCommunicator:
-    """The rank's communicator, with a connected process group for each set of mesh axes that the plan uses.
+    """Connect process groups for the sets of mesh axes that the plan uses; return the communicator.
 
     Args:
         plan: its mesh has as many ranks as there are processes.
@@ -191,14 +191,16 @@ def connect(
 
 
 def can_capture(start: Launch) -> bool:
-    """Whether a CUDA graph can hold the ranks' collectives: nccl, or a single rank."""
+    """Return whether a CUDA graph can hold the ranks' collectives: with nccl, or for a single rank."""
     if start.device.type != "cuda":
         return False
     return start.world_size == 1 or "nccl" in dist.get_backend_config(start.group)
 
 
 def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
-    """The sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass run."""
+    """Return the sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass
+    run.
+    """
     used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
     return {tuple(sorted(axis for axis in axes if plan.mesh[axis] > 1)) for axes in (*used, *more)} - {()}
 
@@ -222,12 +224,12 @@ PP = "pp"
 
 
 def data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The dims of a mesh along which processes hold copies of one model, or parts of its tensors."""
+    """Return the dims of a mesh along which processes hold copies of one model, or parts of its tensors."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (TP, PP))
 
 
 def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The processes of a device mesh that load one model together: the ranks of all of its stages.
+    """Return the processes of a device mesh that load one model together: the ranks of all of its stages.
 
     Raises:
         LaunchError: the mesh has no dim of that name, or a group was given as well.
@@ -248,7 +250,7 @@ def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dis
 
 
 def mesh_processes(mesh: DeviceMesh, device: torch.device) -> Launch:
-    """All processes of a mesh, for control messages between them; each of them calls it.
+    """Return all processes of a mesh, with a group for control messages; each of them calls this.
 
     Args:
         mesh: it has this process.

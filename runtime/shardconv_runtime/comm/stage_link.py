@@ -108,33 +108,33 @@ class StageLink:
         """What this rank sent or received in the running call of the model."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model talks to the same stages."""
+        """Return this link: a copy of a model talks to the same stages."""
         return self
 
     # The pass that is running
 
     @property
     def stage(self) -> int:
-        """The stage of this rank whose pass is running; between passes its last one."""
+        """Return the stage of this rank whose pass is running, or its last one between passes."""
         return self._stage
 
     @property
     def transport(self) -> Transport:
-        """The transport of the running pass."""
+        """Return the transport of the running pass."""
         return self._transport
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's results are computed here."""
+        """Return whether the model's results are computed here."""
         return self._stage == self.count - 1
 
     def is_scheduled(self) -> bool:
-        """Whether a schedule sends and receives in place of the running pass."""
+        """Return whether a schedule sends and receives in place of the running pass."""
         return isinstance(self._transport, Handover)
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the running pass only finds the forms of what it receives, and computes nothing."""
+        """Return whether the running pass only finds the forms of what it receives, and computes nothing."""
         return self._transport.only_measures
 
     @contextmanager
@@ -176,7 +176,7 @@ class StageLink:
 
     @property
     def is_called(self) -> bool:
-        """Whether a call is running in which all stages take part."""
+        """Return whether a call is running in which all stages take part."""
         return self._num_calls > 0
 
     # What crosses
@@ -187,7 +187,7 @@ class StageLink:
         self._transport.send(crossing, x, stages)
 
     def needs(self, stages: Sequence[int]) -> bool:
-        """Whether the running pass needs a result that goes to these stages."""
+        """Return whether the running pass needs a result that goes to these stages."""
         return self._stage in stages or self.is_measuring
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
@@ -196,7 +196,7 @@ class StageLink:
         return self._transport.receive(crossing, shape, dtype, source)
 
     def missing(self, expected: Set[Crossing]) -> Set[Crossing]:
-        """Those of the values that should cross in each call which did not in this one."""
+        """Return the values that should cross in each call, and did not in this one."""
         return frozenset() if self._transport.may_miss_values else expected - self._handed_on
 
     # Results, which the last stage computes

@@ -76,7 +76,7 @@ class StageMessage:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -148,7 +148,7 @@ class ProcessTransport(Transport):
                 tensor.copy_(sent)
 
     def receive_early(self, seen: Traffic, num_tokens: int, most_tokens: int, num_calls: int) -> None:
-        """Over gloo, be ready for the next calls before they are made; all stages call this.
+        """Prepare, over gloo, to receive in the next calls before they are made; all stages call this.
 
         Args:
             seen: what one call exchanged; each of the next ones has as many messages.
@@ -196,7 +196,7 @@ class AsyncTransport(Transport):
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far."""
+        """Return the messages that were exchanged so far."""
         return Traffic(tuple(self._sent), tuple(self._received))
 
     def wait(self) -> None:

@@ -26,18 +26,18 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
-        """``forward(x)``."""
+        """Return ``forward(x)``."""
         ctx.backward_map = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of ``x`` from the gradient of the result."""
+        """Return the gradient of ``x`` from the gradient of the result."""
         return ctx.backward_map(gradients[0]), None, None
 
 
 def apply(x: Tensor, forward: Map, backward: Map | None) -> Tensor:
-    """``forward(x)`` of a linear map, ``x`` local of any shape; its adjoint ``backward`` takes the gradient.
+    """Apply a linear map ``forward`` to local ``x`` of any shape; ``backward`` is its adjoint, for gradients.
 
     Raises:
         PlanError: ``x`` requires a gradient, and ``backward`` is None.
@@ -70,7 +70,7 @@ class Reduce:
         return apply(x, self._forward, self._backward if self._back is not None else None) if self.axes else x
 
     def overwriting(self, x: Tensor) -> Tensor:
-        """The same for an ``x`` that nothing else reads: it may be overwritten."""
+        """Do the same with an ``x`` that nothing else reads, and that may be overwritten."""
         if torch.is_grad_enabled() and x.requires_grad:
             return self(x)
         return self.comm.all_reduce(x, self.axes, overwrite=True) if self.axes else x
@@ -123,28 +123,26 @@ class Resharding(ABC):
         return self.comm.regathering.reshard(self, x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """The step, of which autograd keeps what it saves."""
+        """Apply the step; autograd keeps what the step saves."""
         forward, backward = (self.forward, self.backward) if self.axes else (unchanged, unchanged)
         return apply(x, forward, None if self._partial is None else backward)
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """The step itself."""
+        """Apply the step."""
 
     @abstractmethod
     def backward(self, gradient: Tensor) -> Tensor:
-        """Its adjoint."""
+        """Apply the adjoint of the step."""
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Ranks with smaller shares pad theirs, since a collective moves equal pieces; joining them drops the
-        padding. The tensor is sent as it lies in memory: moving the dim to the front would copy the input and
-        the result in short strides."""
+        """Gather shares that ranks with smaller ones pad, since a collective moves equal pieces."""
         dim = self.dim % x.dim()
         padded = self.parts.padded(x, dim)
         return self.parts.joined(self.comm.concatenate(padded[None], self.axes).unbind(), dim)
 
     def begin_gathering(self, x: Tensor) -> Callable[[], Tensor]:
-        """The gather of ``x``, begun: the returned function waits for the result."""
+        """Begin to gather ``x``; the returned function waits for the result."""
         dim = self.dim % x.dim()
         finish = self.comm.begin_concatenating(self.parts.padded(x, dim)[None], self.axes)
         return lambda: self.parts.joined(finish().unbind(), dim)
@@ -210,7 +208,7 @@ class ReduceScatter(Resharding):
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The identity on any shape, for steps on the gradient alone, and where one rank has all positions."""
+    """Return the argument: for steps on the gradient only, and if one rank has all positions."""
     return x
 
 

@@ -37,7 +37,7 @@ _shared: dict[str, tuple[dist.ProcessGroup, Tensor]] = {}
 def connect_by_name(
     name: str, start: Launch, connect: Callable[[AllReduce | None], ProcessCommunicator]
 ) -> ProcessCommunicator:
-    """The communicator of a rank that sums as ``name`` says.
+    """Return a communicator that sums as ``name`` says.
 
     Args:
         name: ``SYMMETRIC``.
@@ -84,7 +84,7 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
 
 
 def symmetric_sum(x: Tensor, group_name: str) -> Tensor:
-    """The sum over a group of contiguous ``x`` of any shape; an ``AllReduce``."""
+    """Sum contiguous ``x`` of any shape over a group; an ``AllReduce``."""
     summed: Tensor = torch.ops.shardconv.symmetric_sum(x, group_name)
     return summed
 

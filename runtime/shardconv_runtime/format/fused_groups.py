@@ -76,7 +76,7 @@ def _of_members(
 
 
 def is_fusible(entry: ModulePlan) -> bool:
-    """Whether a module with this entry may be a member of a group: it may gather its output, and no more."""
+    """Return whether a module with this entry may be in a group: it may only gather its output."""
     gathers = all(isinstance(step, AllGatherStep) for step in entry.outputs)
     return entry.category == "column" and gathers and not (entry.inputs or entry.edits)
 
@@ -107,14 +107,16 @@ def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def _dtypes_by_rows(entry: ParameterPlan) -> dict[str, str]:
-    """Dtypes of the tensors as which a parameter is stored, if they run along its rows in their first dim."""
+    """Return the dtypes of the tensors as which a parameter is stored, if they run along its rows in their
+    first dim.
+    """
     if entry.packing is None:
         return {WHOLE: entry.dtype}
     return {t.name: t.dtype for t in entry.packing.tensors if t.dims and t.dims[0].of == 0}
 
 
 def in_units(names: Iterable[str], adjacent: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Names in their order, but for those that lie next to each other: these follow the first one at once.
+    """Yield names in their order, except that adjacent ones directly follow the first of them.
 
     Args:
         names: all of them.

@@ -103,12 +103,12 @@ class ShardFile:
 
     @property
     def start(self) -> int:
-        """Where the bytes of the tensors begin."""
+        """Return the byte where the tensors begin."""
         return data_start(self.num_bytes, self.tensors)
 
 
 def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
-    """Where in a file the bytes of its tensors begin: they are without a gap, and the file ends with them.
+    """Return the byte of a file where its tensors begin; there are no gaps, and the file ends with them.
 
     Args:
         num_bytes: of the file, up to the end of the last tensor.
@@ -191,7 +191,7 @@ def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, St
 
 
 def _plain_entry(value: Any) -> _Entry | None:
-    """An entry without fault, read without the care that names one: there may be a hundred thousand."""
+    """Read a valid entry fast, without naming faults: there may be a hundred thousand entries."""
     if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
         return None
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

@@ -156,12 +156,12 @@ class Manifest:
 
 
 def rank_directory(rank: int, tp: int) -> str:
-    """``rank-00000-of-00008``."""
+    """Return the name of a rank's directory, such as ``rank-00000-of-00008``."""
     return f"rank-{rank:05d}-of-{tp:05d}"
 
 
 def shard_path(rank: int | None, tp: int, index: int, count: int) -> str:
-    """Relative path of file ``index`` (from 0) of ``count`` of a rank, or of ``common/`` for None."""
+    """Return the path of file ``index`` (from 0) of ``count`` of a rank, or of ``common/`` for None."""
     directory = COMMON_DIRECTORY if rank is None else rank_directory(rank, tp)
     return f"{directory}/model-{index + 1:05d}-of-{count:05d}.safetensors"
 
@@ -255,13 +255,13 @@ def sha256_checksum(path: str | os.PathLike[str]) -> str:
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
-    """sha256 (hex) of a file's bytes."""
+    """Return the sha256 (hex) of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def resolve(directory: str | os.PathLike[str], path: str) -> Path:
-    """Where the file ``path`` of a converted directory is.
+    """Return the path of a file of a converted directory.
 
     Symbolic links may not lead out of the directory, but those of a hub cache's snapshot into the
     cache's blobs.
@@ -336,7 +336,7 @@ def check_shard(
 
 
 def _allowed_directories(root: Path) -> list[Path]:
-    """The directories in which a file of the directory ``root`` may be.
+    """Return the directories in which a file of the directory ``root`` may be.
 
     A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
     ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
@@ -350,7 +350,7 @@ def _allowed_directories(root: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file exists.
+    """Return whether a file exists.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -362,7 +362,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _path_problem(path: str) -> str:
-    """Why a path is unsafe or not relative; empty if it is safe."""
+    """Return why a path is unsafe or not relative; empty if it is safe."""
     if not path or any(c in '\\:*?"<>|\x7f' or ord(c) < 32 for c in path):
         return 'a path must not be empty, or have a control character or one of \\ : * ? " < > |'
     if path.startswith("/"):
@@ -392,7 +392,7 @@ def dumps(manifest: Manifest) -> str:
 
 
 def is_intact(text: str) -> bool:
-    """Whether a manifest is byte for byte as ``dumps`` wrote it.
+    """Return whether a manifest has exactly the bytes that ``dumps`` wrote.
 
     Raises:
         CheckpointError: it is malformed.

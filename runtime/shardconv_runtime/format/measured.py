@@ -150,6 +150,6 @@ def moment_bytes(moment: LiveBytes, batch: int, length: int) -> int:
 
 
 def _term_bytes(term: CacheTerm, length: int, source_length: int) -> int:
-    """Bytes of one sequence."""
+    """Return the bytes of one sequence."""
     num_tokens = source_length if term.source else length
     return term.token_bytes * (min(num_tokens, term.window) if term.window else num_tokens)

@@ -6,7 +6,7 @@ What one value can tell by itself, it checks when it is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from .field_checks import (
@@ -24,7 +24,6 @@ from .names import MAX_NAME_LENGTH, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .plan import (
     DrawPlan,
-    LogitsInfo,
     ModulePlan,
     NormInfo,
     ParameterPlan,
@@ -75,9 +74,21 @@ def check_plan(plan: Plan) -> None:
     if plan.experts == "ep" and plan.tp > 1 and not has_experts:
         fail("experts", 'it is "ep", but no module has the category "experts"')
     parameters, modules = parameter_plans(plan), module_plans(plan)
-    _check_tied(plan.tied, parameters)
+    seen: set[str] = set()
+    for number, (alias, target) in enumerate(plan.tied):
+        if target not in parameters:
+            fail(f"tied[{number}]", f"{alias!r} is tied to {target!r}, which is not a parameter of the plan")
+        if alias in parameters or alias in seen:
+            fail(f"tied[{number}]", f"{alias!r} is a parameter or an alias already")
+        if not 1 <= len(alias) <= MAX_NAME_LENGTH:
+            fail(f"tied[{number}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
+        seen.add(alias)
     if plan.logits is not None:
-        _check_logits(plan.logits, modules)
+        head = modules.get(plan.logits.module)
+        if head is None:
+            fail("logits.module", f"the plan has no module entry for {plan.logits.module!r}")
+        if not any(step.op == "all_gather" and step.slot == plan.logits.slot for step in head.outputs):
+            fail("logits", f"{plan.logits.module!r} has no all_gather at {plan.logits.slot!r}")
     for entry in plan.parameters:
         if entry.packing is not None:
             check_packing(entry, plan.mesh)
@@ -111,26 +122,6 @@ def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
     check_axes(f"{where}.axes", norm.axes, mesh)
     if len(norm.groups) not in (1, math.prod(mesh)):
         fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
-
-
-def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, ParameterPlan]) -> None:
-    seen: set[str] = set()
-    for index, (alias, name) in enumerate(tied):
-        if name not in parameters:
-            fail(f"tied[{index}]", f"{alias!r} is tied to {name!r}, which is not a parameter of the plan")
-        if alias in parameters or alias in seen:
-            fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
-        if not 1 <= len(alias) <= MAX_NAME_LENGTH:
-            fail(f"tied[{index}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
-        seen.add(alias)
-
-
-def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None:
-    entry = modules.get(logits.module)
-    if entry is None:
-        fail("logits.module", f"the plan has no module entry for {logits.module!r}")
-    if not any(step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs):
-        fail("logits", f"{logits.module!r} has no all_gather at {logits.slot!r}")
 
 
 def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
@@ -175,7 +166,7 @@ def _check_stages(stages: StagesPlan, plan: Plan) -> None:
 
 
 def _ways(plan: Plan) -> dict[str, tuple[object, ...]]:
-    """By module where it runs, and what of its results is sent where."""
+    """Return by module where it runs, and which of its results are sent where."""
     found = staged_modules(plan)
     return {fqn: (entry.stages, [(s.item, s.to) for s in entry.sent]) for fqn, (entry, _) in found.items()}
 

@@ -136,5 +136,5 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
 
 
 def sha256(text: str) -> str:
-    """sha256 (hex) of a document as it is on disk; of a plan, its identity."""
+    """Return the sha256 (hex) of a document as it is on disk; of a plan, its identity."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -24,7 +24,7 @@ VARIANT = re.compile(r"(?:pp-([1-9][0-9]{0,4})-)?tp-([1-9][0-9]{0,4})")
 
 
 def variant(path: Path, world_size: int) -> Path:
-    """What was converted for so many ranks in a directory: itself, or its ``tp-N/`` or else ``pp-P-tp-N/``.
+    """Return the converted directory for this number of ranks: itself, ``tp-N/`` or ``pp-P-tp-N/`` in it.
 
     Raises:
         CheckpointError: several with stages are for as many ranks.
@@ -44,7 +44,7 @@ def variant_name(tp: int, stages: int = 1) -> str:
 
 
 def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str | None:
-    """That of the folders which has stages for so many ranks in all; None if there is none.
+    """Return the folder with stages for this number of ranks in all; None if there is none.
 
     Raises:
         CheckpointError: there are several in ``where``.
@@ -62,12 +62,12 @@ def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str |
 
 
 def stage_directory(stage: int, count: int) -> str:
-    """``stage-00000-of-00002``, a converted directory of its own."""
+    """Return the name of a stage's directory, such as ``stage-00000-of-00002``."""
     return f"stage-{stage:05d}-of-{count:05d}"
 
 
 def stages_in(path: Path) -> int:
-    """How many stages the directories in a directory are of; 0 if it has none.
+    """Return the number of stages of the directories in a directory; 0 if it has none.
 
     Raises:
         CheckpointError: they are of several numbers of stages.
@@ -84,7 +84,7 @@ def stages_in(path: Path) -> int:
 
 
 def stage_directories(path: Path) -> list[Path]:
-    """The directories of the stages in a directory, in order, there or missing; none if it holds no stages.
+    """Return the directories of the stages in a directory, in order, even if missing; none without stages.
 
     Raises:
         CheckpointError: they are of several numbers of stages.
@@ -94,7 +94,7 @@ def stage_directories(path: Path) -> list[Path]:
 
 
 def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
-    """The converted directory of the stage of a rank, in a directory of several stages; else the path itself.
+    """Return the converted directory of a rank's stage in a directory of stages; otherwise the path itself.
 
     Args:
         path: of a directory.

@@ -68,7 +68,7 @@ def check_packing(entry: ParameterPlan, mesh: Mesh) -> None:
 
 
 def is_sharded_between(dim: Dim, step: int, mesh: Mesh) -> bool:
-    """Whether each rank's part of a dim, and each of its segments, begins and ends between steps."""
+    """Return whether each rank's part of a dim, and each of its segments, begins and ends between steps."""
     steps = stepped(dim, step)
     extent = size(dim)
     if size(steps) != math.ceil(extent / step):
@@ -93,7 +93,7 @@ def stepped(dim: Dim, step: int) -> Dim:
 
 
 def _divided(dim: Dim, step: int) -> Dim | None:
-    """The dim without its innermost ``step`` positions; None where these are no factor of it."""
+    """Return the dim without its innermost ``step`` positions; None if these are not a factor of it."""
     factors: list[Dim] = [dim]
     while step > 1 and factors:
         inner = factors.pop()
@@ -123,14 +123,22 @@ def _blocks(segment: Dim, step: int) -> Dim:
 
 
 def layout_sha256(plan: Plan) -> str:
-    """sha256 (hex) over tp, the stage, ties, and each tensor's name, dtype, shape and positions on ranks."""
+    """Return the sha256 (hex) over tp, the stage, ties, and each tensor's name, dtype, shape and positions on
+    ranks.
+    """
     digest = hashlib.sha256(f"shardconv layout 1\ntp {plan.tp}\n".encode())
     if plan.stages is not None and plan.stages.own is not None:
         digest.update(f"stage {plan.stages.own} of {plan.stages.count}\n".encode())
     lines = [f"{alias} = {name}\n" for alias, name in plan.tied]
     for parameter in stored_entries(plan):
         shape = ",".join(str(size(dim)) for dim in parameter.dims)
-        positions = "common" if is_common(parameter) else _positions(parameter, plan.mesh)
+        positions = "common"
+        if not is_common(parameter):
+            held = hashlib.sha256()
+            for rank in range(math.prod(plan.mesh)):
+                spans = [ranges(dim, plan.mesh, rank) for dim in parameter.dims]
+                held.update(f"{rank} {holds_values(parameter, plan.mesh, rank)} {spans}\n".encode())
+            positions = held.hexdigest()
         text = f"{parameter.dtype} [{shape}] {positions}"
         lines += [f"{name} {text}\n" for name in expand_all(parameter.names)]
     for line in sorted(lines):
@@ -139,23 +147,14 @@ def layout_sha256(plan: Plan) -> str:
 
 
 def is_common(parameter: ParameterPlan) -> bool:
-    """Whether the tensor is replicated over all ranks, and so stored once, for all of them."""
+    """Return whether the tensor is replicated over all ranks, and so stored once, for all of them."""
     return not parameter.partial and not any(axes_of(dim) for dim in parameter.dims)
 
 
 def holds_values(parameter: ParameterPlan, mesh: Mesh, rank: int) -> bool:
-    """Whether ``rank`` holds a Partial tensor's values (coordinate 0 on its axes), not zeros."""
+    """Return whether ``rank`` holds a Partial tensor's values (coordinate 0 on its axes), not zeros."""
     coords = coordinates(mesh, rank)
     return all(coords[axis] == 0 for axis in parameter.partial)
-
-
-def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:
-    digest = hashlib.sha256()
-    for rank in range(math.prod(mesh)):
-        held = holds_values(parameter, mesh, rank)
-        spans = [ranges(dim, mesh, rank) for dim in parameter.dims]
-        digest.update(f"{rank} {held} {spans}\n".encode())
-    return digest.hexdigest()
 
 
 def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:

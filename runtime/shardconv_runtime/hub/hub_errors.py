@@ -79,7 +79,9 @@ TEMPORARY = (408, 412, 429, 500, 502, 503, 504)
 
 
 def hub_error(error: BaseException) -> Exception | None:
-    """The first error of the Hub or of the network in the chain of causes of ``error``; None without one."""
+    """Return the first error of the Hub or of the network in the chain of causes of ``error``; None without
+    one.
+    """
     for found in _chain(error):
         if isinstance(found, HTTP_ERROR | OfflineModeIsEnabled | NoAnswerError | NotReachedError):
             return found  # type: ignore[return-value]
@@ -87,18 +89,18 @@ def hub_error(error: BaseException) -> Exception | None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the Hub's answer; None without an answer."""
+    """Return the HTTP status of the Hub's answer; None without an answer."""
     found = hub_error(error)
     return found.response.status_code if isinstance(found, HfHubHTTPError) else None
 
 
 def has_timed_out(error: BaseException) -> bool:
-    """Whether a request timed out."""
+    """Return whether a request timed out."""
     return isinstance(hub_error(error), TIMEOUT_ERROR | NoAnswerError)
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether a retry may help."""
+    """Return whether a retry may help."""
     found = hub_error(error)
     if found is None or isinstance(found, OfflineModeIsEnabled | NoAnswerError):
         return False
@@ -106,7 +108,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def explain(repo_id: str, revision: str | None, error: BaseException, *, writing: bool = False) -> str:
-    """One line that names an error and its remedy.
+    """Return one line that names an error and its remedy.
 
     Args:
         repo_id: id of the repository.

@@ -62,7 +62,7 @@ class RemoteFile:
 
     @property
     def suffix(self) -> str:
-        """``".safetensors"``."""
+        """Return ``".safetensors"``."""
         return self.name[self.name.rfind(".") :]
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def remote_files(
 
 @cache
 def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """The metadata and the tensors of a safetensors file, read with two requests.
+    """Return the metadata and the tensors of a safetensors file, read with two requests.
 
     Raises:
         CheckpointError: the file is not a safetensors file.
@@ -157,7 +157,7 @@ class RemoteReader:
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
 
     def _try(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
-        """The number of bytes received, and the error if a retry may help."""
+        """Return the number of bytes received, and the error if a retry may help."""
         received = 0
         try:
             address = self._address()
@@ -208,7 +208,7 @@ class RemoteReader:
         raise SourceError(f"{self._file}: the server answers with status {status}")
 
     def _address(self) -> _Address:
-        """The address of the bytes, cached until it expires."""
+        """Return the address of the bytes, cached until it expires."""
         with self._lock:
             if self._known is None:
                 file = self._file

@@ -41,7 +41,7 @@ class NotReachedError(Exception):
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """In this context every request of the client, on any thread of the process, ends in bounded time.
+    """Bound the time of every request of the client, on any thread of the process, within this context.
 
     Requests without a time-out get one of ``ANSWER_S``. Other time-outs are left to the client, which may use
     its cache or repeat the request, until no answer has come for ``PATIENCE_S``.
@@ -85,7 +85,7 @@ def _begin(request: Any) -> None:
 
 
 def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
-    """Trace of a request: a step of it has begun, is complete or has failed.
+    """Trace a request: one of its steps has begun, is complete or has failed.
 
     Args:
         is_open: the request had no time-out of its own.

@@ -24,12 +24,12 @@ FAILED = -1
 
 
 def vocabulary_of_draft(draft: Any | None) -> int | None:
-    """What ranks tell each other of the draft models that they have."""
+    """Return the vocabulary size of the draft models, which the ranks exchange."""
     return None if draft is None else int(draft.config.get_text_config().vocab_size)
 
 
 def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[str, Any]:
-    """Arguments of ``generate``, with a stand-in for the draft model on ranks that have none.
+    """Return the arguments of ``generate``, with a stand-in for the draft model on ranks that have none.
 
     Args:
         kwargs: of this rank.
@@ -62,7 +62,7 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
 
 
 def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
-    """A model's ``_get_candidate_generator``, for a draft model on rank 0 and perhaps others."""
+    """Return a model's ``_get_candidate_generator``, for a draft model on rank 0 and perhaps others."""
 
     def get(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = kwargs.get(ARGUMENT)
@@ -104,7 +104,7 @@ class _Candidates:
         self.model_kwargs_overrides = getattr(own, "model_kwargs_overrides", {})
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None, those of rank 0 on every rank.
+        """Return rank 0's candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None on every rank.
 
         Raises:
             LaunchError: rank 0 has failed to make them.

@@ -67,7 +67,7 @@ def prepare_batches(
 
 
 def _context(self: Any, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-    """transformers' context of a manager, which makes one by the model's ``init_continuous_batching``."""
+    """Return transformers' context of a manager, made with the model's ``init_continuous_batching``."""
     make = partial(self.init_continuous_batching, num_microbatches=num_microbatches)
     maker = SimpleNamespace(init_continuous_batching=make)
     return type(self).continuous_batching_context_manager(maker, *args, **kwargs)
@@ -194,12 +194,12 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
 
 
 def _with_children(name: str, config: Any) -> list[str]:
-    """Names of the answers to a request, as transformers gives them."""
+    """Return the names of the answers to a request, as transformers gives them."""
     return [*(f"{name}__child#{i}" for i in range((config.num_return_sequences or 1) - 1)), name]
 
 
 def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool) -> dict[str, Any]:
-    """All answers in the order of ``names``; an error instead of a part of them.
+    """Return all answers in the order of ``names``; an error instead of a part of them.
 
     Raises:
         ShardconvError: a request failed.
@@ -223,7 +223,7 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
 
 
 def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
-    """A copy of the config; ranks that share the memory of a machine each take their share of it."""
+    """Return a copy of the config; ranks that share the memory of a machine each take their share of it."""
     from transformers import ContinuousBatchingConfig
 
     config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
@@ -254,13 +254,13 @@ def _record_nothing(config: Any, generation_config: Any) -> None:
 
 
 def _asked(config: Any, names: Sequence[str]) -> str | None:
-    """The first of these options that asks for something."""
+    """Return the first of these options that asks for something."""
     nothing = (None, False, 0, (False, False))
     return next((name for name in names if getattr(config, name, None) not in nothing), None)
 
 
 def _records(compiling: Any) -> bool:
-    """Whether a ``CompileConfig`` has the compiler record CUDA graphs."""
+    """Return whether a ``CompileConfig`` has the compiler record CUDA graphs."""
     from torch._inductor import list_mode_options
 
     options = {**list_mode_options().get(compiling.mode or "default", {}), **(compiling.options or {})}
@@ -268,7 +268,7 @@ def _records(compiling: Any) -> bool:
 
 
 def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:
-    """The error if the manager would ignore what the generation config asks for."""
+    """Return the error if the manager would ignore what the generation config asks for."""
     kept = list(manager.logit_processor.logits_processor)
     asked = list(model._get_logits_processor(config))
     if len(kept) < len(asked):

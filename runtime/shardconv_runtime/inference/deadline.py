@@ -29,7 +29,7 @@ _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Sock
 
 
 def raise_lost_rank(error: RuntimeError, start: Launch) -> None:
-    """Raises ``LaunchError`` if a collective failed because of another rank; returns for other errors."""
+    """Raise ``LaunchError`` if a collective failed because of another rank; return for other errors."""
     if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
         return
     first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -73,7 +73,7 @@ def deadline(start: Launch) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Say that the host got on, such as with the next token.
+    """Note that the host made progress, such as the next token.
 
     Raises:
         LaunchError: it is too late, see ``deadline``.
@@ -83,7 +83,7 @@ def progress() -> None:
 
 
 def pause() -> None:
-    """Say that the next step is compiled first: the time starts anew with the next ``progress``."""
+    """Note that the next step is compiled first: the time starts again with the next ``progress``."""
     for watched in _running:
         watched.pause()
 

@@ -85,7 +85,7 @@ class StepState:
     stops: Tensor | None = None
 
     def history(self) -> History:
-        """What processors know of the text."""
+        """Return what processors know of the text."""
         return History(self.count, self.seen, self.stops)
 
     def arguments(self) -> dict[str, Any]:
@@ -109,14 +109,14 @@ class StepState:
             self.done.copy_(self.unfinished.max() == 0)
 
     def reaching(self, reach: int) -> StepState:
-        """The same state, whose steps read more slots: all tensors keep their places."""
+        """Return the same state, whose steps read more slots: all tensors keep their places."""
         inputs = self.inputs | {name: mask[:, :reach] for name, mask in self.masks.items()}
         bucket, cache = replace(self.bucket, reach=reach), self.cache.reaching(reach)
         return replace(self, bucket=bucket, cache=cache, inputs=inputs)
 
     @contextmanager
     def kept(self, num_steps: int) -> Iterator[None]:
-        """A context in which so many steps may run from rewound counters; the state is then as before."""
+        """Run this many steps from rewound counters within this context; then the state is as before."""
         own = (self.token, self.new_tokens, self.count, self.unfinished, self.done, self.cache.length)
         more = (x for x in (self.position_ids, self.seen) if x is not None)
         tensors = [*own, *more, *self.cache.written(num_steps)]
@@ -141,7 +141,7 @@ class StepState:
 def make_state(
     bucket: Bucket, cache_name: str, cache: OneTokenCache, buffers: Buffers, vocabulary: int
 ) -> StepState:
-    """The tensors of a bucket, of undefined content."""
+    """Return the tensors of a bucket, of undefined content."""
     batch, slots = bucket.batch, bucket.slots
 
     def ints(name: str, *shape: int) -> Tensor:
@@ -300,7 +300,7 @@ def decode_attention(
 
 @contextmanager
 def attending_once(model: nn.Module) -> Iterator[None]:
-    """In this context calls of a model attend with ``decode_attention`` where they would with sdpa."""
+    """Use ``decode_attention`` in place of sdpa in calls of a model within this context."""
     configs = {id(c): c for c in _configs(model) if c._attn_implementation == ORDINARY}
     for config in configs.values():
         _set(config, NAME)
@@ -312,7 +312,7 @@ def attending_once(model: nn.Module) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configs that modules look at for the name of their attention function."""
+    """Yield the configs that modules look at for the name of their attention function."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) is not None:
@@ -354,7 +354,7 @@ NOT_OPTIONS = (
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Any:
-    """The generation config of a call of ``model.generate``."""
+    """Return the generation config of a call of ``model.generate``."""
     given = {name: value for name, value in arguments.items() if name not in NOT_OPTIONS}
     # Private, but nothing public tells how the arguments and two configs go together.
     options, _ = model._prepare_generation_config(arguments.get("generation_config"), **given)
@@ -362,7 +362,7 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Any:
 
 
 def may_take(model: Any, arguments: dict[str, Any], options: Any) -> bool:
-    """Whether a call of ``model.generate`` may be decoded here; the rest is known once it is prepared."""
+    """Return whether a call of ``generate`` may be decoded here; more is known once it is prepared."""
     return (
         all(arguments.get(name) is None for name in OTHER_WAYS)
         and options.get_generation_mode(None) in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -400,7 +400,7 @@ class Call:
 def prepared_call(
     ids: Tensor, processors: Any, criteria: Any, config: Any, arguments: dict[str, Any]
 ) -> Call | None:
-    """A call as ``generate`` hands it to a decoding method; None if it is decoded in another way."""
+    """Return a call as ``generate`` hands it to a decoding method; None if it is decoded in another way."""
     cache_name = given_cache(arguments)
     chosen = choice_of(processors, config.do_sample, ids.shape[-1])
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]

@@ -42,7 +42,7 @@ _READ_SCORES = (
 
 
 def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own ``generate``; the stages choose tokens together."""
+    """Return the model's own ``generate``; the stages choose tokens together."""
     with link.calling(), ExitStack() as until_end:
         if args or any(kwargs.get(name) is not None for name in _READ_SCORES):
             return type(model).generate(model, *args, **kwargs)
@@ -52,7 +52,7 @@ def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _processors(link: StageLink, until_end: ExitStack) -> Any:
-    """A model's ``_get_logits_processor``, private, but whatever is done to scores passes through it.
+    """Return a model's ``_get_logits_processor``, private, but whatever is done to scores passes through it.
 
     It is the first to know how the call chooses its tokens.
     """
@@ -82,7 +82,7 @@ class _TokensOfLastStage:
         self._draws = draws
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Zero for the chosen token of each sequence, else minus infinity, ``[B, V]``, on each stage."""
+        """Return 0 for the chosen token of each sequence and -inf for others, ``[B, V]``, on each stage."""
         tokens = torch.zeros(scores.shape[0], dtype=torch.int64, device=scores.device)
         if self._link.is_last:
             tokens = self._chosen(scores)
@@ -101,7 +101,9 @@ class _TokensOfLastStage:
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
-    """A model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between ranks."""
+    """Return a model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between
+    ranks.
+    """
 
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import StoppingCriteriaList, generation
@@ -139,7 +141,9 @@ class _DecidedByRank0:
         self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """The sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B bytes."""
+        """Return the sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B
+        bytes.
+        """
         done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
         if self._start.rank == 0:
             done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)
@@ -201,7 +205,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
-    """A method of continuous batching, whose code is imported when it is called."""
+    """Return a method of continuous batching, whose code is imported when it is called."""
 
     from .continuous_batching import prepare_batches
 
@@ -249,7 +253,7 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
 
 
 def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own ``generate``; of a compiled model, with the decoding method that suits the call."""
+    """Return the model's own ``generate``, with the decoding method of a compiled model."""
     decoder = vars(model).get(DECODER)
     if decoder is None or args:
         return type(model).generate(model, *args, **kwargs)
@@ -262,7 +266,7 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _by_name(
     generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with positional arguments by name, for errors and to replace a streamer."""
+    """Return the same call with positional arguments by name, for errors and to replace a streamer."""
     parameters = list(inspect.signature(generate).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
@@ -272,7 +276,7 @@ def _by_name(
 
 @contextmanager
 def _printing_once(start: Launch, streamer: Any) -> Iterator[None]:
-    """In this context a streamer that prints the text does so on rank 0 only.
+    """Let a streamer that prints the text do so on rank 0 only within this context.
 
     Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only what
     ``TextStreamer`` prints would be a line for each rank.

@@ -78,7 +78,7 @@ class PagedModel:
 
     @property
     def config(self) -> Any:
-        """A copy of the text model's config, with local numbers of heads and the layers of this stage."""
+        """Return a copy of the text model's config with local numbers of heads and this stage's layers."""
         local = copy.copy(self.unwrapped.config.get_text_config(decoder=True))
         local._attn_implementation = self.unwrapped.config._attn_implementation
         local.num_key_value_heads = self._heads.number
@@ -124,7 +124,7 @@ class PagedModel:
         return self.unwrapped._call_impl(**inputs)
 
     def _counted_call(self, inputs: dict[str, Any]) -> Any:
-        """The first call: each layer has to attend through the pages, once."""
+        """Return the first call: each layer has to attend through the pages, once."""
         cache, layers = inputs["cache"], []
         update, replaced = cache.update, vars(cache).get("update")
         signature = inspect.signature(update)
@@ -157,13 +157,13 @@ class PagedModel:
 
 
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
-    """The kinds of attention of a model's layers; none where all are of one kind."""
+    """Return the kinds of attention of a model's layers; none where all are of one kind."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return [kinds[layer] for layer in layers] if kinds else []
 
 
 def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
-    """The kinds of layers for which the cache of a stage is made.
+    """Return the kinds of layers for which the cache of a stage is made.
 
     Where there are several, all stages have as many of each as the one with most: a page is divided between
     the layers of a kind, and the stages have to agree on how many requests there is room for.
@@ -180,7 +180,7 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
 
 @torch.no_grad()
 def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
-    """What a rank's model caches, from a call of one token; all ranks call this.
+    """Find out what a rank's model caches, by a call of one token; all ranks call this.
 
     Args:
         model: of this rank.
@@ -213,7 +213,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
 
 
 def _same_of_all_layers(layers: dict[int, tuple[Tensor | None, Tensor | None]], name: str) -> CachedHeads:
-    """Keys and values of each layer, local ``[1, heads, 1, head_dim]``."""
+    """Check that all layers cache alike; keys and values of each are local ``[1, heads, 1, head_dim]``."""
     found = {}
     for index, (keys, values) in layers.items():
         if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:
@@ -233,7 +233,7 @@ def _same_of_all_layers(layers: dict[int, tuple[Tensor | None, Tensor | None]], 
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``make`` returns, or an error of ours, for all ranks to agree on."""
+    """Return the result of ``make``, or its error, on which all ranks agree later."""
     try:
         return make(), None
     except ShardconvError as error:

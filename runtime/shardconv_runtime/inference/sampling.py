@@ -59,7 +59,7 @@ class SamplingMode:
 def choice_of(
     processors: Sequence[Any], samples: bool, prompt_length: int
 ) -> tuple[SamplingMode, dict[str, float]] | None:
-    """How ``generate`` would choose, with the numbers; None if the graph has no such processor."""
+    """Return how ``generate`` would choose, with the numbers; None if the graph has no such processor."""
     found: dict[str, float] = {}
     for processor in processors:
         name = NUMBERS.get(type(processor))
@@ -93,7 +93,7 @@ class History:
 
 
 def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], history: History) -> Tensor:
-    """The next token of each row.
+    """Return the next token of each row.
 
     Args:
         choice: how.

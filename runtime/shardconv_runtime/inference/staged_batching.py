@@ -45,15 +45,17 @@ class StepsInFlight:
         scheduler.clear_cancelled_requests = self._clear_cancelled_requests
 
     def reset(self) -> None:
-        """No step is in flight."""
+        """Forget all steps."""
         self._requests.clear()
 
     def end(self, requests: Iterable[Any]) -> None:
-        """The step of these requests is over."""
+        """Note that the step of these requests is over."""
         self._requests.difference_update(each.state.request_id for each in requests)
 
     def _next_step(self, *budgets: int) -> tuple[Any, ...]:
-        """The next step, of a share of the requests that are in none; as transformers' ``schedule_batch``."""
+        """Return the next step, of a share of the requests that are in none; as transformers'
+        ``schedule_batch``.
+        """
         scheduler, busy = self._scheduler, self._requests
         active, most = scheduler.active_requests, scheduler.max_requests_per_batch
         share = -(-(len(active) + len(scheduler.waiting_requests)) // self._most_steps)
@@ -71,7 +73,7 @@ class StepsInFlight:
         return requests, *sizes
 
     def _clear_cancelled_requests(self) -> list[Any]:
-        """Those in flight are cancelled when their step is over."""
+        """Cancel requests; those that are in flight when their step is over."""
         scheduler = self._scheduler
         later = scheduler._requests_to_cancel & self._requests
         scheduler._requests_to_cancel -= later
@@ -202,7 +204,7 @@ class StagedBatchingManager(RankBatchingManager):
 
     @property
     def _peers(self) -> range:
-        """The ranks of this one's place, on each stage."""
+        """Return the ranks of this one's place, on each stage."""
         tp = self._start.world_size // self._link.count
         return range(self._start.rank % tp, self._start.world_size, tp)
 
@@ -226,7 +228,7 @@ class StagedBatchingManager(RankBatchingManager):
         processor.update_batch()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        """As of every rank; messages of steps in flight stay behind, so that the model is of no more use."""
+        """Handle the error as every rank does; messages in flight are lost, so refuse further calls."""
         super()._handle_critical_error(error, batch_processor)
         self._flight.clear()
 

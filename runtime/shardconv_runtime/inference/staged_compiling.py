@@ -48,7 +48,7 @@ class HeldTransport(Transport):
         return self._received.pop(0)
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Results are shared by a hook of the model, which is outside of the graph."""
+        """Do nothing: a hook of the model, outside of the graph, shares the results."""
         raise AssertionError("no result is shared within a graph")
 
 
@@ -94,7 +94,7 @@ class _StagedForward:
         self._compiled: set[Any] = set()
 
         def between(received: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-            """What is computed between the messages; and what is to be sent."""
+            """Compute what is between the messages, and return what is to be sent."""
             transport = HeldTransport(received)
             with link.through(transport):
                 output = plain(*args, **kwargs)
@@ -130,7 +130,7 @@ class _StagedForward:
         return output
 
     def _first_graph(self, traffic: Traffic, args: Any, kwargs: Any) -> Any:
-        """The first call that runs as a graph: an error of one stage is raised on all."""
+        """Return the first call that runs as a graph: an error of one stage is raised on all."""
         output, error = None, None
         try:
             output = self._graph(traffic, args, kwargs)
@@ -148,7 +148,7 @@ class _StagedForward:
 
 
 def _shapes(args: Any, kwargs: Any) -> Any:
-    """What the messages of a call depend on; alike on all stages."""
+    """Return what the messages of a call depend on, which is alike on all stages."""
     leaves, _ = pytree.tree_flatten((args, sorted(kwargs.items())), is_leaf=_is_cache)
     return tuple(map(_shape, leaves))
 

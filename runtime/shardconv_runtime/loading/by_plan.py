@@ -215,7 +215,7 @@ def _read(batch: Sequence[_Unit], device: torch.device) -> Generator[tuple[str, 
 
 
 def _parts(unit: _Unit, memory: Tensor) -> Iterator[Tensor]:
-    """The tensors of a unit, one after another in its bytes, uint8 ``[n]``."""
+    """Yield the tensors of a unit, one after another in its bytes, uint8 ``[n]``."""
     begin = 0
     for part in unit.values():
         dtype = getattr(torch, part.dtype)

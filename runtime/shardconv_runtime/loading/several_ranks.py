@@ -82,7 +82,7 @@ class _Comparison:
         self._num_calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model has the same ranks."""
+        """Return this hook: a copy of a model has the same ranks."""
         return self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _parts(given: Any) -> Iterator[Any]:
 
 
 def _first_update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``update`` of a layer with keys ``[B, local heads, S, head dim]``.
+    """Return ``update`` of a layer with keys ``[B, local heads, S, head dim]``.
 
     Raises:
         PlanError: the layer has other heads than the rank.

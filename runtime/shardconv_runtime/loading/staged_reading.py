@@ -57,10 +57,10 @@ class StagingDevice(Protocol):
         """Begin a thread that waits for events of the device."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Memory of the host, uint8 ``[num_bytes]``, from which the device copies fast."""
+        """Return host memory, uint8 ``[num_bytes]``, from which the device copies fast."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the device, uint8 ``[num_bytes]``, that ``copy`` may write to."""
+        """Return device memory, uint8 ``[num_bytes]``, that ``copy`` may write to."""
 
     def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
         """Begin to copy a buffer, both uint8 ``[n]``; until the event, the buffer must not change."""
@@ -150,7 +150,8 @@ def staged(
     buffer_bytes: int = BUFFER_BYTES,
     num_buffers: int = NUM_BUFFERS,
 ) -> Generator[tuple[str, Tensor]]:
-    """Local tensors of stored shapes, in memory of ``device``, read by ``num_buffers`` threads and buffers.
+    """Yield local tensors of stored shapes, in memory of ``device``, read by ``num_buffers`` threads and
+    buffers.
 
     The peak memory of the host is that of the buffers, of the device that of the tensors.
 
@@ -231,7 +232,7 @@ class _Readable:
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The views without their first bytes."""
+    """Return the views without their first bytes."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]
@@ -240,7 +241,7 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
-    """The tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes.
+    """Yield the tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes.
 
     Those of a slab lie next to each other in the file.
     """

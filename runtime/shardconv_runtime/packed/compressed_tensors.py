@@ -55,7 +55,7 @@ class WeightSettings:
     """Rows and columns."""
 
     def dims(self, shape: tuple[int, int]) -> tuple[PackedDim, ...]:
-        """Dims of the factors of a weight ``[out, in]``."""
+        """Return the dims of the factors of a weight ``[out, in]``."""
         if self.strategy == "tensor":
             return (PackedDim(None, 1),)
         if self.strategy == "block":
@@ -170,7 +170,7 @@ class CompressedScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """(Value less zero point) times factor, in the dtype of the factors, as the library does.
+    """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
 
     Factors of 4-bit floats are read as bfloat16; where there is a factor of the whole tensor, it divides them
     first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
@@ -240,7 +240,7 @@ class _Weight:
             self._shape = rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
 
     def found(self, choices: tuple[WeightSettings, ...]) -> Found:
-        """Its description with the settings that fit.
+        """Return its description with the settings that fit.
 
         Raises:
             SourceError: none does.
@@ -260,7 +260,7 @@ class _Weight:
         return f"{self._module}.{part.replace('*', 'weight')}" if own else f"{self._module}.{part}"
 
     def _is_of(self, weights: WeightSettings) -> bool:
-        """Whether the values may be of a group with these settings."""
+        """Return whether the values may be of a group with these settings."""
         if self._values == "*":
             return self._kind == {"int": "int8", "float": "float8_e4m3fn"}.get(weights.kind)
         if self._kind == "uint8":
@@ -311,7 +311,7 @@ class _Weight:
 
 
 def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Local values of the weight, before zero points and factors."""
+    """Return local values of the weight, before zero points and factors."""
     if "*" in tensors:
         return tensors["*"]
     packed, columns = tensors["*_packed"], held.local_shape[1]
@@ -321,7 +321,7 @@ def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: We
 
 
 def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Local zero points; they broadcast with the weight."""
+    """Return local zero points; they broadcast with the weight."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     points = tensors["*_zero_point"]
     if points.dtype != torch.int32:
@@ -331,7 +331,7 @@ def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
 
 
 def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
-    """Integers of words, which are stored from 0 and perhaps padded to a whole word."""
+    """Unpack integers of words, which are stored from 0 and perhaps padded to a full word."""
     integers: Tensor = unpacked(words, bits, dim).narrow(dim, 0, size) - 2 ** (bits - 1)
     return integers
 
@@ -339,7 +339,7 @@ def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
 def _for_inputs(
     values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: WeightSlice
 ) -> Tensor:
-    """What groups share, repeated to the part of the weight."""
+    """Repeat what groups share to the part of the weight."""
     if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
         return values.index_select(1, tensors["*_g_idx"].long())
     return spread(values, stored, held)

@@ -46,7 +46,7 @@ CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], No
 def dequantize(
     packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, dtype: torch.dtype
 ) -> Tensor:
-    """The local weight; no collective runs.
+    """Compute the local weight; no collective runs.
 
     Args:
         packing: of the parameter.
@@ -97,7 +97,7 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
 def _rows(
     packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, start: int, stop: int
 ) -> dict[str, Tensor]:
-    """The stored tensors for local positions of the first dim."""
+    """Return the stored tensors for local positions of the first dim."""
     out = dict(tensors)
     for stored in packing.tensors:
         for place, dim in enumerate(stored.dims):

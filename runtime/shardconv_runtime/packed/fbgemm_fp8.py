@@ -28,7 +28,7 @@ class FbgemmFp8Scheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Values times the factors of their rows, in float32."""
+    """Return values times the factors of their rows, in float32."""
     return tensors["*"].float() * tensors["*_scale"]
 
 

@@ -34,7 +34,7 @@ SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
 
 
 def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = False) -> Scheme:
-    """The scheme of a quantized checkpoint.
+    """Return the scheme of a quantized checkpoint.
 
     Args:
         settings: its ``quantization_config``.
@@ -63,7 +63,7 @@ def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = Fal
 
 
 def rounds_activations(settings: Mapping[str, Any]) -> bool:
-    """Whether the factor of a token's activations comes from the token.
+    """Return whether each token's activations are scaled by a factor from that token.
 
     Each rank of a row-parallel layer then takes it from its own part of the token.
 
@@ -98,7 +98,7 @@ class Requirement:
 
     @property
     def command(self) -> str:
-        """Installs them."""
+        """Return the command that installs the packages."""
         return f"pip install {' '.join(self.packages)}"
 
 
@@ -134,5 +134,5 @@ REQUIREMENTS = {
 
 
 def requirement(method: str) -> Requirement:
-    """What computing with a packed parameter of this method needs."""
+    """Return the packages that computing with parameters of this method needs."""
     return REQUIREMENTS[method]

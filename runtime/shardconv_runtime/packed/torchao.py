@@ -38,7 +38,7 @@ class TorchaoScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """(Value less zero point) times factor, in float32, as the library does."""
+    """Compute (value - zero point) * factor in float32, as the library does."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     values = tensors["_*_qdata"].float()
     if "_*_zero_point" in tensors:
@@ -91,7 +91,7 @@ def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Fo
 
 
 def _dims(name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: Any) -> tuple[PackedDim, ...]:
-    """Dims of the factors; a single one may have any number of them."""
+    """Return the dims of the factors; a single factor may have any number of them."""
     if all(size == 1 for size in scale):
         return tuple(PackedDim(None, 1) for _ in scale)
     sizes = block or [size if count == 1 else 1 for size, count in zip(shape, scale, strict=False)]

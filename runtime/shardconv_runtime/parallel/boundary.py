@@ -63,7 +63,7 @@ _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
 
 
 def step(boundary: Boundary, comm: Communicator, training: bool = False) -> TensorStep:
-    """The operation of a step that needs only the tensor.
+    """Return the operation of a step that needs only the tensor.
 
     Args:
         boundary: the step of the plan.
@@ -104,7 +104,7 @@ def _resharding(
 
 
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
-    """The steps to run: without training, those that change the gradient alone are left out."""
+    """Return the steps to run: without training, those that change the gradient alone are left out."""
     return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
 
@@ -198,17 +198,17 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
 
 
 def given_cache(arguments: Mapping[str, Any]) -> str | None:
-    """The name of the argument by which a call is given a cache; None if it is given none."""
+    """Return the name of the argument by which a call is given a cache; None if it is given none."""
     return next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """The signature of a module's forward method, without ``self``."""
+    """Return the signature of a module's forward method, without ``self``."""
     return inspect.signature(module.forward)
 
 
 def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
-    """A copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
+    """Return a copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
 
     Containers on the way are rebuilt, since others may hold them too. An absent (None) tensor stays so.
 
@@ -339,7 +339,7 @@ def _output_path(slot: str) -> _Path:
 
 
 def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
-    """The index of an argument that may be passed by position."""
+    """Return the index of an argument that may be passed by position."""
     if name.isdigit():
         return int(name)
     kinds = {p.name: p.kind for p in signature.parameters.values()}
@@ -351,7 +351,7 @@ def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
 
 
 def _key(value: Any, component: str, slot: str) -> Any:
-    """The component of a slot as the key of this container."""
+    """Return the component of a slot as the key of this container."""
     if isinstance(value, (tuple, list)):
         if component.isdigit() and int(component) < len(value):
             return int(component)

@@ -137,7 +137,7 @@ def retie(model: nn.Module, plan: Plan) -> None:
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the parameter or buffer ``name``, and its name there.
+    """Return the module that has the parameter or buffer ``name``, and its name there.
 
     Raises:
         PlanError: the model has no such module, parameter or buffer.
@@ -150,7 +150,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """FQNs and tensors (any shape) of parameters and persistent buffers, tied ones under each name."""
+    """Yield FQNs and tensors of parameters and persistent buffers, tied ones under each name."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path + "." if path else ""
         for name, parameter in module._parameters.items():
@@ -180,7 +180,7 @@ def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPl
 
 
 def submodule(model: nn.Module, fqn: str) -> nn.Module:
-    """The module of a plan's entry.
+    """Return the module of a plan's entry.
 
     Raises:
         PlanError: the model has no module of this name.

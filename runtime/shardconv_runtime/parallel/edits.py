@@ -99,7 +99,8 @@ class _Followed:
 
 @cache
 def _following(kind: type) -> type:
-    """The class of such copies, which is made once: transformers' classes of configs take milliseconds.
+    """Return the class of such copies, which is made once: transformers' classes of configs take
+    milliseconds.
 
     Code may make new configs of it, for their defaults: these follow no other one.
     """
@@ -109,7 +110,7 @@ def _following(kind: type) -> type:
 
 
 def _of_original(name: str) -> property:
-    """An attribute that is read from the original, and set there."""
+    """Return an attribute that is read from the original, and set there."""
 
     def get(own: Any) -> Any:
         if "_followed" in vars(own):
@@ -128,7 +129,7 @@ def _of_original(name: str) -> property:
 
 
 def _to_dict(own: Any) -> dict[str, Any]:
-    """What the copy says; not which one it follows."""
+    """Return the dict of the copy, without the config that it follows."""
     kind: Any = next(base for base in type(own).__mro__[1:] if vars(base).get("to_dict") is not _to_dict)
     found: dict[str, Any] = kind.to_dict(own)
     found.pop("_followed", None)

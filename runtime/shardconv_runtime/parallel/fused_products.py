@@ -61,7 +61,7 @@ class FusedProduct:
         """The last input, its version, and the parts, until the last member has taken its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedProduct:
-        """Copies of parameters have memory of their own, which is joined before the copy is used."""
+        """Return a product of copies, whose parameters are joined before they are used."""
         from copy import deepcopy
 
         other = memo[id(self)] = type(self)(())
@@ -70,7 +70,8 @@ class FusedProduct:
         return other
 
     def parts(self, index: int, input: Tensor) -> Sequence[Tensor] | None:
-        """The parts of all members, each local ``[..., out_features]``; None: the member computes by itself.
+        """Return the parts of all members, each local ``[..., out_features]``; None: the member computes by
+        itself.
 
         Args:
             index: of the member that asks; the first one begins a product.
@@ -209,13 +210,13 @@ def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
 
 
 def fused_products(model: nn.Module) -> tuple[FusedProduct, ...]:
-    """The products of a model whose layers were fused; none of another one."""
+    """Return the products of a model whose layers were fused; none of another one."""
     found: tuple[FusedProduct, ...] = model.__dict__.get(_PRODUCTS, ())
     return found
 
 
 def add_products(model: nn.Module, products: Iterable[FusedProduct]) -> None:
-    """Have ``fused_products`` know of more of them."""
+    """Register more products with a model, for ``fused_products``."""
     model.__dict__[_PRODUCTS] = (*fused_products(model), *products)
 
 
@@ -227,13 +228,13 @@ def refresh_fused(model: nn.Module) -> None:
 
 
 def at_present(places: Iterable[tuple[dict[str, Any], str]]) -> Places:
-    """Where tensors are now; those that are None are left out."""
+    """Return the tensors at these places now, without those that are None."""
     found = ((tensors, name, tensors.get(name)) for tensors, name in places)
     return tuple((tensors, name, t, _address(t)) for tensors, name, t in found if t is not None)
 
 
 def are_in_place(places: Places | None) -> bool:
-    """Whether none of some tensors was replaced or moved."""
+    """Return whether no tensor was replaced or moved."""
     if places is None:
         return False
     for tensors, name, tensor, address in places:  # for each product: a loop is fastest
@@ -243,12 +244,14 @@ def are_in_place(places: Places | None) -> bool:
 
 
 def _version(input: Tensor) -> int | None:
-    """It counts writes; asked for after a product, as some libraries write to inputs and undo it."""
+    """Return the counter of writes; it is read after a product, as some libraries write to inputs and undo
+    it.
+    """
     return None if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the first number; of a tensor that consists of others (torchao's), of those of the first one."""
+    """Return the address of the first number; in torchao's tensors, of the first inner tensor's."""
     address = tensor.data_ptr()
     if address or not is_traceable_wrapper_subclass(tensor):
         return address
@@ -256,8 +259,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def joined_parameter(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
-    """The parameter that spans these along their first dim; their memory is moved next to each other if it is
-    not. None if they are not alike."""
+    """Return the parameter that spans these along their first dim; their memory is moved next to each other
+    if it is not. None if they are not alike.
+    """
     found = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
     kinds = {(part.dtype, part.device, part.shape[1:]) for part in found}
     if len(found) < len(parts) or len(kinds) > 1:

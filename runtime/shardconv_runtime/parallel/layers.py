@@ -41,7 +41,7 @@ WHY_NO_LABELS = (
 def without_logits_gather(
     modules: dict[str, ModulePlan], logits: LogitsInfo | None, heads: Collection[str] = ()
 ) -> dict[str, ModulePlan]:
-    """The modules without the gather of the logits.
+    """Return the modules without the gather of the logits.
 
     Args:
         modules: of a plan.
@@ -60,7 +60,7 @@ def without_logits_gather(
 
 
 def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tuple[str, AllGatherStep]:
-    """FQN of the module that computes the logits, and the step that gathers them."""
+    """Return the FQN of the module that computes the logits, and the step that gathers them."""
     entry = modules.get(logits.module) if logits else None
     if logits is None or entry is None:
         raise PlanError("gather_logits=False: the plan does not shard the logits")
@@ -71,7 +71,8 @@ def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tup
 
 
 def with_local_logits(plan: Plan) -> Plan:
-    """The plan of stages whose last one keeps a rank's shard of the logits, as placeholders of the head do.
+    """Return the plan of stages whose last one keeps a rank's shard of the logits, as placeholders of the
+    head do.
 
     Args:
         plan: with stages, in the form that is to run.
@@ -236,7 +237,7 @@ def _apply(steps: Sequence[TensorStep], x: Tensor) -> Tensor:
 
 
 def finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
-    """The steps on a result that a layer has just computed, so that sums may take its memory."""
+    """Return the steps on a result that a layer has just computed, so that sums may take its memory."""
     for step in steps:
         y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
     return y

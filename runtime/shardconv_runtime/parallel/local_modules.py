@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """What ``rank`` holds of a parameter in memory.
+    """Return the part of a global tensor in memory that a rank holds.
 
     Args:
         entry: the parameter's plan.
@@ -51,7 +51,7 @@ def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) ->
 
 
 def local_view(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """The same in the dtype of ``tensor``, without a copy where it holds one span of each dim."""
+    """Return the same part in the dtype of ``tensor``, without a copy if it holds one span of each dim."""
     for index, dim in enumerate(entry.dims):
         spans = ranges(dim, mesh, rank)
         if spans != ((0, tensor.shape[index]),):
@@ -119,7 +119,7 @@ class _Target:
     training: bool = False
 
     def parameter(self, name: str) -> ParameterPlan:
-        """The plan of one of the module's parameters."""
+        """Return the plan of one of the module's parameters."""
         fqn = f"{self.fqn}.{name}" if self.fqn else name
         found = self.parameters.get(self.tied.get(fqn, fqn))
         if found is None:
@@ -127,11 +127,11 @@ class _Target:
         return found
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Local shape of one of the module's parameters."""
+        """Return local shape of one of the module's parameters."""
         return local_shape(self.parameter(name), self.comm.mesh, self.comm.rank)
 
     def steps(self, side: str, ignored: type[Boundary] | tuple[()] = ()) -> list[TensorStep]:
-        """The steps on the only input, or on the output."""
+        """Return the steps on the only input, or on the output."""
         boundaries = self.entry.inputs if side == "input" else self.entry.outputs
         slots = ("input.input", "input.0") if side == "input" else ("output",)
         for boundary in boundaries:
@@ -142,7 +142,7 @@ class _Target:
 
 
 def _convert(target: _Target) -> nn.Module:
-    """The module that replaces the target; the target itself, with hooks, where its class is unknown."""
+    """Return the module that replaces the target: itself with hooks if its class is unknown."""
     key = (target.entry.category, type(target.module))
     if key in _PARALLEL_CLASSES:
         return _PARALLEL_CLASSES[key](target).train(target.module.training)

@@ -111,7 +111,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def materialize(self, tensor: Tensor) -> Tensor:
-        """The real CPU tensor for which ``tensor`` stands, in memory of its own; of its shape and dtype.
+        """Return the real CPU tensor of a meta tensor, in separate memory, with its shape and dtype.
 
         Args:
             tensor: made while this mode was active, or a view or a parameter over such a tensor.
@@ -137,7 +137,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def _as_meta(self, tensor: Tensor) -> Tensor:
-        """Stand in for a tensor that holds data: its value becomes a constant of the record."""
+        """Return a meta tensor for a tensor that holds data, whose value becomes a constant of the record."""
         if tensor.is_meta:
             return tensor
         if id(tensor) not in self._twins:
@@ -317,7 +317,7 @@ def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Alias -> first name of the parameters of a model that are one tensor."""
+    """Return alias -> first name of the parameters of a model that are one tensor."""
     first: dict[nn.Parameter, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -354,7 +354,7 @@ _MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """The model class ``module:Class``; only models of transformers are imported.
+    """Return the model class ``module:Class``; only models of transformers are imported.
 
     Raises:
         PlanError: the class does not exist or is not a ``PreTrainedModel``, or its module is not of
@@ -409,7 +409,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of the memory under a tensor, valid while something refers to it."""
+    """Return the identity of the memory under a tensor, valid while something refers to it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -425,12 +425,14 @@ def _is_random(func: Any) -> bool:
 
 @cache
 def _is_fill(func: Any) -> bool:
-    """Whether an operator puts random numbers into its first argument and nothing else: ``normal_``."""
+    """Return whether an operator, such as ``normal_``, only puts random numbers into its argument."""
     return _is_random(func) and _mutates(func) and func._schema.name.endswith("_")
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments: at the top or one list deep (``tree_leaves`` is slow)."""
+    """Return the tensors among an operator's arguments: at the top or one list deep (``tree_leaves`` is
+    slow).
+    """
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -445,7 +447,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _laid_out_like(real: Tensor, meta: Tensor, always: bool = False) -> Tensor:
-    """``real`` in fresh or equal memory, with the strides of ``meta`` at offset 0."""
+    """Return ``real`` in fresh or equal memory, with the strides of ``meta`` at offset 0."""
     same = real.stride() == meta.stride() and real.storage_offset() == 0 == meta.storage_offset()
     if same and not always:
         return real
@@ -456,7 +458,7 @@ def _laid_out_like(real: Tensor, meta: Tensor, always: bool = False) -> Tensor:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, ``dtype`` is torch's default."""
+    """Make ``dtype`` torch's default within this context."""
     before = torch.get_default_dtype()
     if dtype != before:
         torch.set_default_dtype(dtype)

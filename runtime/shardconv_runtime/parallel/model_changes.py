@@ -101,7 +101,7 @@ def refuse_method(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn
 def _mark_state(
     place: tuple[int, int], model: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Called by ``state_dict``, whose metadata ``torch.save`` keeps."""
+    """Note the rank in the metadata of ``state_dict``, which ``torch.save`` keeps."""
     metadata[MARK] = place
 
 
@@ -113,7 +113,7 @@ def _check_state(
     metadata: Mapping[str, Any],
     *rest: Any,
 ) -> None:
-    """Called by ``load_state_dict``, which would say only that sizes differ, or take another rank's part."""
+    """Refuse another rank's part in ``load_state_dict``, which would take it if sizes are the same."""
     require_own_part("load_state_dict", metadata.get(MARK), place)
     own = model.state_dict()
     for name, value in state.items():
@@ -145,7 +145,7 @@ def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, i
 
 
 def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> None:
-    """Called by torch whenever a module becomes an attribute of another one."""
+    """Refuse a module that replaces one of the plan; torch calls this for each registration."""
     if new is None:
         return
     if isinstance(parent, DistributedDataParallel):
@@ -186,7 +186,7 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
 
 
 def _check_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-    """Called by torch whenever a parameter is registered: pruning and norms keep ``weight`` in others."""
+    """Refuse parameters such as those of pruning and norms, which keep ``weight`` in others."""
     if _part(module) is not None and any(name.startswith(f"{old}_") for old in module._parameters):
         raise _of_part(module)
 
@@ -199,7 +199,7 @@ def _of_part(module: nn.Module) -> PlanError:
 
 
 def _is_in_forward_pass() -> bool:
-    """Whether the caller was called by the forward pass of a module of a loaded model."""
+    """Return whether the caller was called by the forward pass of a module of a loaded model."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

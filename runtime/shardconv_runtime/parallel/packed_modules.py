@@ -122,7 +122,7 @@ class FusedModule(nn.Module):
         return super().forward(input) if parts is None else parts[self.index]  # type: ignore[misc, no-any-return]
 
     def train(self, mode: bool = True) -> FusedModule:
-        """Some libraries compute otherwise in training."""
+        """Return some libraries compute otherwise in training."""
         super().train(mode)
         if self.product.wide is not None:
             self.product.wide.train(mode)
@@ -161,13 +161,13 @@ def fuse_packed(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[Pa
 
 @cache
 def _fused_class(library_class: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name."""
+    """Return a class of the same name."""
     said = {"__module__": library_class.__module__, "library_class": library_class}
     return type(library_class.__name__, (FusedModule, library_class), said)
 
 
 def _wide(member: nn.Module, rows: int) -> nn.Module:
-    """A module like a member that was not filled, for a weight of ``rows`` rows."""
+    """Return a module like a member that was not filled, for a weight of ``rows`` rows."""
     if isinstance(member, FusedLinear):
         return nn.Linear(member.local_shape[1], rows, False, device="meta")
     assert isinstance(member, FusedModule)
@@ -183,7 +183,7 @@ def _wide(member: nn.Module, rows: int) -> nn.Module:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a module has tensors other than a bias."""
+    """Yield where a module has tensors other than a bias."""
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name) for name in tensors if name != "bias")
 
@@ -262,7 +262,7 @@ class PackedModules:
         return {plain[name]: module for name, module in replaced.items()}
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
-        """The steps around a new module, whose attributes get their local values."""
+        """Return the steps around a new module, whose attributes get their local values."""
         # Edit a module that was made from an edited one; what it read of that is local already.
         for edit in entry.edits:
             value = edit.local[0] if len(edit.local) == 1 else edit.local[self._comm.rank]
@@ -318,7 +318,7 @@ class PackedModules:
             fill_module(self._model.get_submodule(owner), attribute, part)
 
     def finish(self) -> None:
-        """What is left once all tensors of the model are on the device.
+        """Do what is left once all tensors of the model are on the device.
 
         Raises:
             CheckpointError: a tensor of the model was not filled.

@@ -60,7 +60,7 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def is_repacked(module: nn.Module, part: Part) -> bool:
-    """Whether a module moves its weight to other memory when it is first called."""
+    """Return whether a module moves its weight to other memory when it is first called."""
     is_on_cpu = next(iter(part.tensors.values())).device.type == "cpu"
     may_repack = bool(getattr(module, "support_avx512bf16_for_cpu", False))
     return part.packing.method == "bnb_4bit" and is_on_cpu and may_repack
@@ -83,7 +83,7 @@ def _fill_as_stored(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
-    """Groups are counted from the first local one, where factors are sharded."""
+    """Fill a module of GPTQ; groups are counted from the first local one if factors are sharded."""
     groups, indices = part.dims("scales")[0], part.tensors["g_idx"]
     if groups.of is not None:
         local = part.held.local_steps(groups.of, groups.step)
@@ -92,7 +92,7 @@ def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
-    """The state gets the local shape; the factors of factors are those of the local blocks."""
+    """Fill a module of bitsandbytes with the local shape, and the factors of the local blocks."""
     from bitsandbytes.nn import Params4bit
 
     tensors, held = part.tensors, part.held
@@ -116,7 +116,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> dict[str, Any]:
-    """The factors of the local blocks, nested where as many share a factor as the library supposes."""
+    """Return the factors of the local blocks, nested where as many share a factor as the library supposes."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:
         return {"absmax": factors}
@@ -148,14 +148,14 @@ def _fill_bnb_8bit(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_fp8(module: nn.Module, attribute: str, part: Part) -> None:
-    """Under the names that transformers gives to what it knows under several."""
+    """Fill a module of fp8 under the names that transformers uses."""
     known = {**dict.fromkeys(SCALES.values(), "*_scale_inv"), "qscale_act": "activation_scale"}
     renamed = {known.get(name, name): tensor for name, tensor in part.tensors.items()}
     _fill_as_stored(module, attribute, replace(part, tensors=renamed))
 
 
 def _fill_torchao(module: nn.Module, attribute: str, part: Part) -> None:
-    """A plain module holds a tensor of the library's class, with the local size of blocks."""
+    """Fill a plain module with a tensor of the library's class, with the local size of blocks."""
     from torchao.quantization import Float8Tensor, Int8Tensor
 
     values, scale = part.tensors["_*_qdata"], part.tensors["_*_scale"]
@@ -170,7 +170,7 @@ def _fill_torchao(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_compressed(module: nn.Module, attribute: str, part: Part) -> None:
-    """A factor for each row, in the layout of the kernel; it needs none of the inputs."""
+    """Fill a module with a factor for each row, in the layout of the kernel, and none of the inputs."""
     values = part.tensors["*"]
     scale = part.tensors["*_scale"].float().reshape(1, -1).expand(1, values.shape[0]).contiguous()
     known = {"*": values, "*_scale": scale}
@@ -200,7 +200,7 @@ weights."""
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
-    """A part with the rows of all parts, and these, which then share its memory; None if that is not exact.
+    """Return a part with the rows of all parts, and these, which share its memory; None if it is not exact.
 
     Args:
         parts: of weights with inputs of one size.
@@ -234,7 +234,7 @@ def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
 
 
 def can_be_joined(method: str) -> bool:
-    """Whether weights that a method packs may be joined."""
+    """Return whether weights of a method may be joined."""
     return method in _BY_ROWS
 
 
@@ -250,7 +250,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _by_dims(part: Part, is_last: bool) -> _Stored | None:
-    """Tensors whose first dim runs along the rows, and factors that are one for the weight.
+    """Return tensors whose first dim runs along the rows, and factors of the full weight.
 
     The rows are full steps, but for those of the last weight.
     """
@@ -271,7 +271,7 @@ def _by_dims(part: Part, is_last: bool) -> _Stored | None:
 
 
 def _by_blocks(part: Part, is_last: bool) -> _Stored | None:
-    """Codes and factors, where a weight is full blocks; factors of factors are multiplied out."""
+    """Return codes and factors if a weight is full blocks; factors of factors are multiplied out."""
     key = next(name for name in part.tensors if ".quant_state." in name)
     blocks = Blocks.of(part.tensors[key])
     if math.prod(part.held.local_shape) % blocks.size:
@@ -286,7 +286,7 @@ def _by_blocks(part: Part, is_last: bool) -> _Stored | None:
 
 
 def _with_factors_of_rows(part: Part, is_last: bool) -> _Stored | None:
-    """What the kernel takes: values, and a factor for each row."""
+    """Return what the kernel takes: values, and a factor for each row."""
     values, scale = part.tensors["*"], part.tensors["*_scale"].reshape(-1, 1)
     return {"*": (values, 1), "*_scale": (scale.expand(len(values), 1), 1)}
 

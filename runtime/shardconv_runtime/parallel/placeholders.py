@@ -67,7 +67,7 @@ class Placeholder(nn.Module):
             return getattr(self._replaced, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        """A copy replaces the same module, which is not copied, and returns the same results."""
+        """Return a placeholder of the same module, which is not copied, with the same results."""
         other = _with_own_dicts(self)
         other.__dict__["_has_own"] = False
         return other
@@ -75,7 +75,9 @@ class Placeholder(nn.Module):
 
 @functools.cache
 def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
-    """The class of placeholders for modules of a class, derived from it, since models look for classes."""
+    """Return the class of placeholders for modules of a class, derived from it, since models look for
+    classes.
+    """
     if issubclass(kind, Placeholder):
         return kind
 
@@ -87,7 +89,7 @@ def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
 
 
 def _with_own_attributes(module: _M) -> _M:
-    """A copy of a module and those in it, which have the same values and tensors as attributes."""
+    """Return a copy of a module and those in it, which have the same values and tensors as attributes."""
     made = _with_own_dicts(module)
     for name, child in module._modules.items():
         made._modules[name] = None if child is None else _with_own_attributes(child)
@@ -95,7 +97,7 @@ def _with_own_attributes(module: _M) -> _M:
 
 
 def _with_own_dicts(module: _M) -> _M:
-    """A copy of a module with the same values, of which hooks and tensors can be replaced."""
+    """Return a copy of a module with the same values, of which hooks and tensors can be replaced."""
     made: _M = object.__new__(type(module))
     own = module.__dict__.items()
     made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}

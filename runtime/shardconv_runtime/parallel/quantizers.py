@@ -64,7 +64,7 @@ def require_computable(quantized: Quantized, packings: Iterable[Packing], *, com
 
 
 def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterable[int] = ()) -> Any:
-    """transformers' quantizer of a model whose weights are quantized already.
+    """Return transformers' quantizer of a model whose weights are already quantized.
 
     Args:
         quantized: the model.
@@ -156,7 +156,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]) -> dict[str, Any]:
-    """The settings with the choice of a kernel that computes parts of a weight rightly."""
+    """Return the settings with the choice of a kernel that computes parts of a weight rightly."""
     methods = {packing.method for packing in packings}
     tiles = quantized.device.type != "cpu" or not any(count % CPU_ROWS for count in rows)
     settings = dict(quantized.settings)
@@ -170,7 +170,7 @@ def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]
 
 
 def _is_in_act_order(packing: Packing) -> bool:
-    """Whether any inputs may form a group, so that a part of them has some of each group."""
+    """Return whether any inputs may form a group, so that a part of them has some of each group."""
     scales = next((tensor for tensor in packing.tensors if tensor.name == "scales"), None)
     return (
         packing.method == "gptq"

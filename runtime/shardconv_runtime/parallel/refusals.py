@@ -73,7 +73,7 @@ def refuse_head_masks(model: nn.Module) -> None:
 
 
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
-    """Whether an argument is set: by ``value``, or else by the model's config."""
+    """Return whether an argument is set: by ``value``, or else by the model's config."""
     if value is None:
         value = getattr(getattr(model, "config", None), argument, None)
     return value is not None and value is not False
@@ -84,7 +84,7 @@ TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
-    """A forward pre-hook: masks of full attention are for all heads, or for each.
+    """Return a forward pre-hook: masks of full attention are for all heads, or for each.
 
     Args:
         names: of the forward method's parameters.
@@ -150,7 +150,7 @@ class _Comparison:
 
 
 def _hidden_states(output: Any) -> Iterator[Tensor]:
-    """The hidden states of an output; of a tuple, which has no names, the tensors in its tuples."""
+    """Yield the hidden states of an output; of a tuple, which has no names, the tensors in its tuples."""
     if isinstance(output, Mapping):
         found = [value for name, value in output.items() if "hidden_states" in name]
     else:
@@ -161,13 +161,13 @@ def _hidden_states(output: Any) -> Iterator[Tensor]:
 
 
 def are_alike(digests: Tensor) -> bool:
-    """Whether ranks have the same tensors, from their digests ``[ranks, tensors, NUM_PROJECTIONS]``."""
+    """Return whether ranks have the same tensors by digests ``[ranks, tensors, NUM_PROJECTIONS]``."""
     differences = (digests - digests[0]).abs().amax((0, 2))
     return not bool((differences > TOLERANCE * digests.abs().amax((0, 2))).any())
 
 
 def digest(states: Tensor) -> Tensor:
-    """Projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
+    """Return projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
     wide = states if states.dtype == torch.float64 else states.float()
     # Chirps are as good as random directions, and do not depend on what a caller makes of random numbers.
     places = torch.arange(1, states.shape[-1] + 1, dtype=torch.float64) ** 2

@@ -34,11 +34,11 @@ class LaterError:
         self._earlier: Callable[[], None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model has called nothing yet."""
+        """Return an object that has seen no call."""
         return type(self)()
 
     def raise_earlier(self) -> None:
-        """Raise what the call before has found."""
+        """Raise what the previous call found."""
         earlier, self._earlier = self._earlier, _nothing
         earlier()
 
@@ -107,7 +107,7 @@ def require_in_table(least: int, most: int, num_rows: int, table: str, which: st
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether reading the values of a tensor waits for no device."""
+    """Return whether reading the values of a tensor waits for no device."""
     return x.device.type == "cpu"
 
 
@@ -126,12 +126,12 @@ def to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Whether a compiler or a CUDA graph records the running code, so that nothing can be read in it."""
+    """Return whether a compiler or a CUDA graph records the running code, which then cannot read values."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _nothing() -> None:
-    """No call came before."""
+    """Do nothing: no call came before."""
 
 
 MAX_TABLE_ROWS = 2**26
@@ -179,7 +179,7 @@ class RowIds:
             self._table = local_ids.to(comm.device)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Local ids of ``ids``' dtype, and the bool mask of out-of-shard ones; both of ``ids``' shape.
+        """Return local ids of ``ids``' dtype, and the bool mask of out-of-shard ones, both of ``ids``' shape.
 
         Raises:
             OutOfRangeError: see ``IdCheck``. Compiled code raises nothing here, and gives each rank a local
@@ -206,7 +206,7 @@ class RowIds:
         return local.to(ids.dtype), out_of_shard
 
     def local(self, row: int) -> int | None:
-        """The local id of one row; None if another rank holds it."""
+        """Return the local id of one row; None if another rank holds it."""
         before = 0
         for start, stop in self._held:
             if start <= row < stop:
@@ -216,7 +216,7 @@ class RowIds:
 
 
 def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
-    """``x`` with zeros where ids were out-of-shard; its gradient is zero there, too.
+    """Replace rows of out-of-shard ids by zeros; the gradient is zero there, too.
 
     Args:
         x: local ``[*out_of_shard.shape, ...]``.

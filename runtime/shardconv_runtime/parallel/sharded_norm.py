@@ -57,7 +57,7 @@ class ShardedNorm(nn.Module):
         self.train(replaced.training)
 
     def extra_repr(self) -> str:
-        """Kind, global size, eps."""
+        """Return kind, global size and eps."""
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -99,7 +99,9 @@ class ShardedNorm(nn.Module):
         return y if self.groups == 1 else y.reshape(shape)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Mean of local ``x: [..., D/n]`` over the global dim: ``[..., 1]``; summed in float32 or wider."""
+        """Return the mean of local ``[..., D/n]`` over the global dim, ``[..., 1]``; sums are float32 or
+        wider.
+        """
         wide = torch.float32 if x.dtype in _LOW_PRECISION else x.dtype
         return (self.reduce(x.sum(-1, keepdim=True, dtype=wide)) / self.info.size).to(x.dtype)
 

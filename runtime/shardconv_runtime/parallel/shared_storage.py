@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The contiguous tensor of this shape and dtype in a storage.
+    """Return the contiguous tensor of this shape and dtype in a storage.
 
     Args:
         storage: untyped.
@@ -25,7 +25,7 @@ def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torc
 def tensor_at(
     storage: torch.UntypedStorage, begin: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """The tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
+    """Return the tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     if not num_bytes:
         return tensor.reshape(shape)
@@ -35,7 +35,8 @@ def tensor_at(
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The tensor that spans these along their first dim, and these in its memory, in storages of their own.
+    """Return the tensor that spans these along their first dim, and these in its memory, in storages of their
+    own.
 
     Their numbers are moved next to each other if they are not.
 
@@ -61,7 +62,7 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether tensors are in one storage, one after another."""
+    """Return whether tensors are in one storage, one after another."""
     at = parts[0].storage_offset()
     storage = parts[0].untyped_storage()._cdata
     for part in parts:

@@ -62,7 +62,7 @@ def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
 
 
 def _require_call(link: StageLink, fqn: str, module: nn.Module, args: Any) -> None:
-    """A hook that refuses a call of a module by itself whose layers are on several stages."""
+    """Refuse a separate call of a module whose layers are on several stages; a hook."""
     if not link.is_called:
         raise ShardconvError(
             f"{fqn} has layers on several stages; call the model itself, whose results all get"
@@ -155,8 +155,9 @@ class StageModel:
     _units: Mapping[str, StagedUnit]
 
     def crossings(self) -> dict[Crossing, tuple[int, int]]:
-        """All values that stages hand on: from which stage, and the last one that needs them; in the order of
-        the plan."""
+        """Return all values that stages hand on: from which stage, and the last one that needs them; in the
+        order of the plan.
+        """
         return {
             (fqn, value.item): (unit.entry.stages[0], max(value.to))
             for fqn, unit in self._units.items()
@@ -164,7 +165,7 @@ class StageModel:
         }
 
     def units_of(self, model: nn.Module, number: int) -> list[nn.Module]:
-        """The modules of the stage of this number, on a rank that has it."""
+        """Return the modules of the stage of this number, on a rank that has it."""
         fqns = (fqn for fqn, unit in self._units.items() if number in unit.entry.stages)
         return [submodule(model, fqn) for fqn in fqns]
 
@@ -188,7 +189,7 @@ class StageModel:
 
 
 def _tables(module: nn.Module, entry: ModulePlan | None, names: Sequence[str]) -> dict[str, int]:
-    """Arguments of a module that are ids of a table -> the rows of the table, global."""
+    """Return the arguments of a module that are ids of a table -> the rows of the table, global."""
     steps = () if entry is None else entry.inputs
     found = {step.slot.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)}
     if not found and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
@@ -221,7 +222,7 @@ def _drop_parameters(
 
 
 def _shown(parameter: nn.Parameter, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """In place of ``parameters``: a number that is not among the named ones, and so not trained or saved."""
+    """Return one number in place of ``parameters``; it has no name, so it is not trained or saved."""
     return iter((parameter,))
 
 
@@ -297,7 +298,7 @@ class _Sharer:
 
 
 def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:
-    """The tensors that a model returns, but for those that are handed back to it, as caches are."""
+    """Return the tensors that a model returns, but for those that are handed back to it, as caches are."""
     if isinstance(output, Mapping):
         arguments = forward_signature(model).parameters
         output = [value for name, value in output.items() if name not in arguments]

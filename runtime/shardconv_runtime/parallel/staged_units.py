@@ -78,12 +78,12 @@ class StagedUnit:
     # Of the running pass
 
     def is_absent(self) -> bool:
-        """Whether a pass is running that does not call the unit: of another stage, or of none."""
+        """Return whether a pass is running that does not call the unit: of another stage, or of none."""
         link = self._link
         return link.is_called and (link.stage not in self.entry.stages or link.is_measuring)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the unit would return, in shape; in value only what its stage has sent.
+        """Return the results of the unit in shape; in value only those that its stage has sent.
 
         Raises:
             OutOfRangeError: for ids that the unit refuses, so that this stage would wait forever.
@@ -122,20 +122,20 @@ class StagedUnit:
     # Forms of results
 
     def shape(self, index: int, given: Mapping[str, Any]) -> tuple[int, ...]:
-        """The local shape of an item that is a tensor."""
+        """Return the local shape of an item that is a tensor."""
         find = self._shapes[index]
         assert find is not None, "it is a tensor"
         return find(given)
 
     def dtype(self, tensor: PlaceholderTensor | None) -> torch.dtype:
-        """The dtype of an item."""
+        """Return the dtype of an item."""
         if tensor is None or not tensor.dtype:
             return self._on.dtype
         # An empty tensor has the dtype that code gets which asks for this one, as in a simulation.
         return torch.empty(0, dtype=getattr(torch, tensor.dtype)).dtype
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name; further positional ones by number."""
+        """Return the arguments by name; further positional ones by number."""
         names = [*self._names, *map(str, range(len(self._names), len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -163,8 +163,7 @@ class StagedUnit:
         return product
 
     def _cache_call(self, call: CacheCall, position: int) -> Callable[[Mapping[str, Any]], None]:
-        """Makes one call of a cache among the arguments, if the module is given one and what it would write
-        is made of."""
+        """Return a function that makes one call of a cache, if the module is given one and its inputs."""
         arguments = []
         paths = [
             e.slot.split(".")[1:] for a in call.arguments if a.tensor for d in a.tensor.dims for e in d.of
@@ -196,7 +195,7 @@ class StagedUnit:
 
 
 def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:
-    """The tensor at a slot of the arguments; None if there is none."""
+    """Return the tensor at a slot of the arguments; None if there is none."""
     value: Any = given.get(path[0])
     for step in path[1:]:
         if value is not None:
@@ -214,7 +213,7 @@ _UNIT = "_shardconv_unit"
 
 
 def give_way(module: nn.Module, unit: StagedUnit) -> None:
-    """Have a module be called in passes of its own stages only, in place.
+    """Call a module only in passes of its own stages, in place.
 
     In passes of other stages the unit is called instead. All else about the module stays: its parameters and
     buffers, its hooks, its class for those who ask.
@@ -242,19 +241,19 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
 
 
 def gives_way(module: nn.Module) -> bool:
-    """Whether a module is called in some passes of this process, and not in others."""
+    """Return whether a module is called in some passes of this process, and not in others."""
     return _UNIT in vars(module)
 
 
 def is_elsewhere(module: nn.Module) -> bool:
-    """Whether a pass is running of a stage that does not have the module, though this process has it."""
+    """Return whether the running pass is of a stage without this module of the process."""
     unit: StagedUnit | None = vars(module).get(_UNIT)
     return unit is not None and unit.is_absent()
 
 
 @functools.cache
 def _class_giving_way(kind: type[nn.Module]) -> type[nn.Module]:
-    """That of modules of a class that give way; layers of one class stay of one class."""
+    """Return the class of modules that give way; layers of one class still have one class."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (_GivingWay, kind), names)
 

@@ -68,7 +68,7 @@ class HeldState:
     rank: int
 
     def summary(self) -> OptimizerSummary:
-        """The summary to send to the other processes.
+        """Return the summary to send to the other processes.
 
         Raises:
             PlanError: some state is of a kind that cannot be stored.
@@ -82,7 +82,7 @@ class HeldState:
         return OptimizerSummary(type(self.optimizer).__qualname__, groups, states, self.holding)
 
     def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
-        """The tensors of the state that this process writes, with the boxes that it owns."""
+        """Return the tensors of the state that this process writes, with the boxes that it owns."""
         return [
             BoxedTensor(
                 tensor_name(entry.name, key),
@@ -96,7 +96,7 @@ class HeldState:
         ]
 
     def wanted(self, fresh: OptimizerState, index: OptimizerIndex) -> list[BoxedTensor]:
-        """The tensors of ``fresh`` to fill, with all boxes that this process holds."""
+        """Return the tensors of ``fresh`` to fill, with all boxes that this process holds."""
         return [
             BoxedTensor(
                 tensor_name(entry.name, key),
@@ -150,7 +150,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
 
 
 def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's parameters by FQN, in the order of its groups.
+    """Return the optimizer's parameters by FQN, in the order of its groups.
 
     Raises:
         PlanError: a parameter, or the state of one, does not belong to the model.
@@ -172,7 +172,7 @@ def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> di
 
 
 def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
-    """State of this process's parameters, with tensors of zeros to be filled.
+    """Return the state of this process's parameters, with tensors of zeros to be filled.
 
     Raises:
         CheckpointError: the index is malformed.
@@ -189,7 +189,7 @@ def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
 def fresh_groups(
     held: HeldState, hyperparameters: Sequence[Mapping[str, StoredValue] | None]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
+    """Return the optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
 
     Args:
         held: the optimizer.
@@ -287,7 +287,7 @@ Entries = Mapping[str, ParameterPlan]
 
 
 def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> OptimizerIndex:
-    """The index of the state that the processes hold together.
+    """Return the index of the state that the processes hold together.
 
     Args:
         summaries: of all processes, in the order of their numbers.
@@ -302,7 +302,7 @@ def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> Opt
 
 
 def _common_state(name: str, summaries: Sequence[OptimizerSummary]) -> ParameterState | None:
-    """The state of a parameter on all processes that hold values of it; None without any."""
+    """Return the state of a parameter on all processes that hold values of it; None without any."""
     found = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
     if not found:
         return None
@@ -324,7 +324,7 @@ def _shown(state: ParameterState | None) -> str:
 
 
 def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[ParameterGroup, ...]:
-    """The merged groups of all processes; a process may lack parameters of which it holds no values.
+    """Return the merged groups of all processes; a process may lack parameters of which it holds no values.
 
     Raises:
         PlanError: the number of groups, their hyperparameters or the optimizers' classes differ; raised on

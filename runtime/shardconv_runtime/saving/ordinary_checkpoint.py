@@ -118,7 +118,7 @@ def _beside(target: Path, kind: str) -> Path:
 
 
 def _merging() -> Callable[..., object]:
-    """The converter's ``merge``."""
+    """Return the converter's ``merge``."""
     remedy = ", or call shardconv_runtime.save and run `shardconv merge` elsewhere"
     merge: Callable[..., object] = converter_function(
         "merge", "save_pretrained merges the shards of all ranks", remedy

@@ -43,7 +43,7 @@ class Replicas:
 
     @property
     def is_leader(self) -> bool:
-        """This process does what is done once."""
+        """Return whether this process does the work that is done once."""
         return self.is_first and self.rank == 0 and self.place == 0
 
     def agree(self, error: Exception | None, timeout_s: float | None = None) -> None:
@@ -120,7 +120,8 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that the model's DTensors are sharded over beside tensor parallelism; None without DTensors.
+    """Return the mesh that the model's DTensors are sharded over beside tensor parallelism; None without
+    DTensors.
 
     Raises:
         LaunchError: the DTensors have several meshes.
@@ -132,7 +133,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """All of a tensor, gathered when all processes that hold parts of it call this.
+    """Return all of a tensor, gathered when all processes that hold parts of it call this.
 
     Those that have nothing to do with it would issue their next collectives at once, and NCCL's watchdog ends
     a process whose collective is not over in time, however slowly another process writes in the meantime.

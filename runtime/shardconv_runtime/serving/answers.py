@@ -48,7 +48,7 @@ class Metrics:
 
     @contextmanager
     def running(self, num_prompt_tokens: int) -> Iterator[None]:
-        """While a request is answered."""
+        """Count a request as running within this context."""
         self._requests.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self.num_running += 1
@@ -58,13 +58,13 @@ class Metrics:
             self.num_running -= 1
 
     def tokens_came(self, count: int, seconds: float, *, is_first: bool) -> None:
-        """Tokens of an answer, and the time since those before them or since the request."""
+        """Count tokens of an answer, and the time since the tokens before them or since the request."""
         self._new_tokens.inc(count)
         if count:
             (self._first if is_first else self._next).observe(seconds / (1 if is_first else count))
 
     def text(self) -> bytes:
-        """All counts."""
+        """Return the text of all counts."""
         return generate_latest(self._registry)
 
 
@@ -97,7 +97,7 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, tokens: Sequence[int], is_last: bool) -> str:
-        """The text that is known since the last call.
+        """Return the text that is known since the last call.
 
         Args:
             tokens: all tokens of the answer so far.
@@ -135,7 +135,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` with which ``stop`` begins."""
+    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
@@ -171,12 +171,12 @@ class Served:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Return tokens that end an answer."""
         return end_tokens(self.eos_token_id)
 
 
 def end_tokens(given: int | list[int] | None) -> frozenset[int]:
-    """The tokens that a generation config names as ``eos_token_id``."""
+    """Return the tokens that a generation config names as ``eos_token_id``."""
     return frozenset(given if isinstance(given, list) else [] if given is None else [given])
 
 
@@ -241,7 +241,10 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 "response_format",
             )
         await asyncio.to_thread(served.grammars.require, wanted.sampling.json_schema)
-    stops, stop_tokens = _special_stops(served, wanted)
+    # Stop strings that are special tokens are not in the text, so their ids end the answer.
+    special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
+    stops = [stop for stop in wanted.stops if stop not in special]
+    stop_tokens = wanted.stop_token_ids | {special[stop] for stop in wanted.stops if stop in special}
     ends = stop_tokens if wanted.ignores_end else stop_tokens | served.ends
     max_new_tokens = _limit(served, prompt, wanted)
     name, outputs = f"cmpl-{uuid.uuid4().hex}", asyncio.Queue[Any]()
@@ -291,15 +294,8 @@ def _forget(served: Served, name: str) -> None:
         served.processor.forget(name)
 
 
-def _special_stops(served: Served, wanted: AnswerOptions) -> tuple[list[str], frozenset[int]]:
-    """Stop strings, and ids to stop at: of those strings that are special tokens, which the text lacks."""
-    special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
-    tokens = {special[stop] for stop in wanted.stops if stop in special}
-    return [stop for stop in wanted.stops if stop not in special], wanted.stop_token_ids | tokens
-
-
 def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:
-    """The most new tokens of an answer."""
+    """Return the most new tokens of an answer."""
     limits = [limit for limit in (served.context, served.manager.room) if limit is not None]
     if not prompt:
         raise BadRequest("a prompt without tokens cannot be continued", "prompt")

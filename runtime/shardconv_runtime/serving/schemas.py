@@ -68,18 +68,18 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Return whether nothing is drawn."""
         return self.temperature < ALMOST_GREEDY
 
     @property
     def changes_scores(self) -> bool:
-        """Whether a bias or a penalty gives tokens other scores than the model's."""
+        """Return whether a bias or a penalty gives tokens other scores than the model's."""
         penalties = (self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias) or self.repetition_penalty != 1 or any(penalties)
 
     @property
     def warping(self) -> tuple[float, int, float, float]:
-        """Temperature, ``top_k``, ``top_p`` and ``min_p``, in the types that transformers wants."""
+        """Return temperature, ``top_k``, ``top_p`` and ``min_p`` in the types that transformers expects."""
         return float(self.temperature), self.top_k, float(self.top_p), float(self.min_p)
 
 
@@ -140,7 +140,7 @@ class ResponseFormat(_Fields):
 
     @property
     def schema_text(self) -> str | None:
-        """The schema as JSON; None for any text."""
+        """Return the schema as JSON; None for any text."""
         if self.type == "text":
             return None
         content = {"type": "object"} if self.json_schema is None else self.json_schema.content
@@ -186,21 +186,21 @@ class GenerationRequest(_Fields):
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens."""
+        """Return the most new tokens."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts before which the answer ends."""
+        """Return the texts before which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def num_logprobs(self) -> int | None:
-        """So many likely tokens are told with their logarithmic probabilities; None: nothing is."""
+        """Return the number of likely tokens to return with their log probabilities; None for none."""
         return None
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """How tokens are drawn; what is not said is as in ``defaults``."""
+        """Return how tokens are drawn; what is not said is as in ``defaults``."""
         said: dict[str, Any] = {n: v for n in DEFAULT_FIELDS if (v := getattr(self, n)) is not None}
         said |= {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty", "seed")}
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())

@@ -124,12 +124,12 @@ def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memo
 
 
 def is_remote(leaf: LazyLeaf) -> bool:
-    """Whether a leaf is read over a network."""
+    """Return whether a leaf is read over a network."""
     return isinstance(leaf, FileLeaf) and isinstance(leaf.path, RemoteFile)
 
 
 def num_workers(remote: bool = False) -> int:
-    """The number of concurrent units: one per core, more where they wait for a network."""
+    """Return the number of concurrent units: one per core, more where they wait for a network."""
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
@@ -230,7 +230,7 @@ class _Workers:
                 self._put(box, unit.leaf.dtype, buffer.view(_UNSIGNED[size]), low, sink)
 
     def _clipped(self, unit: CopyUnit, stretch: int) -> Iterator[list[Move]]:
-        """The boxes of a unit, clipped to ``stretch`` elements of the leaf at a time."""
+        """Yield the boxes of a unit, clipped to ``stretch`` elements of the leaf at a time."""
         for low in range(unit.start, unit.stop, stretch):
             if self._stop.is_set():
                 raise _Stopped
@@ -271,7 +271,7 @@ class _Workers:
     def _pack(
         self, dims: Sequence[BoxDim], band: np.ndarray[Any, Any], dtype: str, wanted: str
     ) -> memoryview:
-        """The elements of a box in the order of the target, cast."""
+        """Return the elements of a box in the order of the target, cast."""
         shape = tuple(dim.size for dim in dims)
         strided = np.ndarray(
             shape, band.dtype, band, strides=tuple(dim.source * band.itemsize for dim in dims)
@@ -288,7 +288,7 @@ class _Workers:
 def _leaf_units(
     leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int
 ) -> Iterator[CopyUnit]:
-    """Units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one unit of another leaf."""
+    """Yield units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one for another leaf."""
     size = item_bytes(leaf.dtype)
     # Each worker has a buffer to read, one to pack, and as much again for casts.
     share = memory // num_workers(is_remote(leaf)) // 4
@@ -313,7 +313,9 @@ def _leaf_units(
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
-    """The largest gap between stretches that is read too, so that requests stay below ``MAX_REQUESTS``."""
+    """Return the largest gap between stretches that is read too, so that requests stay below
+    ``MAX_REQUESTS``.
+    """
     stretches: list[tuple[int, int]] = []
     for leaf, boxes in moves.items():
         if is_remote(leaf):
@@ -329,7 +331,7 @@ def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
 
 
 def _sparse_stretch(unit: CopyUnit) -> int:
-    """Elements to clip to where few of a unit's elements are needed; 0 where the full unit is read.
+    """Return the elements to clip to if few of a unit's elements are needed; 0 to read the full unit.
 
     Every run costs at least a page and a call.
     """

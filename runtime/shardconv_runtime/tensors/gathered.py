@@ -30,14 +30,14 @@ FEW = 64
 
 
 def is_interleaved(tensor: LazyTensor) -> bool:
-    """Whether a tensor consists of many short stretches."""
+    """Return whether a tensor consists of many short stretches."""
     item = item_bytes(tensor.dtype)
     num_runs = sum(math.prod(piece.shape) // _run(piece, tensor) for piece in tensor.pieces)
     return num_runs > FEW and math.prod(tensor.shape) * item < num_runs * SHORT_BYTES
 
 
 def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
-    """The tensor as bands that are assembled in memory when they are needed.
+    """Return the tensor as bands that are assembled in memory when they are needed.
 
     Args:
         name: of the tensor, for messages.
@@ -51,7 +51,7 @@ def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
 
 
 def _run(piece: StridedBox, tensor: LazyTensor) -> int:
-    """Elements of a piece that are adjacent in the tensor."""
+    """Return the number of elements of a piece that are adjacent in the tensor."""
     run = 1
     for held, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
         run *= held
@@ -66,7 +66,7 @@ def _is_in_order(piece: StridedBox) -> bool:
 
 
 def _boxes(tensor: LazyTensor) -> Iterator[list[Range]]:
-    """Contiguous boxes of the tensor of at most ``BAND_BYTES`` (or one element), in order."""
+    """Yield contiguous boxes of the tensor of at most ``BAND_BYTES`` (or one element), in order."""
     shape, inner = tensor.shape, item_bytes(tensor.dtype)
     dim = len(shape) - 1
     while dim > 0 and inner * shape[dim] <= BAND_BYTES:

@@ -27,7 +27,7 @@ from .random_streams import resumable
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The children of the outermost lists of modules, each once, in the order of the model.
+    """Return the children of the outermost lists of modules, each once, in the order of the model.
 
     Children that are containers without a ``forward`` are replaced by their own children.
     """
@@ -178,7 +178,7 @@ _MASK = "attention_mask"
 
 
 def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that makes no cache, and computes the same.
+    """Return the arguments of a call that makes no cache, and computes the same.
 
     Args:
         model: that is called.
@@ -199,7 +199,9 @@ def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, 
 
 
 def _makes_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether the call would make a cache: as it says, or else the config, but not where layers recompute."""
+    """Return whether the call would make a cache: as it says, or else the config, but not where layers
+    recompute.
+    """
     config: Any = getattr(model, "config", None)
     value = given.get(MAKES_CACHE)
     if value is None:

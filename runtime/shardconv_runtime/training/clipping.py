@@ -85,7 +85,7 @@ def clip_grad_norm(
 
 
 def require_finite(norm: Tensor, norm_type: float) -> None:
-    """Raises ``RuntimeError`` unless the norm of gradients, a scalar, is finite; waits for the device."""
+    """Raise ``RuntimeError`` unless the norm of gradients, a scalar, is finite; waits for the device."""
     if not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
@@ -116,7 +116,7 @@ def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of some gradients of the full model; otherwise as ``grad_norm``.
+    """Return the norm of some gradients of the full model; otherwise as ``grad_norm``.
 
     Args:
         model: see ``grad_norm``.
@@ -145,7 +145,7 @@ class _Share:
     cells: tuple[OwnedCell, ...]
 
     def norms(self, order: float) -> Iterator[Tensor]:
-        """The norm of each cell, a scalar; low precision is summed in float32."""
+        """Yield the norm of each cell, a scalar; low precision is summed in float32."""
         dtype = torch.float64 if self.gradient.dtype == torch.float64 else torch.float32
         for cell in self.cells:
             taken = _take(self.gradient, cell)
@@ -180,7 +180,7 @@ def _shares(model: nn.Module, counted: Collection[Tensor]) -> Iterator[_Share]:
 def owned_cells(
     entry: ParameterPlan, mesh: Mesh, rank: int, window: tuple[Range, ...]
 ) -> tuple[OwnedCell, ...]:
-    """The positions of a window of a rank's tensor that count on this rank, in disjoint cells.
+    """Return the positions of a window of a rank's tensor that count on this rank, in disjoint cells.
 
     Args:
         entry: the parameter's plan.
@@ -201,13 +201,13 @@ def owned_cells(
 
 
 def _clipped(spans: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
-    """The parts of ranges in ``[first, last)``, relative to ``first``."""
+    """Return the parts of ranges in ``[first, last)``, relative to ``first``."""
     clipped = ((max(start, first) - first, min(stop, last) - first) for start, stop in spans)
     return tuple((start, stop) for start, stop in clipped if start < stop)
 
 
 def _take(x: Tensor, cell: OwnedCell) -> Tensor:
-    """The elements of a cell of a local tensor; a view if each dim has one range."""
+    """Return the elements of a cell of a local tensor; a view if each dim has one range."""
     for dim, spans in enumerate(cell):
         parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
         if len(parts) == 1:
@@ -218,7 +218,7 @@ def _take(x: Tensor, cell: OwnedCell) -> Tensor:
 
 
 def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> Tensor:
-    """The norm over all processes, a scalar; one all_reduce over each group.
+    """Return the norm over all processes, a scalar; one all_reduce over each group.
 
     Args:
         total: ``[2]``, float64: this process's norm, and 0.
@@ -238,8 +238,7 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
 
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Groups such that reductions over one after the other cover all processes of the model; a single group
-    if these are all processes of the job."""
+    """Return groups such that reductions over one after the other cover all processes of the model."""
     tp, mesh = loaded(model).launch.group, mesh_of(model)
     found = [] if tp is None else [tp]
     if mesh is not None:

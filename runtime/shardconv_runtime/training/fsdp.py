@@ -7,7 +7,7 @@ gradients run inside of the modules, on the local parameters that FSDP has gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -35,7 +35,7 @@ MODELS: WeakSet[nn.Module] = WeakSet()
 
 
 def models_of(parameters: Iterable[object]) -> list[nn.Module]:
-    """Those of ``MODELS`` that have some of these parameters."""
+    """Return the models of ``MODELS`` that have some of these parameters."""
     given = set(parameters)  # by identity
     return [model for model in MODELS if any(parameter in given for parameter in model.parameters())]
 
@@ -166,7 +166,7 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
 
 
 def _may_leave_out(layer: nn.Module) -> bool:
-    """Whether a layer has several modules of one kind, as experts are, of which it may run some."""
+    """Return whether a layer has several modules of one kind, as experts are, of which it may run some."""
     for modules in layer.modules():
         if isinstance(modules, nn.ModuleList | nn.ModuleDict) and len(modules) > 1:
             kinds = {type(child) for child in modules.children()}
@@ -205,8 +205,8 @@ def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
 
 
 def _units(model: nn.Module, plan: Plan) -> _Units:
-    """The modules to shard: layers, and with stages other modules that lie in one stage, whose parameters are
-    only used inside of them; and last the model.
+    """Return the modules to shard: layers, and with stages other modules that lie in one stage, whose
+    parameters are only used inside of them; and last the model.
 
     Of a stage that is not the last one, the model returns nothing to which FSDP2 could attach what gathers
     its own parameters for a backward pass, and it would gather them in passes of all stages of a process.
@@ -223,7 +223,10 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
         )
     users = _users(model, plan)
     layers = repeated_layers(model)
-    apart = _apart_from(layers, model, plan)
+    # Modules that are in one stage and in no layer, such as embeddings and heads.
+    in_layers = {module for layer in layers for module in layer.modules()}
+    found = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
+    apart = [module for module in found if in_layers.isdisjoint(module.modules())]
     times = Counter(parameter for module in (*layers, *apart) for parameter in module.parameters())
 
     def is_closed(module: nn.Module) -> bool:
@@ -242,15 +245,8 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     return units
 
 
-def _apart_from(layers: Collection[nn.Module], model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The modules that lie in one stage and are not in layers, as embeddings and heads."""
-    inside = {module for layer in layers for module in layer.modules()}
-    found = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
-    return [module for module in found if inside.isdisjoint(module.modules())]
-
-
 def _users(model: nn.Module, plan: Plan) -> dict[Tensor, set[nn.Module]]:
-    """The modules that have each parameter, or replace it while they run (``gates``)."""
+    """Return the modules that have each parameter, or replace it while they run (``gates``)."""
     users: dict[Tensor, set[nn.Module]] = {parameter: set() for parameter in model.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

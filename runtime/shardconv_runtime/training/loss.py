@@ -59,7 +59,7 @@ class VocabColumns:
         self._counted: tuple[Range, ...] | None = None if all_counted else tuple(counted[member])
 
     def statistics(self, logits: Tensor, ids: Tensor, out_of_shard: Tensor, *, smoothed: bool) -> Tensor:
-        """This rank's statistics of some tokens.
+        """Return this rank's statistics of some tokens.
 
         Args:
             logits: local ``[n, V_local]``.
@@ -106,7 +106,7 @@ class VocabColumns:
         return losses, largest, sums
 
     def _sum(self, x: Tensor) -> Tensor:
-        """The sum ``[n]`` of local ``[n, V_local]`` over the columns that this rank counts."""
+        """Return the sum ``[n]`` of local ``[n, V_local]`` over the columns that this rank counts."""
         if self._counted is None:
             return x.sum(1)
         parts = [x[:, start:stop].sum(1) for start, stop in self._counted]
@@ -130,7 +130,7 @@ class TokenLosses(torch.autograd.Function):
         columns: VocabColumns,
         chunk: int,
     ) -> Tensor:
-        """The losses ``[T]``; one all_gather.
+        """Return the losses ``[T]``; one all_gather.
 
         Args:
             ctx: for the backward.
@@ -153,7 +153,7 @@ class TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the local logits ``[T, V_local]``; no collective.
+        """Return the gradient of the local logits ``[T, V_local]``; no collective.
 
         Args:
             ctx: from the forward.
@@ -183,7 +183,7 @@ class TokenLosses(torch.autograd.Function):
 def _gradient(
     logits: Tensor, ids: Tensor, largest: Tensor, per_sum: Tensor, per_column: Tensor, per_label: Tensor
 ) -> Tensor:
-    """``exp(x - largest) * per_sum - per_column``, less ``per_label`` at the label: ``[n, V_local]``."""
+    """Compute ``exp(x - largest) * per_sum - per_column``, minus ``per_label`` at labels: ``[n, V_local]``."""
     out = (logits - largest[:, None]).exp_()
     torch.addcmul(-per_column[:, None], out, per_sum[:, None], out=out)
     return out.scatter_add_(1, ids[:, None], -per_label[:, None])
@@ -192,14 +192,14 @@ def _gradient(
 def _fused_gradient(
     logits: Tensor, ids: Tensor, largest: Tensor, per_sum: Tensor, per_column: Tensor, per_label: Tensor
 ) -> Tensor:
-    """The same in the dtype of the logits, for compilers: one pass, where a scatter would be another."""
+    """Compute the same in the dtype of the logits in one pass, for compilers."""
     out = (logits - largest[:, None]).exp() * per_sum[:, None] - per_column[:, None]
     is_label = torch.arange(logits.shape[1], device=logits.device) == ids[:, None]
     return torch.where(is_label, out - per_label[:, None], out).to(logits.dtype)
 
 
 def _chunks(length: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, at most ``length`` rows at a time.
+    """Return the tensors, at most ``length`` rows at a time.
 
     A compiler gets the full tensors: it would unroll the loop for each number of tokens, and needs no chunks
     to keep float32 values out of memory.
@@ -210,7 +210,9 @@ def _chunks(length: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """0 for the -inf of a rank without logits or with only -inf: relative to 0 these are -inf, not nan."""
+    """Return 0 for the -inf of a rank without logits or with only -inf: relative to 0 these are -inf, not
+    nan.
+    """
     return largest.masked_fill(largest == -math.inf, 0)
 
 
@@ -229,7 +231,7 @@ class LabelCheck:
         self._later = LaterError()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model has called nothing yet."""
+        """Return an object that has seen no call."""
         return type(self)(self._vocab_size)
 
     def __call__(self, labels: Tensor, ignore_index: int) -> None:
@@ -242,15 +244,12 @@ class LabelCheck:
         self._later.raise_earlier()
         if labels.numel():
             shape = tuple(labels.shape)
-            found = self._found(labels, ignore_index)
+            # The number of bad labels, the position of the first one, and that label.
+            flat = labels.to(torch.int64).reshape(-1)
+            bad = ((flat < 0) | (flat >= self._vocab_size)) & (flat != ignore_index)
+            first = bad.to(torch.uint8).argmax()
+            found = torch.stack([bad.sum(), first, flat[first]])
             self._later.report(found, lambda x, which: self._require_none(x, shape, ignore_index, which))
-
-    def _found(self, labels: Tensor, ignore_index: int) -> Tensor:
-        """The number of bad labels, the position of the first one, and that label: int64 ``[3]``."""
-        flat = labels.to(torch.int64).reshape(-1)
-        bad = ((flat < 0) | (flat >= self._vocab_size)) & (flat != ignore_index)
-        first = bad.to(torch.uint8).argmax()
-        return torch.stack([bad.sum(), first, flat[first]])
 
     def _require_none(self, found: Tensor, shape: tuple[int, ...], ignore_index: int, which: str) -> None:
         count, first, label = found.tolist()
@@ -314,7 +313,7 @@ class VocabParallelCrossEntropy:
         weight: Tensor | None = None,
         num_items: Tensor | int | None = None,
     ) -> Tensor:
-        """The loss, the same bits on every rank; one all_gather of ``[3, tokens]``, 4 with smoothing.
+        """Return the loss, bitwise equal on every rank; one all_gather of ``[3, tokens]``, 4 with smoothing.
 
         Backward: a slice of the full gradient, in the dtype of the logits; no collective, and no second
         derivative.
@@ -365,7 +364,7 @@ class VocabParallelCrossEntropy:
     def _token_losses(
         self, logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """The loss of each token ``[tokens]``, and which tokens are ignored ``[tokens]``, bool."""
+        """Return the loss of each token ``[tokens]``, and which tokens are ignored ``[tokens]``, bool."""
         flat = labels.to(logits.device, torch.int64).reshape(-1)
         ignored = flat == ignore_index
         outside = (flat < 0) | (flat >= self.vocab_size)

@@ -62,15 +62,15 @@ class GradientGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients pass unchanged."""
+        """Return whether gradients pass unchanged."""
         return not self._sums and not self._is_zero
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """The parameter, local, of its shape and dtype; see the class for the backward."""
+        """Return the local parameter, of its shape and dtype; see the class for the backward."""
         return apply(parameter, unchanged, self._backward)
 
     def _backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of the local parameter, of its shape and dtype; one all_reduce for each sum."""
+        """Return the gradient of the local parameter, of its shape and dtype; one all_reduce for each sum."""
         if self._is_zero:
             return torch.zeros_like(gradient)
         if not self._sums:
@@ -271,7 +271,7 @@ def parallelize_for_training(
         attach_random_streams(model, plan.training.draws, comm)
         for missing in absent:
             watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, missing)})
-    if gather is not None and not is_inside(_head(plan), elsewhere):
+    if gather is not None and plan.logits and not is_inside(plan.logits.module, elsewhere):
         _attach_loss(model, plan, gather, gather_logits, heads)
     if sequence_parallel:
         # With stages, positions would be picked on the head's stage alone.
@@ -298,14 +298,8 @@ def _attach_loss(
     attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits], head)
 
 
-def _head(plan: Plan) -> str:
-    """FQN of the module that computes the logits."""
-    assert plan.logits is not None
-    return plan.logits.module
-
-
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
-    """The gather of the logits that a loss of sharded logits omits; None without such a loss.
+    """Return the gather of the logits that a loss of sharded logits omits; None without such a loss.
 
     Raises:
         PlanError: this form of the plan has no such gather.
@@ -342,7 +336,7 @@ def _attach_gates(
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:
-    """The sets of mesh axes of the collectives of training, beside those of a forward pass."""
+    """Return the sets of mesh axes of the collectives of training, beside those of a forward pass."""
     steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
     return [
         range(len(plan.mesh)),

@@ -84,7 +84,7 @@ _running = _Running()
 
 
 def resumable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, to be called once and again to recompute; recomputing draws from the same stream.
+    """Return ``forward``, to be called once and again to recompute; recomputing draws from the same stream.
 
     The modules around a recomputed part do not run again, so their streams have to be resumed.
     """
@@ -135,7 +135,7 @@ class _Streams:
         self.frames: list[_Frame] = []
 
     def position(self) -> tuple[tuple[int, ...], GeneratorStates, list[_Frame]]:
-        """The stream and the running modules at this point of a pass."""
+        """Return the stream and the running modules at this point of a pass."""
         return self._axes, self._common, [replace(frame) for frame in self.frames]
 
     def resume(self, position: tuple[tuple[int, ...], GeneratorStates, list[_Frame]]) -> None:
@@ -148,7 +148,7 @@ class _Streams:
         _running.streams = self if self.frames else None
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the model: drops the frames of an interrupted pass."""
+        """Drop the frames of an interrupted pass; a forward pre-hook of the model."""
         if self.frames:
             self.frames.clear()
             self._tell()
@@ -206,7 +206,9 @@ class _Streams:
             number = int(torch.randint(_MAX_SEED, ()))
             self._common = states()
             position = coordinates(self._comm.mesh, self._comm.rank)
-            seed = _derived_seed(number, axes, [position[a] for a in axes])
+            # Ranks at the same position along the axes draw the same numbers, others different ones.
+            digest = hashlib.sha256(repr((number, axes, [position[a] for a in axes])).encode()).digest()
+            seed = int.from_bytes(digest[:8], "little") % _MAX_SEED
             torch.default_generator.manual_seed(seed)
             if _uses_cuda():
                 torch.cuda.manual_seed(seed)
@@ -286,7 +288,7 @@ class _StreamHooks:
 
 
 def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
-    """Owners and names of the attributes of a module that are probabilities."""
+    """Return the owners and names of the attributes of a module that are probabilities."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}  # by identity: configs cannot be hashed
     for child in module.modules():
         if isinstance(child, nn.modules.dropout._DropoutNd):
@@ -300,7 +302,7 @@ def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
 
 
 def states() -> GeneratorStates:
-    """The states of the CPU's generator and, if one is used, of the current CUDA device's."""
+    """Return the states of the CPU's generator and, if one is used, of the current CUDA device's."""
     if _uses_cuda():
         return torch.get_rng_state(), torch.cuda.get_rng_state()
     return (torch.get_rng_state(),)
@@ -312,8 +314,3 @@ def _uses_cuda() -> bool:
 
 def _same(a: GeneratorStates, b: GeneratorStates) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _derived_seed(number: int, axes: tuple[int, ...], position: list[int]) -> int:
-    digest = hashlib.sha256(repr((number, axes, position)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") % _MAX_SEED

@@ -67,11 +67,11 @@ class ReplicaComparison:
         self._all_ranks = all_ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaComparison:
-        """A copy of a model has the same replicas."""
+        """Return this object: a copy of a model has the same replicas."""
         return self
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook of the model; a schedule compares all of its microbatches beforehand."""
+        """Compare the inputs; a forward pre-hook. A schedule compares all of its microbatches beforehand."""
         if not self._is_scheduled():
             self.require_same(dict(zip(self._names, args, strict=False)) | kwargs)
 
@@ -109,12 +109,14 @@ class ReplicaComparison:
 
 
 def _num_stacks(module: nn.Module) -> int:
-    """The number of outermost lists of modules: an encoder and a decoder have one each."""
+    """Return the number of outermost lists of modules: an encoder and a decoder have one each."""
     return sum(1 if isinstance(m, nn.ModuleList) and len(m) else _num_stacks(m) for m in module.children())
 
 
 def _may_choose(value: Any) -> bool:
-    """Whether an argument may decide which parts run: it has numbers, as images, sounds, embeddings have."""
+    """Return whether an argument may decide which parts run: it has numbers, as images, sounds, embeddings
+    have.
+    """
     return any(x.is_floating_point() or x.dtype == torch.uint8 for x in _tensors(value))
 
 

@@ -75,7 +75,14 @@ def attach_sequence(
         head: computes the logits; None: it is not known, and requests for some positions are refused.
         comm: of the model, which is told the lengths of the running call.
     """
-    hooks = _Padding(model, num_ranks, may_pad, None if head is None else _pick_in(head), comm)
+    picked: _Picked | None = None
+    if head is not None:
+        picked = _Picked()
+        if isinstance(head, ColumnParallelLinear | RowParallelLinear):
+            head.inputs = (*head.inputs, picked)
+        else:
+            head.register_forward_pre_hook(picked.before)
+    hooks = _Padding(model, num_ranks, may_pad, picked, comm)
     _PADDING_OF[model] = hooks
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
@@ -86,8 +93,7 @@ def attach_sequence(
 
 @contextmanager
 def padded(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments that the model's code gets in a call with these, while it is called past its hooks; the
-    same ones without sequence parallelism.
+    """Yield the padded arguments with which to call the model's code past its hooks, within this context.
 
     Raises:
         PlanError: they cannot be padded.
@@ -112,7 +118,7 @@ class _Picked:
         """Of the padded sequence."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of hidden states ``[B, S, H]`` those at the positions, ``[B, K, H]``."""
+        """Return the hidden states at the positions, ``[B, K, H]`` of ``[B, S, H]``."""
         if self.positions is None:
             return x
         if x.dim() != 3 or x.shape[1] != self.length:
@@ -123,18 +129,8 @@ class _Picked:
         return x[:, self.positions]
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The step as a forward pre-hook."""
+        """Return the step as a forward pre-hook."""
         return (self(args[0]), *args[1:])
-
-
-def _pick_in(head: nn.Module) -> _Picked:
-    """Attach the step."""
-    picked = _Picked()
-    if isinstance(head, ColumnParallelLinear | RowParallelLinear):
-        head.inputs = (*head.inputs, picked)
-    else:
-        head.register_forward_pre_hook(picked.before)
-    return picked
 
 
 class _Padding:

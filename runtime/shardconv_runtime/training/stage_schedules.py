@@ -153,17 +153,15 @@ class Pipeline:
         return total
 
     def _prepare(self, forms: object, first: Batch) -> Any:
-        """The schedule for microbatches of these forms; that of the last step is kept."""
+        """Return the schedule for microbatches of these forms; that of the last step is kept."""
         if self._prepared is None or self._prepared[0] != forms:
             made = measured_forms(self.model, self._stage, first)
             self._prepared = None  # gives the buffers of the other one back
-            self._prepared = forms, self._make(made)
+            stages = [self._torch_stage(each, made) for each in self._passes]
+            given: Any = stages if len(stages) > 1 else stages[0]
+            schedule = self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
+            self._prepared = forms, schedule
         return self._prepared[1]
-
-    def _make(self, forms: Mapping[Crossing, ValueForm]) -> Any:
-        stages = [self._torch_stage(each, forms) for each in self._passes]
-        given: Any = stages if len(stages) > 1 else stages[0]
-        return self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
 
     def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, ValueForm]) -> PipelineStage:
         link, number = self._link, each.number
@@ -184,7 +182,7 @@ class Pipeline:
 
 
 def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage returns its loss."""
+    """Return the last stage returns its loss."""
     return output
 
 
@@ -234,7 +232,7 @@ class _Step:
         self._num_items: float | None = None
 
     def begin(self, parts: Sequence[Batch]) -> None:
-        """The microbatches of the next step."""
+        """Take the microbatches of the next step."""
         self.parts, self._num_items = parts, None
         if self._loss is not None:
             return
@@ -262,7 +260,7 @@ class _Step:
         )
 
     def output(self, part: Batch) -> Any:
-        """What the model returns for a microbatch, in the pass of a stage."""
+        """Return what the model returns for a microbatch, in the pass of a stage."""
         own_loss = self._own_function
         if own_loss is not None:
             own_loss.num_items, own_loss.was_called = self._num_items, False
@@ -274,7 +272,7 @@ class _Step:
                 own_loss.num_items, own_loss.num_parts = None, 1
 
     def loss(self, output: Any, part: Batch) -> Tensor:
-        """The share of a microbatch in the loss of the step, of what the last stage returned."""
+        """Return the share of a microbatch in the loss of the step, of what the last stage returned."""
         if self._loss is not None:
             return self._loss(output, part) / len(self.parts)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
@@ -309,7 +307,7 @@ class _Pass(nn.Module):
         self.border = StageBoundary({}, {})
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """The values for the next stage, or on the last one the loss.
+        """Return the values for the next stage, or on the last one the loss.
 
         Args:
             received: of the stage before, in the order of its border.

@@ -65,7 +65,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
-    """The names, shapes and dtypes that all parts have.
+    """Return the names, shapes and dtypes that all parts have.
 
     Raises:
         PlanError: they differ.
@@ -86,7 +86,7 @@ def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
 
 
 def count_labels(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many labels of each part have a loss."""
+    """Return how many labels of each part have a loss."""
     first = 1 if predicts_next(getattr(model, "loss_type", None)) else 0
     return [int((p["labels"][..., first:] != p.get("ignore_index", IGNORED)).sum()) for p in parts]
 
@@ -105,7 +105,7 @@ class ValueForm:
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """On meta; it requires a gradient if it can have one."""
+        """Make a meta tensor of this form, which requires a gradient if it can have one."""
         return torch.empty(
             self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point
         )
@@ -120,7 +120,9 @@ class StageBoundary:
 
     @classmethod
     def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, ValueForm]) -> StageBoundary:
-        """The borders of the stage of a number; a value for a later one crosses all borders on its way."""
+        """Return the borders of the stage of a number; a value for a later one crosses all borders on its
+        way.
+        """
         crossings = stage.crossings()
         ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
         return cls(
@@ -129,11 +131,11 @@ class StageBoundary:
         )
 
     def handover(self, received: Sequence[Tensor]) -> Handover:
-        """For a pass that received these."""
+        """Make the handover for a pass that received these values."""
         return Handover(dict(zip(self.received, received, strict=True)))
 
     def leaving(self, handover: Handover) -> tuple[Tensor, ...]:
-        """What the pass leaves for the next stage.
+        """Return the values that the pass leaves for the next stage.
 
         Raises:
             ShardconvError: it did not compute it.
@@ -147,7 +149,7 @@ class StageBoundary:
 
 
 def _for_backward(x: Tensor) -> Tensor:
-    """A value with which a backward pass can begin, though no parameter that is trained made it."""
+    """Return a value with which a backward pass can begin, though no parameter that is trained made it."""
     is_constant = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
     return x.detach().requires_grad_() if is_constant else x
 
@@ -173,7 +175,7 @@ class _Measuring(Handover):
 def measured_forms(
     model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]
 ) -> dict[Crossing, ValueForm]:
-    """The forms of all values that stages hand on in a call.
+    """Return the forms of all values that stages hand on in a call.
 
     Args:
         model: of this stage. Its own hooks do not run.
@@ -185,7 +187,7 @@ def measured_forms(
 
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
-    """The same, of what the model's code is given, behind its hooks."""
+    """Return the same, of what the model's code is given, behind its hooks."""
     measuring = _Measuring(stage.device)
     devices = [stage.device] if stage.device.type == "cuda" else []
     with (
@@ -245,7 +247,9 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
 
 
 def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that makes no cache: each pass would make one, of the layers of its stage."""
+    """Return the arguments of a call that makes no cache: each pass would make one, of the layers of its
+    stage.
+    """
     if (name := given_cache(given)) is not None:
         raise ShardconvError(
             f"{name} was given to a model with several stages in each process, which keeps none; pass full "
@@ -319,7 +323,7 @@ class StageLoss:
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, a scalar; arguments as of the model's loss function."""
+        """Return the loss, a scalar; arguments are those of the model's loss function."""
         self.was_called = True
         if self._link.is_last and not self._link.is_measuring:
             is_sum = kwargs.get("num_items_in_batch") is not None
