@@ -183,7 +183,7 @@ class TokenLosses(torch.autograd.Function):
 def _gradient(
     logits: Tensor, ids: Tensor, largest: Tensor, per_sum: Tensor, per_column: Tensor, per_label: Tensor
 ) -> Tensor:
-    """Compute ``exp(x - largest) * per_sum - per_column``, minus ``per_label`` at labels: ``[n, V_local]``."""
+    """Return ``exp(x - largest) * per_sum - per_column`` - ``per_label`` at the label, ``[n, V_local]``."""
     out = (logits - largest[:, None]).exp_()
     torch.addcmul(-per_column[:, None], out, per_sum[:, None], out=out)
     return out.scatter_add_(1, ids[:, None], -per_label[:, None])
