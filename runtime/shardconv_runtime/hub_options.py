@@ -34,7 +34,9 @@ def require_repo_id(text: str) -> None:
     problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
     if looks_like_path(text):
         raise problem
-    from huggingface_hub.errors import HFValidationError  # not for --help, nor for what is clearly a path
+    from huggingface_hub.errors import (
+        HFValidationError,
+    )  # not for --help, nor for a text that is clearly a path
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
@@ -66,11 +68,11 @@ def option(name: str) -> str:
     """Return ``--local-files-only`` in a command, ``local_files_only=`` in Python.
 
     Args:
-        name: of the Python argument.
+        name: the name of the Python argument.
     """
     return f"--{name.replace('_', '-')}" if is_command() else f"{name}="
 
 
 def again() -> str:
-    """Return the advice to repeat what failed."""
+    """Return the advice to repeat the failed action."""
     return "run the same command again" if is_command() else "try again"

@@ -1,4 +1,4 @@
-"""Adapters as files that the peft library loads, and their plans beside them."""
+"""Adapters as files that the peft library loads, with their plans."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def saved_names(wrapper: Any, name: str, fqns: Iterable[str]) -> list[str]:
 
     Args:
         wrapper: a ``peft.PeftModel``.
-        name: of the adapter.
-        fqns: of all parameters and persistent buffers of the model inside of the wrapper.
+        name: the name of the adapter.
+        fqns: the FQNs of all parameters and persistent buffers of the model inside of the wrapper.
 
     Raises:
         SourceError: peft fails.
@@ -122,10 +122,10 @@ def write_adapter(
 
     Args:
         wrapper: a ``peft.PeftModel``.
-        name: of the adapter.
+        name: the name of the adapter.
         tensors: global, on the CPU, by FQN in the model inside of the wrapper; also of other adapters.
         directory: where to; it is made.
-        base_name: of the model, if the config has none.
+        base_name: the name of the model, if the config has none.
         more: FQNs of further tensors of the model that the adapter was saved with.
 
     Raises:

@@ -28,7 +28,7 @@ def peft() -> Any:
 
 @contextmanager
 def naming_errors(what: str) -> Iterator[None]:
-    """Raise what the library raises as errors of ours.
+    """Raise errors of the library as our own.
 
     Args:
         what: of which adapter, for messages.
@@ -63,5 +63,5 @@ def renamed(fqn: str, name: str) -> str:
 
 
 def is_of_adapter(fqn: str, name: str = ANY_NAME) -> bool:
-    """Return whether a module or a parameter is of one adapter alone."""
+    """Return whether a module or a parameter belongs to only one adapter."""
     return name in fqn.split(".")

@@ -267,10 +267,10 @@ def adapted_tensors(
     Args:
         stored: names in the model without them, and its local tensors; it is closed.
         base: plan of the model without adapters.
-        plan: of the model with them.
+        plan: the plan of the model with them.
         attached: the adapters.
         start: this rank.
-        rows: of the adapters' tensors with these names, positions of the first dim of the local tensor.
+        rows: for adapters' tensors by name, the positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
     now = _present_names(before, entries, attached)
@@ -311,7 +311,7 @@ def _present_names(
 def local_parts(
     tensors: Iterable[tuple[str, Tensor]], plan: Plan, rank: int
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield the names and local parts, in memory of their own, of global tensors that a plan knows.
+    """Yield the names and local parts, in their own memory, of global tensors that a plan knows.
 
     Raises:
         PlanError: one has another shape than in the plan.
@@ -342,9 +342,9 @@ class AdapterSet:
     """Adapters of one model, and its plan with all of them."""
 
     base: Plan
-    """Of the model without them."""
+    """The plan of the model without them."""
     plan: Plan
-    """Of the model with them."""
+    """The plan of the model with them."""
     adapters: Mapping[str, PlannedAdapter]
     """By name; the first one is active."""
 

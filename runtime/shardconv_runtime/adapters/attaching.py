@@ -34,11 +34,11 @@ class Adapter:
     config: Any
     """A ``peft.PeftConfig``; it is copied."""
     directory: str | None = None
-    """With its saved tensors; None: it is new, and initialized."""
+    """The directory of its saved tensors; None for a new adapter."""
     seed: int = 0
-    """Of the weights of a new one."""
+    """The seed of the weights of a new one."""
     name: str | None = None
-    """What messages call it; None: its directory."""
+    """Its name in messages; None for its directory."""
 
     def __str__(self) -> str:
         new = f"the new adapter ({type(self.config).__name__})"
@@ -118,7 +118,7 @@ def attach(
         model: on meta, global shapes, as ``meta_model.build_model`` makes it.
         adapters: by the names that they get.
         trainable: their parameters require gradients; those of the model never do.
-        initialized: new adapters get their initial weights; else any.
+        initialized: new adapters get their initial weights; otherwise any.
 
     Raises:
         PlanError: peft is not installed.
@@ -255,7 +255,7 @@ def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
 
     Args:
         model: with the adapter.
-        name: of the adapter in the model.
+        name: the name of the adapter in the model.
         adapter: see ``attach``.
 
     Raises:
@@ -330,11 +330,11 @@ class _BaseWithoutBytes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.originals: dict[int, Tensor] = {}
-        """By the id of the stand-in."""
-        self.stand_ins: dict[int, Tensor] = {}
+        """Original tensors by the id of the proxy."""
+        self.proxies: dict[int, Tensor] = {}
         """By the id of the original."""
         self.memory: dict[int, Tensor] = {}
-        """Address of a stand-in, or of a copy of one -> the original."""
+        """Address of a proxy, or of a copy of one -> the original."""
         self.replaced: dict[int, Tensor] = {}
         """By the id of the original: what an adapter was saved with in its place."""
 
@@ -343,7 +343,7 @@ class _BaseWithoutBytes:
         """Put the proxies into the model within this context; afterwards other tensors are on meta."""
         for tensors, name in self._stored():
             if tensors[name].is_meta:
-                tensors[name] = self._stand_in(tensors[name])
+                tensors[name] = self._proxy(tensors[name])
         try:
             yield
         finally:
@@ -362,19 +362,19 @@ class _BaseWithoutBytes:
         """
         held = [(tensors, name, tensors[name]) for tensors, name in self._stored() if self.has(tensors[name])]
         yield
-        for tensors, name, stand_in in held:
+        for tensors, name, proxy in held:
             found = tensors[name]
-            if found is stand_in:
+            if found is proxy:
                 continue
-            original = self.originals[id(stand_in)]
+            original = self.originals[id(proxy)]
             known = self.replaced.setdefault(id(original), found.detach())
             if known.shape != found.shape or not torch.equal(known, found):
                 raise SourceError(
                     f"{adapter}: it has a {name} of the model itself, and so has another adapter; load them "
                     "one by one"
                 )
-            stand_in.requires_grad_(found.requires_grad)
-            tensors[name] = stand_in
+            proxy.requires_grad_(found.requires_grad)
+            tensors[name] = proxy
 
     @contextmanager
     def watched(self) -> Iterator[_Watch]:
@@ -397,8 +397,8 @@ class _BaseWithoutBytes:
 
     def require_unchanged(self, adapter: Adapter) -> None:
         """Raise ``SourceError`` if a proxy was written to, or got other memory."""
-        for stand_in in self.stand_ins.values():
-            if stand_in._version or any(stand_in.stride()):
+        for proxy in self.proxies.values():
+            if proxy._version or any(proxy.stride()):
                 raise _changes_the_model(adapter)
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
@@ -412,13 +412,13 @@ class _BaseWithoutBytes:
             found += ((module._buffers, n) for n in persistent if module._buffers[n] is not None)
         return found
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        known = self.stand_ins.get(id(tensor))
+    def _proxy(self, tensor: Tensor) -> Tensor:
+        known = self.proxies.get(id(tensor))
         if known is None:
             known = _without_bytes(tensor)
             if isinstance(tensor, nn.Parameter):
                 known = nn.Parameter(known, requires_grad=tensor.requires_grad)
-            self.stand_ins[id(tensor)] = known
+            self.proxies[id(tensor)] = known
             self.originals[id(known)] = tensor
             self.memory[_address(known)] = tensor
         return known
@@ -435,7 +435,7 @@ class _BaseWithoutBytes:
 
 
 def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
-    """Have the adapters of a model take part in its calls, or not."""
+    """Let the adapters of a model take part in its calls, or not."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():

@@ -54,7 +54,7 @@ class CheckpointWeights:
     tied: Mapping[str, str] | None
     """For ``ModelSpec``: None, unless parameters that the class and its config tie have different values."""
     unused: Mapping[str, LazyTensor]
-    """What the checkpoint holds and the model does not read, by the names in the checkpoint; if asked for."""
+    """Tensors of the checkpoint that the model does not read, by name, if they were asked for."""
 
 
 def lazy_weights(
@@ -66,7 +66,7 @@ def lazy_weights(
         spec: a model with a directory.
         tell: is called with a remark about tensors of the checkpoint that the model does not use, or that are
             not tied as its config says.
-        with_unused: find out what the model does not use as well.
+        with_unused: also find the tensors that the model does not use.
 
     Returns:
         Packed parameters of a quantized checkpoint are their stored tensors, unless it is to be dequantized.
@@ -80,7 +80,7 @@ def lazy_weights(
     packed, plain, model, info = _loaded(spec, listed)
     if unlisted := sorted(tensors.keys() - listed.keys(), key=natural_key):
         # A repository that reuses a file of another one lists the tensors that it means. An index may also be
-        # behind its files, and from_pretrained then takes what these hold.
+        # behind its files, and from_pretrained then takes the tensors of these.
         if is_behind := bool(info["missing_keys"]):
             packed, plain, model, info = _loaded(spec, tensors)
         done = "taken, since the model lacks some" if is_behind else "left out"
@@ -196,9 +196,9 @@ def select(
     """Return the weights that a plan names.
 
     Args:
-        spec: of the model.
-        weights: of all names.
-        names: of the plan.
+        spec: the model.
+        weights: all weights by name.
+        names: the names in the plan.
         tied: its tied tensors, each with the name under which it is stored.
 
     Raises:
@@ -230,7 +230,7 @@ def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, misma
     """Refuse packed weights of layers that may have their plain weight as (in, out).
 
     Some formats store each weight as (out, in), whatever its layer has. Nothing in the checkpoint says so; a
-    square one would be taken for its transpose.
+    square one would be mistaken for its transpose.
     """
     for fqn, module in model.named_modules():
         weight = module._parameters.get("weight")

@@ -34,7 +34,7 @@ _OTHER_WEIGHTS = {
     "*.nemo": "a NeMo archive",
     "*.onnx": "an ONNX model",
 }
-"""Files -> what they are."""
+"""Files -> their kinds, for messages."""
 
 
 def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Path | None:
@@ -160,14 +160,14 @@ def _read_index(index: Path) -> Index:
 
 
 def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
-    """Refuse what is no transformers model with weights of its own.
+    """Refuse a directory that is not a transformers model with its own weights.
 
     Args:
         directory: local, with at least the small files.
         need_weights: it should have weights too.
 
     Raises:
-        SourceError: says what it is, and what to do.
+        SourceError: the message says what the directory is, and what to do.
     """
     has_config = (directory / CONFIG).is_file()
     if need_weights and all((directory / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)):

@@ -47,7 +47,7 @@ def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> La
     Args:
         entry: the parameter's plan.
         tensor: global, of the plan's dtype.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: the rank.
 
     Returns:
@@ -70,8 +70,8 @@ def flatten(
     """Return the plan with packings, and all tensors to store by their names.
 
     Args:
-        plan: of the unquantized model.
-        weights: of the checkpoint, by FQN.
+        plan: the plan of the unquantized model.
+        weights: the weights of the checkpoint, by FQN.
 
     Raises:
         PlanError: a rank's part of a parameter would begin or end inside of a step.
@@ -131,7 +131,7 @@ def packings_of(plan: Plan) -> dict[str, Packing]:
 
 
 def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
-    """Return a plan that says what holds beside what was proven of the dequantized weights.
+    """Return a plan with notes about packed weights, in addition to what was verified of dequantized ones.
 
     Args:
         plan: with packings.

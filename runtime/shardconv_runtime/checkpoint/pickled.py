@@ -22,7 +22,7 @@ _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
 """The class that the unpickler refuses, in its message."""
 
 _ENTRY_BYTES = 30
-"""Of the zip header before a name: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT"""
+"""Size of the zip header before a name: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT"""
 
 
 def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
@@ -64,7 +64,7 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
 
     Args:
         file: to read.
-        device: of the tensors; only the pickle is read for ``"meta"``.
+        device: the device of the tensors; only the pickle is read for ``"meta"``.
 
     Returns:
         Global tensors by name, with the shapes, strides and dtypes of the file.

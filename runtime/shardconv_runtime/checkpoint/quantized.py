@@ -1,9 +1,9 @@
 """Quantized checkpoints: their packed weights as the parameters of the plain model.
 
 The unquantized model is planned, and transformers loads the checkpoint as one of it: the stored tensors of a
-packed weight are replaced by a stand-in of the weight's shape, which transformers renames, stacks and
-concatenates like any other tensor. What became of the stand-ins says of which stored tensors each parameter
-consists. A stand-in that is read is computed: the dequantized weight.
+packed weight are replaced by a proxy of the weight's shape, which transformers renames, stacks and
+concatenates like any other tensor. The operations recorded on the proxies tell which stored tensors make up
+each parameter. A proxy that is read is computed: it is the dequantized weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedWeight:
     """A packed parameter."""
 
     shape: Shape
-    """Of the weight that it stands for."""
+    """The shape of the weight that it stands for."""
     packing: Packing
     tensors: Mapping[str, LazyTensor]
     """Global stored tensors, in the shapes of their ``dims``, by their names in the packing."""
@@ -102,7 +102,8 @@ def _parts(config: Any) -> Iterator[Any]:
 _OF_CACHES = frozenset(
     {"k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale", "k_zero_point", "v_zero_point"}
 )
-"""Ends of the names of factors of keys, values and attention, which engines read beside those of weights."""
+"""Ends of the names of factors of keys, values and attention, which engines read in addition to those of
+weights."""
 _OF_OUTPUTS = frozenset({"output_scale", "output_zero_point"})
 """The same of the outputs of projections to keys and values, in older checkpoints."""
 
@@ -115,11 +116,11 @@ class PackedWeights:
         tensors: all of its tensors.
         files: that hold them; only their headers are read here.
         where: the checkpoint, for messages.
-        dtype: of the dequantized weights.
+        dtype: the dtype of the dequantized weights.
         dequantize: whether they are wanted; ``of`` then has no packed weights.
 
     Attributes:
-        plain: the checkpoint as one of the unquantized model, with stand-ins for packed weights.
+        plain: the checkpoint as one of the unquantized model, with proxies for packed weights.
         of_linear_layers: names of packed weights in formats that store those of linear layers, as (out, in).
 
     Raises:
@@ -142,7 +143,7 @@ class PackedWeights:
         packed = {stored for weight in found.values() for stored in weight.tensors.values()}
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in found.items():
-            self.plain[name] = self._stand_in(name, weight, dtype)
+            self.plain[name] = self._proxy(name, weight, dtype)
         self.of_linear_layers = {n for n, w in found.items() if w.packing.method in _OF_LINEAR_LAYERS}
 
     def is_of_linear_layers(self, tensor: torch.Tensor) -> bool:
@@ -157,7 +158,7 @@ class PackedWeights:
 
         Args:
             name: FQN, for messages.
-            weight: what transformers made of the stand-ins.
+            weight: the tensor that transformers made of the proxies.
 
         Raises:
             SourceError: the parameter is put together from parts of packed weights that cannot be cut so.
@@ -181,7 +182,7 @@ class PackedWeights:
             found |= {each: self._tensors[each] for each in stored}
         return found
 
-    def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
+    def _proxy(self, name: str, found: Found, dtype: str) -> LazyTensor:
         """Return the weight as a tensor that is computed when it is read, a stack of matrices one by one."""
         is_stack = all(PackedDim(0, 1) in tensor.dims for tensor in found.packing.tensors)
         if self._dequantize and len(found.shape) > 2 and is_stack:
@@ -258,7 +259,7 @@ class _Piece:
         by_stride = {stride: dim for dim, stride in enumerate(strides) if found.shape[dim] > 1}
         extents = zip(piece.shape, piece.strides, strict=True)
         self.dims = [by_stride.get(stride, -1) if extent > 1 else None for extent, stride in extents]
-        """For each dim of the parameter that of the packed weight; None where the piece has one position."""
+        """For each dim of the parameter, the dim of the packed weight; None if the piece has one position."""
         if -1 in self.dims:
             raise _inseparable(name, "rearranged parts of packed weights")
 
@@ -338,7 +339,7 @@ def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor
 
 
 def _is_whole(weight: LazyTensor) -> bool:
-    """Return whether the tensor is a stand-in as it was made, under another name."""
+    """Return whether the tensor is an unchanged proxy, perhaps under another name."""
     if len(weight.pieces) != 1:
         return False
     (piece,) = weight.pieces

@@ -36,7 +36,7 @@ from ..tensors.lazy_tensor import (
 aten = torch.ops.aten
 
 LARGE = 1 << 20
-"""Tensors of at least so many elements that the checkpoint lacks are not allocated."""
+"""Tensors of at least this many elements that the checkpoint lacks are not allocated."""
 
 
 class InPlaceError(NotImplementedError):
@@ -48,7 +48,7 @@ class RecordedTensor(torch.Tensor):
 
     lazy: LazyTensor
     absent: bool
-    """It stands for a large new parameter that the checkpoint lacks, and that is not allocated."""
+    """It represents a large new parameter that the checkpoint lacks, and that is not allocated."""
     computed: bool
     """It is the result of a computation: writing to it changes no tensor of the checkpoint."""
 
@@ -79,7 +79,7 @@ class RecordedTensor(torch.Tensor):
         if func._schema.is_mutable:
             target = args[0] if "out" not in kwargs else None
             if isinstance(target, RecordedTensor):
-                # A parametrized weight is a product of two: code that initializes it fills that alone.
+                # A parametrized weight is a product of two: code that initializes it fills only that.
                 target.absent |= target.computed and func.overloadpacket in _FILLS
                 if target.absent:
                     return target
@@ -140,7 +140,7 @@ def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict
 def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
     """Return the lazy tensor of a result; None if it is absent from the checkpoint.
 
-    A real tensor, which code computed from constants alone, is kept in memory.
+    A real tensor, which code computed from constants only, is kept in memory.
 
     Args:
         tensor: global, recorded or real, of any shape and dtype.
@@ -380,7 +380,7 @@ def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
 
 
 _FILLS = {aten.normal_, aten.uniform_, aten.fill_, aten.zero_}
-"""Operators after which nothing is left of what a tensor was."""
+"""Operators after which nothing is left of the old values of a tensor."""
 _COPIES = {aten.alias, aten.detach, aten.clone, aten.lift_fresh, aten.contiguous}
 """Operators whose result equals their argument."""
 

@@ -1,4 +1,4 @@
-"""From the user's model to a ``ModelSpec``: what can be refused early is refused here."""
+"""From the user's model to a ``ModelSpec``; models that cannot be converted are refused early."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class ModelSpec:
     weight_files: tuple[WeightFile, ...] = ()
     """Validated checkpoint files; empty if no weights are needed."""
     index: Index | None = None
-    """Of the checkpoint files, where there are several."""
+    """The index of the checkpoint files, where there are several."""
     tied: Mapping[str, str] | None = None
     """Alias -> first name of parameters that are one tensor, by the checkpoint or by a plan; None: all that
     the class and its config tie."""
@@ -209,7 +209,7 @@ class Located:
     directory: Path
     """Local, with at least the config."""
     commit: str | None = None
-    """Of a Hub repository."""
+    """The commit of a Hub repository."""
     remote: tuple[RemoteFile, ...] = ()
     """The weight files that stay on the Hub."""
 
@@ -250,7 +250,7 @@ def _remote(
     chosen = [name for name in names if name.endswith(".safetensors")]
     index = [name for single, name in LAYOUTS if (directory / name).is_file()]
     if index and len(chosen) > 1:
-        chosen.remove(LAYOUTS[0][0])  # the single file beside the files of an index
+        chosen.remove(LAYOUTS[0][0])  # the single file next to the files of an index
     if not chosen or all((directory / name).is_file() for name in chosen):
         return ()
     found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
@@ -291,7 +291,7 @@ def resolve(
         model: a directory, a Hub id, or (without weights) a transformers config object.
         hub: how to download it; None for the defaults.
         trust_remote_code: import the repository's own Python code.
-        dtype: of the parameters; by default that of the config, else that of the checkpoint.
+        dtype: the dtype of the parameters; by default that of the config, otherwise that of the checkpoint.
         need_weights: find (and download) the weight files and validate them.
         stream: leave uncached weight files on the Hub, where they are read by ranges.
 
@@ -305,7 +305,7 @@ def resolve(
     hub = hub or Hub()
     located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
     directory = located.directory
-    if located.commit is not None:  # ``locate`` has looked at what a local directory is
+    if located.commit is not None:  # ``locate`` has checked the kind of a local directory
         refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     quantization = quantization_of(config)

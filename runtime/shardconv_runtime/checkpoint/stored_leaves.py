@@ -63,7 +63,7 @@ def stored_dtype(file: WeightFile) -> str | None:
     """Return the dtype that ``from_pretrained`` takes from a weight file where no config says one.
 
     It is that of the first floating-point tensor, in the order in which the libraries list them: safetensors
-    by name, which is not the order of the bytes. Formats of 8 bits and less are no dtypes of a model.
+    by name, which is not the order of the bytes. Formats of 8 bits and less are not dtypes of a model.
 
     Returns:
         Its name, such as ``"bfloat16"``; None if there is none.
@@ -79,27 +79,27 @@ def stored_dtype(file: WeightFile) -> str | None:
 # Names of tensors in checkpoints that were saved of a wrapped model: without the wrapper's part.
 #
 # ``torch.compile``, ``DistributedDataParallel``, FSDP, activation checkpointing and trainers put a model
-# into a module of their own, or wrap modules inside of it. A state dict that is taken of the wrapper has
+# into their own module, or wrap modules inside of it. A state dict that is taken of the wrapper has
 # names such as ``_orig_mod.lm_head.weight`` or
 # ``model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight``.
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names of wrapped modules that no model gives to a part of its own."""
+"""Names of wrapped modules that no model uses for its own parts."""
 
 _ORDINARY = "module"
 """The name in ``DistributedDataParallel``, which a model may use as well."""
 
 _MOST_LEVELS = 4
-"""Of modules around a model, each of which has a name."""
+"""Most levels of modules around a model, each of which has a name."""
 
 
 def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
     """Yield other names for all tensors of a checkpoint, the likeliest first.
 
-    Whether some are those of the model is for the caller to find out.
+    The caller finds out which of them belong to the model.
 
     Args:
-        names: of the checkpoint.
+        names: the names of the checkpoint.
 
     Yields:
         Name -> without the parts of wrappers. Two tensors never get one name.
@@ -142,7 +142,7 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     Args:
         files: that hold the tensors.
         index: says which of several files that hold a tensor is the one to take: a repository may add a file
-            with some better tensors, and change its index alone.
+            with some better tensors, and change only its index.
 
     Raises:
         SourceError: a file cannot be read, or several hold a tensor, and no index says which one counts.

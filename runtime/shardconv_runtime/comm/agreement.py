@@ -1,6 +1,6 @@
 """Control messages between the ranks of one model, apart from the tensors that the model computes.
 
-Errors that one rank alone can have are gathered from all ranks before the model's first collective
+Errors that only some ranks can have are gathered from all ranks before the model's first collective
 (``agree``), so that each of them raises and none hangs.
 """
 
@@ -114,7 +114,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
 
     Args:
         start: the ranks.
-        error: of this rank, if it failed.
+        error: the error of this rank, if it failed.
         timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
 
     Raises:
@@ -142,7 +142,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
 
 
 def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = None) -> T:
-    """Run a stage that may fail on one rank alone; return its result once all ranks have run it.
+    """Run a stage that may fail on only one rank; return its result once all ranks have run it.
 
     Args:
         start: the ranks.
@@ -245,11 +245,11 @@ def compare_calls(method: str, calls: Sequence[Mapping[str, str]]) -> None:
 
 
 def require_alike(what: str, calls: Sequence[Mapping[str, str]], remedy: str) -> None:
-    """Compare what is known of arguments by name, of each rank.
+    """Compare descriptions of arguments by name between the ranks.
 
     Args:
         what: the beginning of the message, such as "generate was called".
-        calls: of each rank.
+        calls: the calls of each rank.
         remedy: the end of the message.
 
     Raises:

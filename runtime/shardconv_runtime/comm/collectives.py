@@ -1,7 +1,7 @@
 """Collectives over axes of the mesh.
 
 Parallel modules and the steps of a plan call a ``Communicator``, in a job a ``ProcessCommunicator``. Its
-operations have no backward: ``tensor_steps.py`` puts each beside its adjoint.
+operations have no backward: ``steps.py`` puts each next to its adjoint.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Communicator(ABC):
     Args:
         rank: this rank, row-major in ``mesh``.
         mesh: sizes of the mesh axes.
-        device: of the model. Steps allocate what they keep there when they are made: memory that is allocated
-            in a call may belong to a CUDA graph.
+        device: the device of the model. Steps allocate what they keep there when they are made: memory that
+            is allocated in a call may belong to a CUDA graph.
 
     Attributes:
         regathering: set while a forward pass runs that keeps parts of what it gathers.
-        sequence: of the last forward pass whose activations are sharded over the sequence: its length, and
+        sequence: for the last forward pass whose activations are sharded over the sequence, its length, and
             that with padding. It is kept for a backward pass that recomputes.
     """
 

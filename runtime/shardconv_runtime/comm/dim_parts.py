@@ -4,7 +4,7 @@ A known layout may be uneven and in many pieces. An open one (a sequence, whose 
 input) has equal parts, in the order of the ranks.
 
 Shapes below: ``n`` is this rank's number of positions of the dim, ``m`` the largest of any rank, ``N`` the
-global number, and ``...`` stands for the other dims. Dtypes stay.
+global number, and ``...`` are the other dims. Dtypes stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..format.dims import Dim, Leaf, axes_of, to_text
 from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
 
 MAX_CONCATENATED = 64
-"""Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
+"""Up to this many ranges are put together with ``torch.cat``; more with one ``index_select``."""
 
 
 class Parts(ABC):

@@ -24,11 +24,11 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
     """Return the device of this process, with an index if it is a GPU.
 
     A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
-    ``init_process_group(device_id=)``, else that of the launcher's local rank. Where a process sees one
+    ``init_process_group(device_id=)``, otherwise that of the launcher's local rank. Where a process sees one
     GPU, it is that: launchers may show each process its own.
 
     Args:
-        device: as the caller named it; by default a GPU if torch finds cuda, else the CPU.
+        device: as the caller named it; by default a GPU if torch finds cuda, otherwise the CPU.
         num_local: this many processes of this host need a GPU each; 0 if unknown.
 
     Raises:
@@ -84,7 +84,8 @@ class Launch:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes, without starting a group: of the given one, else of the launcher's environment."""
+    """Number of processes, without starting a group: of the given one, otherwise of the launcher's
+    environment."""
     if group is not None or dist.is_initialized():
         return dist.get_world_size(group)
     return env_int("WORLD_SIZE", 1)
@@ -105,7 +106,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None, stages_per_process: int = 1) -> None:
-    """Check that there is one process for each rank of the plan, or of so many stages. No collective runs.
+    """Check that there is one process for each rank of the plan, or of this many stages. No collective runs.
 
     Raises:
         LaunchError: there are fewer or more.
@@ -180,7 +181,7 @@ def connect(
             they cannot communicate.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    all_axes = range(len(plan.mesh))  # over which ranks compare what they have
+    all_axes = range(len(plan.mesh))  # over which ranks compare their values
     for axes in sorted(used_axes(plan, (*more_axes, all_axes))):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
@@ -254,7 +255,7 @@ def mesh_processes(mesh: DeviceMesh, device: torch.device) -> Launch:
 
     Args:
         mesh: it has this process.
-        device: of this process.
+        device: the device of this process.
 
     Raises:
         LaunchError: one of them did not join.

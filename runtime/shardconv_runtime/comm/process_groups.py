@@ -59,7 +59,7 @@ def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.Proces
     """Return another gloo group of the same processes, for messages of a separate thread.
 
     Args:
-        group: of the ranks.
+        group: the process group of the ranks.
         timeout_s: how long a message may take; None for as long as a control message.
     """
     _settle_at_exit()
@@ -69,7 +69,8 @@ def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.Proces
 
 
 def start_group(device: torch.device, timeout_s: float | None) -> None:
-    """Start the default process group from the launcher's environment: nccl for a cuda device, else gloo.
+    """Start the default process group from the launcher's environment: nccl for a cuda device, otherwise
+    gloo.
 
     Raises:
         LaunchError: the environment lacks a launcher's variables, or the others cannot be joined.
@@ -126,8 +127,8 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     then be split off its communicator, which takes all processes, not their members alone.
 
     Args:
-        groups: of this rank; all members of a group call this at about the same time.
-        device: of the model.
+        groups: the groups of this rank; all members of a group call this at about the same time.
+        device: the device of the model.
 
     Raises:
         LaunchError: the ranks cannot communicate.

@@ -46,12 +46,12 @@ class Handover(Transport):
     """One pass of a stage in a schedule, which sends and receives in place of the pass.
 
     Args:
-        received: what the stages before have sent, local.
+        received: the values that earlier stages have sent, local.
     """
 
     def __init__(self, received: Mapping[Crossing, Tensor]) -> None:
         self.values = dict(received)
-        """What was received, and what the pass leaves for later stages."""
+        """Values that were received, and that the pass leaves for later stages."""
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Leave a value for the schedule.
@@ -88,7 +88,8 @@ class StageLink:
     """The place of one rank in a pipeline, and its connection to the other stages.
 
     Args:
-        place: of this rank among those of equal place in their stages; with one stage each, its stage.
+        place: the place of this rank among those of equal place in their stages; with one stage each, its
+            stage.
         count: of stages.
         transport: between the stages, as long as no other one is handed over, see ``through``.
         num_places: how many ranks share the stages, in turn; by default each has one.
@@ -99,13 +100,13 @@ class StageLink:
         self.count = count
         self.num_places = count if num_places is None else num_places
         self.stages = tuple(range(place, count, self.num_places))
-        """Of this rank."""
+        """The stages of this rank."""
         self._stage = self.stages[-1]
         self._transport = transport
         self._shares_results = True
         self._num_calls = 0
         self._handed_on: set[Crossing] = set()
-        """What this rank sent or received in the running call of the model."""
+        """Values that this rank sent or received in the running call of the model."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return this link: a copy of a model talks to the same stages."""

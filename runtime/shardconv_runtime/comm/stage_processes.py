@@ -82,7 +82,7 @@ class StageMessage:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one stage exchanges with others in a call, in order."""
+    """The values that one stage exchanges with others in a call, in order."""
 
     sent: tuple[StageMessage, ...]
     received: tuple[StageMessage, ...]
@@ -151,9 +151,9 @@ class ProcessTransport(Transport):
         """Prepare, over gloo, to receive in the next calls before they are made; all stages call this.
 
         Args:
-            seen: what one call exchanged; each of the next ones has as many messages.
+            seen: the values of one call; each of the next ones has as many messages.
             num_tokens: of that call.
-            most_tokens: of the next ones.
+            most_tokens: the most tokens of the next ones.
             num_calls: to be ready for.
         """
         if dist.get_backend(self.group) == "gloo":
@@ -218,7 +218,7 @@ class EarlyReceives:
 
     Args:
         group: the process of each stage, in order, over gloo.
-        seen: what that call exchanged.
+        seen: the values that the call exchanged.
         num_tokens: of that call.
         most_tokens: of any call.
         num_calls: for which buffers are ready.

@@ -1,4 +1,4 @@
-"""The steps of a plan on local tensors: linear maps between placements, each beside its adjoint.
+"""The steps of a plan on local tensors: linear maps between placements, each next to its adjoint.
 
 ``Reduce``, ``Gather``, ``Slice`` and ``ReduceScatter`` have a backward if they are made for training. Without
 it, a tensor that requires a gradient is refused.
@@ -280,7 +280,7 @@ class GradDivide:
 class Inner:
     """A step on the known factors of a dim: local ``[..., outer * n * inner, ...]`` for any ``n``.
 
-    Backward: that of the step.
+    Backward: the backward of the step.
 
     Args:
         step: class of the step.

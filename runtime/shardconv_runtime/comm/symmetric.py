@@ -22,13 +22,13 @@ SYMMETRIC = "symmetric"
 """The name of these sums."""
 
 MAX_BYTES = 128 << 10
-"""Of a tensor that is summed in one step; torch's compiler has the same limit."""
+"""Most bytes of a tensor that is summed in one step; torch's compiler has the same limit."""
 
 ALIGNMENT = 16
-"""Of a tensor's size in bytes; the kernel reads so many at a time."""
+"""A tensor's size in bytes must be a multiple of this, which the kernel reads at a time."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""That the kernel knows."""
+"""Dtypes that the kernel supports."""
 
 _shared: dict[str, tuple[dist.ProcessGroup, Tensor]] = {}
 """Groups by name, with memory that their ranks can read, ``[MAX_BYTES]`` uint8."""
@@ -61,7 +61,7 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
 
     Args:
         start: the ranks.
-        groups: of this rank, in which tensors are summed.
+        groups: the groups of this rank, in which tensors are summed.
 
     Raises:
         LaunchError: the ranks do not communicate over nccl, or cannot read each other's memory.

@@ -1,4 +1,4 @@
-"""What a field of a plan or of a manifest may hold.
+"""Checks of the fields of a plan or of a manifest.
 
 The classes check their own fields with these functions when a value is made. An error names the field within
 the value; ``typed_json`` puts the path of the value in a document in front of it.

@@ -40,7 +40,7 @@ def code_info(module_names: Iterable[str]) -> CodeInfo:
 
 
 def check_code(plan: Plan) -> None:
-    """Check that the installed model code is that of the plan.
+    """Check that the installed model code is the code that the plan is for.
 
     The source decides, not the versions: another build of torch with the same model code is fine.
 

@@ -12,7 +12,7 @@ from .slot_steps import AllGatherStep
 from .stored_layout import is_common, tensor_name
 
 FUSED_PARAMETERS = ("weight", "bias")
-"""Of each member of a group; those of one name lie next to each other."""
+"""Parameters of each member of a group; those of one name are next to each other."""
 
 
 def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:

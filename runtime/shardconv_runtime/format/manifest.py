@@ -34,7 +34,7 @@ MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 COMMON_DIRECTORY = "common"
 UNUSED_NAME = "unused.tensors"
-"""A safetensors file of what the model does not use, which no rank reads; its name is none of a shard."""
+"""A safetensors file of tensors that the model does not use; no rank reads it, and no shard has its name."""
 
 MAX_PATH_LENGTH = 1000
 
@@ -56,15 +56,16 @@ class FileEntry:
     """Relative to the directory, with ``/``."""
     num_bytes: int
     checksum: str
-    """Of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other files.
+    """The checksum of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other
+    files.
 
-    A CRC-32 can be put together from those of stretches that are written in any order, in parallel, and
+    The CRC-32 of a file follows from those of its stretches, which are written in any order, in parallel, and
     costs a fraction of the time of a copy.
     """
     rank: int | None = None
     """The rank that reads it; None: every rank does."""
     sample: str = ""
-    """Of a shard: the checksum of some blocks, see ``samples``; empty in older directories."""
+    """The checksum of some blocks of a shard, see ``samples``; empty in older directories."""
 
     def __post_init__(self) -> None:
         if problem := _path_problem(self.path):
@@ -87,7 +88,7 @@ class SourceFile:
     """Its name in the repository or directory."""
     num_bytes: int
     sha256: str = ""
-    """Of the bytes, in hex, where the hub cache knows it; empty for local directories."""
+    """The sha256 of the bytes, in hex, where the hub cache knows it; empty for local directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,15 @@ class Manifest:
 
     tp: int
     plan_sha256: str
-    """Of the bytes of ``plan.json``, in hex."""
+    """The sha256 of the bytes of ``plan.json``, in hex."""
     source: Source
     tools: Mapping[str, str]
     """Versions of the programs that wrote it, by name."""
     files: tuple[FileEntry, ...]
     """Sorted by path."""
     sha256: str = ""
-    """Of this document with the field left out, in hex; ``manifest_writing`` fills it in and checks it."""
+    """The sha256 of this document with the field left out, in hex; ``manifest_writing`` fills it in and
+    checks it."""
     numerics: Numerics | None = None
     """How the ranks compare with the unsharded model; None: that was not measured for these files."""
     version: int = field(default=VERSION, kw_only=True)
@@ -172,8 +174,8 @@ def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, s
     Args:
         rank: whose file it is; None for a file of ``common/``.
         tp: number of ranks.
-        layout_sha256: of the plan, see ``stored_layout``; a plan that was solved again for other code
-            may keep it, and with it the shards.
+        layout_sha256: the layout sha256 of the plan, see ``stored_layout``; a plan that was solved again for
+            other code may keep it, and with it the shards.
     """
     return {
         "format": "pt",

@@ -18,7 +18,7 @@ from .plan import FORMAT, VERSION, Plan, parameter_plans
 from .plan_checks import check_plan
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
-# The forms in which a plan can be used beside inference: for training, and sequence-parallel.
+# The forms of a plan other than inference: for training, and sequence-parallel.
 
 
 def require_training(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .manifest import MANIFEST_NAME, UNUSED_NAME, FileEntry, Manifest, resolve, sha256_checksum
 
-# Converted directories of one model beside each other: for other numbers of ranks, and for its stages.
+# Converted directories of one model in one folder: for other numbers of ranks, and for its stages.
 #
 # model/
 #   tp-8/  tp-16/                   converted directories
@@ -20,7 +20,7 @@ from .manifest import MANIFEST_NAME, UNUSED_NAME, FileEntry, Manifest, resolve, 
 
 STAGE_DIRECTORY = re.compile(r"stage-([0-9]{5})-of-([0-9]{5})")
 VARIANT = re.compile(r"(?:pp-([1-9][0-9]{0,4})-)?tp-([1-9][0-9]{0,4})")
-"""A folder beside those for other numbers of ranks: ``tp-8``, or ``pp-2-tp-8`` with directories of stages."""
+"""A folder next to those for other numbers of ranks: ``tp-8``, or ``pp-2-tp-8`` with stages."""
 
 
 def variant(path: Path, world_size: int) -> Path:
@@ -97,7 +97,7 @@ def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
     """Return the converted directory of a rank's stage in a directory of stages; otherwise the path itself.
 
     Args:
-        path: of a directory.
+        path: the path of a directory.
         rank: among all processes.
         world_size: number of processes.
     """
@@ -144,7 +144,7 @@ def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
     """Return the files to copy from a model's directory along with its weights; relative paths, sorted.
 
     Args:
-        directory: of an ordinary model.
+        directory: the directory of an ordinary model.
         code: it runs its repository's code.
     """
     patterns = COPIED + (COPIED_CODE if code else ())
@@ -169,7 +169,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
 
     Args:
         directory: a converted directory.
-        manifest: of it.
+        manifest: its manifest.
         target: directory to copy to.
 
     Returns:
@@ -183,7 +183,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
 
 
 def copy_unused(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
-    """Copy what the model does not use, where there is such a file; see ``copy_small_files``."""
+    """Copy the file of unused tensors if there is one; see ``copy_small_files``."""
     return _copied(directory, [entry for entry in manifest.files if entry.path == UNUSED_NAME], target)
 
 

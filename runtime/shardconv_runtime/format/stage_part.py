@@ -1,4 +1,4 @@
-"""The plan of what one stage of a pipeline holds."""
+"""The plan of one stage of a pipeline."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
 
     Args:
         plan: with stages, or without any.
-        place: of the process among those of a pipeline.
+        place: the place of the process among those of a pipeline.
         num_places: how many these are.
     """
     return tuple(range(place, num_stages(plan), num_places))
@@ -81,7 +81,7 @@ def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T
     Args:
         plan: with stages.
         stages: of which it is.
-        tensors: of all stages, by the first of their names.
+        tensors: the tensors of all stages, by the first of their names.
     """
     held = held_names(plan, stages, tensors.keys())
     return {name: tensors[first] for first, name in held.items()}

@@ -34,7 +34,7 @@ def tensor_name(parameter: str, name: str) -> str:
 
     Args:
         parameter: FQN or pattern.
-        name: of the tensor in a ``Packing``.
+        name: the name of the tensor in a ``Packing``.
     """
     owner, dot, own = parameter.rpartition(".")
     return owner + dot + name.replace(WHOLE, own)

@@ -47,9 +47,9 @@ class Repository:
     repo_id: str
     commit: str
     path: str
-    """Of the directory in the repository: ``"tp-8/"``, or empty for its root."""
+    """The path of the directory in the repository: ``"tp-8/"``, or empty for its root."""
     directory: Path
-    """Of its copy in the cache."""
+    """The directory of its copy in the cache."""
     hub: Hub
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
@@ -116,8 +116,8 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
         rank: among these, of which the directory of the stage is taken, if there are several.
 
     Raises:
-        SourceError: the repository cannot be read, or holds no directory for so many ranks.
-        CheckpointError: the manifest is malformed, or several models are for so many processes.
+        SourceError: the repository cannot be read, or holds no directory for this many ranks.
+        CheckpointError: the manifest is malformed, or several models are for this many processes.
     """
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, world_size)
@@ -125,11 +125,11 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
 
 
 def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
-    """Return a directory beside another one in a repository, at the same commit, with its manifest and plan.
+    """Return a directory next to another one in a repository, at the same commit, with its manifest and plan.
 
     Args:
         found: of the other one.
-        name: of the directory.
+        name: the name of the directory.
 
     Raises:
         SourceError: it cannot be downloaded.
@@ -187,7 +187,7 @@ def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, lis
     names = _names(repo_id, hub)
     stages = stages_for(repo_id, names, world_size)
     if not stages:
-        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, says what the cache lacks
+        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, names the file that the cache lacks
         raise SourceError(nothing_for(repo_id, names, world_size))
     return repo_id, [(path, None) for path in stages]
 
@@ -235,8 +235,8 @@ def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | Non
     """Download a file; None if the repository (or, offline, the cache) lacks it.
 
     Args:
-        repo_id: of the repository.
-        path: of the file.
+        repo_id: the id of the repository.
+        path: the path of the file.
         hub: how to reach it.
         is_last: raise if the file is missing from the cache offline; no other path is left to try.
     """

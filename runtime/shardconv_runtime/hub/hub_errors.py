@@ -69,7 +69,7 @@ HTTP_ERROR = HfHubHTTPError.__bases__[0]
 """The base of all errors of the client's HTTP library, which differs between its major versions."""
 
 TIMEOUT_ERROR: type[Exception] = sys.modules[HTTP_ERROR.__module__].TimeoutException
-"""Of the same library."""
+"""The time-out error of the same library."""
 
 FINAL = (GatedRepoError, RevisionNotFoundError, RepositoryNotFoundError, EntryNotFoundError)
 """Errors after which a retry cannot help."""
@@ -154,7 +154,7 @@ def explain(repo_id: str, revision: str | None, error: BaseException, *, writing
 
 
 def _of_status(repo_id: str, status: int, error: BaseException, go_on: str, *, writing: bool) -> str:
-    """Explain an answer by its status alone."""
+    """Explain an answer by its status only."""
     if status == 401:
         token = option("token")
         return f"the Hub does not know the token ({repo_id}); run hf auth login, or pass another with {token}"

@@ -34,7 +34,7 @@ TRIES = 6
 """Requests for a range in a row that bring no byte before that is an error."""
 
 TIMEOUT_S = 30.0
-"""Of a request that receives no byte."""
+"""Seconds until a request that receives no byte fails."""
 
 SILENT_TRIES = 3
 """Of these tries, those that time out before that is an error: 90 s without a byte."""
@@ -57,7 +57,7 @@ class RemoteFile:
     """In the repository."""
     num_bytes: int
     sha256: str
-    """Of the bytes, in hex; empty where the Hub does not record it."""
+    """The sha256 of the bytes, in hex; empty where the Hub does not record it."""
     hub: Hub = field(compare=False, repr=False)
 
     @property
@@ -75,9 +75,9 @@ def remote_files(
     """Look up files of a repository without downloading them.
 
     Args:
-        repo_id: of the repository.
-        commit: of the repository.
-        names: of the files.
+        repo_id: the id of the repository.
+        commit: the commit of the repository.
+        names: the names of the files.
         hub: how to reach it.
         must_exist: raise if a file is missing; otherwise missing files are left out.
 

@@ -20,7 +20,7 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from ..errors import brief
 
 ANSWER_S = 120.0
-"""For requests without a time-out of their own; the Hub may take a minute to commit many files."""
+"""For requests without their own time-out; the Hub may take a minute to commit many files."""
 
 PATIENCE_S = 60.0
 """Without an answer for this long, a request that has timed out is not repeated."""
@@ -48,7 +48,7 @@ def bounded() -> Iterator[None]:
 
     Raises:
         NoAnswerError: no answer came; another try would take as long again.
-        NotReachedError: the connection for a request without a time-out of its own failed. The client would
+        NotReachedError: the connection for a request without its own time-out failed. The client would
             replace its session by an unwatched one and try again.
     """
     global _num_uses
@@ -88,9 +88,10 @@ def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
     """Trace a request: one of its steps has begun, is complete or has failed.
 
     Args:
-        is_open: the request had no time-out of its own.
+        is_open: the request did not have its own time-out.
         event: such as ``"http11.receive_response_headers.complete"``.
-        info: of a failed step, with its ``exception``, raised by the library below the HTTP library.
+        info: the description of a failed step, with its ``exception``, raised by the library below the HTTP
+            library.
     """
     if event.endswith("receive_response_headers.complete"):
         _thread.since = None

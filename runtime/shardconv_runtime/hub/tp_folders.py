@@ -14,7 +14,7 @@ from ..hub_options import is_command, option
 
 @dataclass(frozen=True, slots=True, order=True)
 class Folder:
-    """What was converted for one number of ranks."""
+    """A conversion for one number of ranks."""
 
     tp: int
     stages: int = 1
@@ -42,7 +42,7 @@ def folders(names: Iterable[str]) -> list[Folder]:
     """Return the folders that are complete, sorted by ranks and stages.
 
     Args:
-        names: of all files.
+        names: the names of all files.
     """
     there = set(names)
     named = filter(None, {Folder.named(name.partition("/")[0]) for name in there})
@@ -50,15 +50,15 @@ def folders(names: Iterable[str]) -> list[Folder]:
 
 
 def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, ...]:
-    """Return the directories of the stages of a model for so many processes; none if it has no stages.
+    """Return the directories of the stages of a model for this many processes; none if it has no stages.
 
     Args:
         where: the files are; for errors.
-        names: of all files.
+        names: the names of all files.
         world_size: number of processes.
 
     Raises:
-        CheckpointError: several models have stages for so many processes.
+        CheckpointError: several models have stages for this many processes.
     """
     there = list(names)
     by_name = {folder.name: folder for folder in folders(there) if folder.stages > 1}
@@ -87,7 +87,7 @@ def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
 
     Args:
         where: for errors.
-        names: of all files, relative to the directory or repository.
+        names: the names of all files, relative to the directory or repository.
 
     Returns:
         Their paths, such as ``"tp-8"``; empty for the directory or repository itself.

@@ -29,10 +29,10 @@ def vocabulary_of_draft(draft: Any | None) -> int | None:
 
 
 def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[str, Any]:
-    """Return the arguments of ``generate``, with a stand-in for the draft model on ranks that have none.
+    """Return the arguments of ``generate``, with a proxy for the draft model on ranks that have none.
 
     Args:
-        kwargs: of this rank.
+        kwargs: the arguments of this rank.
         drafts: ``vocabulary_of_draft`` of each rank.
 
     Raises:
@@ -72,7 +72,7 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
         if not isinstance(draft, SimpleNamespace):
             try:
                 own = type(self)._get_candidate_generator(self, *args, **kwargs)
-            except Exception as failure:  # where this rank alone has a draft, the others would wait for it
+            except Exception as failure:  # if only this rank has a draft, the others would wait for it
                 error = failure
         agree(start, error)
         # Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft.
@@ -91,7 +91,7 @@ class _Candidates:
     """A candidate generator of transformers' form; tokens that follow ``[1, S]``.
 
     Args:
-        own: of this rank; None where it has no draft model.
+        own: the candidates of this rank; None if it has no draft model.
         start: the ranks.
         is_sampling: the draft's logits are needed, too.
     """

@@ -222,7 +222,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             except LaunchError as lost:
                 error = lost
         status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
-        # Recorded first: whoever reads the answer of a failed request looks for the error of the loop then.
+        # Recorded first: a reader of the answer of a failed request then looks for the error of the loop.
         status.record_fatal_error(error)
         self._fail_all_remaining_requests(error, batch_processor)
         if isinstance(self.distributed_helper, StepCoordinator):

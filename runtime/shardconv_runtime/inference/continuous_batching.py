@@ -1,7 +1,7 @@
 """``generate_batch`` and the manager of continuous batching on every rank, see transformers' documentation.
 
 ``generate_batch`` is called alike on every rank, as ``generate`` is. A manager is made on every rank, too;
-rank 0 alone adds requests, and the others take the steps that these need until rank 0 stops.
+only rank 0 adds requests, and the others take the steps that these need until rank 0 stops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kin
 from .staged_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
-"""Of a machine's memory, for the caches of all ranks on its processors; transformers' for one process."""
+"""Share of a machine's memory for the caches of all ranks on its CPUs; transformers' for one process."""
 
 NOT_IN_BATCHES = {
     "num_beams": (None, 1),
@@ -54,7 +54,7 @@ def prepare_batches(
     """Have continuous batching know that the model is one of several ranks, in place.
 
     Args:
-        model: of this rank; unchanged if its class has no continuous batching.
+        model: the model of this rank; unchanged if its class has no continuous batching.
         start: the ranks.
         gather_logits: if False, it is refused.
         link: to the other stages of a pipeline; None where there is one stage.
@@ -268,7 +268,7 @@ def _records(compiling: Any) -> bool:
 
 
 def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:
-    """Return the error if the manager would ignore what the generation config asks for."""
+    """Return an error if the manager would ignore an option of the generation config."""
     kept = list(manager.logit_processor.logits_processor)
     asked = list(model._get_logits_processor(config))
     if len(kept) < len(asked):

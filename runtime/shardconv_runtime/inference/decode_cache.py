@@ -1,7 +1,7 @@
 """The cache of decoding steps: buffers that stay where they are, filled from the cache of a prefill.
 
 A prefill runs with transformers' own growing cache. What it left there is copied into these buffers, and each
-step adds one token. Shapes and addresses are those of the bucket, whatever the prompt was.
+step adds one token. Shapes and addresses depend on the bucket, not on the prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Buffers:
 
     Attributes:
         device: where it is.
-        generation: counts how often memory moved; whatever has recorded addresses is void then.
+        generation: counts how often memory moved, which makes recorded addresses invalid.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ def repeat_first(buffer: Tensor, num_rows: int) -> None:
 
 
 _EMPTY: type = getattr(cache_utils, "DummyLayer", type(None))
-"""Of layers that keep nothing; older versions of transformers have no such class."""
+"""The class of layers that keep nothing; older versions of transformers lack it."""
 
 _ATTENTION = (
     DynamicLayer,
@@ -147,7 +147,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             yield buffer[..., :num_calls, :]
 
     def fill(self, layer: Any) -> None:
-        """Take over what a prefill left in its layer (each ``[rows, local heads, n, head dim]``)."""
+        """Copy the cache of a prefill's layer (each ``[rows, local heads, n, head dim]``)."""
         stop = int(layer.get_seq_length())
         for buffer, found in zip(self.buffers, (layer.keys, layer.values), strict=True):
             buffer.zero_()  # what is masked must be finite
@@ -193,7 +193,7 @@ class LinearStates(_States):
     """The cache of a layer without attention."""
 
     def fill(self, layer: Any) -> None:
-        """Take over what a prefill left."""
+        """Copy the state of a prefill."""
         self.fill_states(layer)
 
 
@@ -210,7 +210,7 @@ class HybridLayer(OneTokenLayer, _States):
         yield from _States.written(self, num_calls)
 
     def fill(self, layer: Any) -> None:
-        """Take over what a prefill left."""
+        """Copy the state of a prefill."""
         OneTokenLayer.fill(self, layer)
         self.fill_states(layer)
 
@@ -249,7 +249,7 @@ class OneTokenCache(Cache):  # type: ignore[misc]
                 layer.num_added = 0
 
     def fill(self, prefilled: Cache) -> None:
-        """Take over what a prefill left in its cache."""
+        """Copy the cache of a prefill."""
         self.length.fill_(num_tokens(prefilled))
         for mine, found in zip(self.layers, prefilled.layers, strict=True):
             if not isinstance(mine, _EMPTY):
@@ -289,7 +289,7 @@ def make_cache(
         buffers: where it lies.
         batch: number of rows.
         slots: number of tokens that it can hold.
-        reach: of the slots, how many calls read.
+        reach: the number of slots that calls read.
         rings: layers with a window hold that window only. Masks that go by position, of padded prompts or
             of chunks, do not allow this.
     """

@@ -1,4 +1,4 @@
-"""What decoding steps read and write: tensors that stay where they are from call to call."""
+"""Tensors that decoding steps read and write, which stay where they are from call to call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Bucket:
 
     Attributes:
         batch: number of rows, B; a call may have fewer.
-        slots: number of tokens, L; the memory is for so many.
+        slots: number of tokens, L; the memory is for this many.
         reach: number of slots that a step reads, R, at most ``slots``: the text is no longer yet.
         rings: layers with windows hold no more than these.
-        inputs: names of the model's tensor arguments beside the ids.
+        inputs: names of the model's tensor arguments in addition to the ids.
         constants: the model's other arguments.
         choice: how tokens are chosen.
         stops: there are tokens that end a row.
@@ -53,9 +53,9 @@ class StepState:
     Attributes:
         bucket: shapes.
         cache_name: the model's argument for the cache.
-        cache: of the tokens so far.
+        cache: the cache of the tokens so far.
         token: the ids that the next step takes, int64 ``[B, 1]``.
-        new_tokens: what was chosen, int64 ``[B, L]``, and ``count`` (``[]``) of them.
+        new_tokens: the chosen tokens, int64 ``[B, L]``, and ``count`` (``[]``) of them.
         position_ids: of ``token``, int64 ``[B, 1]``, if the model takes them.
         inputs: other tensor arguments by name: masks ``[B, R]`` and types of tokens ``[B, 1]``, constant.
         masks: of these inputs the masks, ``[B, L]``.
@@ -63,7 +63,7 @@ class StepState:
         done: whether there are none, bool ``[]``.
         pad: id that follows a stop token, int64 ``[]``.
         stop_ids: int64 ``[MOST_STOP_TOKENS]``, -1 where there are fewer.
-        numbers: of the processors, by name.
+        numbers: the numbers of the processors, by name.
         seen, stops: see ``History``.
     """
 
@@ -126,7 +126,7 @@ class StepState:
             tensor.copy_(before)
 
     def rewind(self) -> None:
-        """Let the next steps write within the buffers, whatever they hold."""
+        """Let the next steps write within the buffers, independent of their contents."""
         for counter in (self.cache.length, self.count, self.position_ids):
             if counter is not None:
                 counter.zero_()
@@ -189,10 +189,10 @@ def start_call(
     """Set all but the cache for a call.
 
     Args:
-        state: of the call's bucket.
+        state: the state of the call's bucket.
         ids: the prompt, int64 ``[rows, n]``.
-        arguments: what ``generate`` would give to the model in its first step.
-        numbers: of the processors.
+        arguments: the arguments that ``generate`` would give to the model in its first step.
+        numbers: the numbers of the processors.
         pad: id of padding.
         stop_ids: ids that end a row.
     """
@@ -246,7 +246,7 @@ def _fill_rows(buffer: Tensor, found: Tensor) -> None:
 
 ORDINARY = "sdpa"
 NAME = "shardconv_decode"
-"""Of this attention function, in the registries of transformers."""
+"""Name of this attention function in the registries of transformers."""
 
 _MODIFIERS = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments that change the scores, or where keys come from. Such calls are left to the ordinary function."""
@@ -271,7 +271,7 @@ def decode_attention(
         value: local ``[B, G, L, E]``.
         attention_mask: ``[B or 1, H or 1, 1, L]``; bool (whether a query sees a key), or added to the scores.
         dropout: 0 in inference.
-        scaling: of the scores; 1 / sqrt(D) by default.
+        scaling: the scaling of the scores; 1 / sqrt(D) by default.
 
     Returns:
         local ``[B, 1, H, E]``, and None for the weights.
@@ -377,12 +377,12 @@ class Call:
 
     Attributes:
         ids: the prompt, int64 ``[rows, n]``; n is 0 where embeddings are given in its place.
-        config: of the generation.
-        arguments: of the model.
+        config: the config of the generation.
+        arguments: the arguments of the model.
         cache_name: which of them is the cache; it is empty.
         most_new: tokens to add at most.
         choice: how they are chosen.
-        numbers: of the logits processors.
+        numbers: the numbers of the logits processors.
         pad: id of padding, and ``stop_ids`` that end a row; None if nothing does.
     """
 

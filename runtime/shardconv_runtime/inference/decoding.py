@@ -62,7 +62,7 @@ CONSTANT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_tok
 """Tensor arguments of a step that count its tokens, or stay as they are (a mask, as long as the cache)."""
 
 NOT_ONE_GRAPH = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
-"""What Dynamo raises where code cannot be captured as one graph."""
+"""Errors of Dynamo if code cannot be captured as one graph."""
 
 Forward = Callable[..., Any]
 
@@ -71,7 +71,7 @@ class Decoder:
     """Decodes for one model.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         forward: its forward pass with all hooks, not compiled.
         compile: compiles a function as one graph.
         records: steps are recorded as CUDA graphs.
@@ -185,7 +185,7 @@ class Decoder:
     def _decode(self, call: Call, streamer: Any) -> Tensor | None:
         """Return the text with its continuation; None if the model cannot be decoded this way."""
         model = self._model
-        # What decides, besides the model, whether a call can be decoded step by step.
+        # The options that decide, in addition to the model, whether a call can be decoded step by step.
         given = {name: value for name, value in call.arguments.items() if value is not None}
         kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
         kind = tuple(sorted(kinds.items()))
@@ -224,10 +224,10 @@ class Decoder:
         none.
 
         Args:
-            call: what is decoded.
-            arguments: of the model in the next step.
+            call: the call to decode.
+            arguments: the arguments of the model in the next step.
             prefilled: its cache after the prefill; void afterwards.
-            logits: of the prefill, float32 ``[rows, V]``.
+            logits: the logits of the prefill, float32 ``[rows, V]``.
         """
         inputs = self._inputs_of_step(call, arguments, prefilled)
         if inputs is None:
@@ -328,7 +328,7 @@ class Decoder:
         return replay
 
     def _wider(self, state: StepState) -> tuple[StepState, Callable[[], None]]:
-        """Return the same state with steps of twice the reach, and what runs one of them."""
+        """Return the same state with steps of twice the reach, and a function that runs one of them."""
         reach = min(state.bucket.slots, 2 * state.bucket.reach)
         wide, replays = self._recorded.get(replace(state.bucket, reach=reach)) or (state.reaching(reach), [])
         for replay in replays:
@@ -406,9 +406,9 @@ def _loop(
     """Return the text with its continuation ``[rows, n]``, from a state after the first token.
 
     Args:
-        call: what is decoded.
+        call: the call to decode.
         state: after the first token.
-        replay: of its step.
+        replay: replays its step.
         wider: gives a state of more reach, and its step.
         streamer: the user's.
     """

@@ -52,7 +52,7 @@ def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _processors(link: StageLink, until_end: ExitStack) -> Any:
-    """Return a model's ``_get_logits_processor``, private, but whatever is done to scores passes through it.
+    """Return a model's ``_get_logits_processor``, private, but all processing of scores passes through it.
 
     It is the first to know how the call chooses its tokens.
     """
@@ -70,7 +70,7 @@ def _processors(link: StageLink, until_end: ExitStack) -> Any:
 
 
 class _TokensOfLastStage:
-    """The last processor of scores: those of the tokens that the last stage chose.
+    """The last processor of scores, which selects the tokens that the last stage chose.
 
     Args:
         link: to the other stages.
@@ -116,7 +116,7 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
         )
 
         class Steps(StoppingCriteriaList):  # type: ignore[misc]
-            """Called once a step, whatever the way of generating."""
+            """Called once a step, with every method of generating."""
 
             def __call__(self, *args: Any, **kwargs: Any) -> Any:
                 progress()
@@ -152,7 +152,7 @@ class _DecidedByRank0:
 
 
 DECODER = "_shardconv_decoder"
-"""Attribute of a compiled model: what decodes for it."""
+"""Attribute of a compiled model with its decoder."""
 
 BATCHED = ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch")
 """Methods of continuous batching."""
@@ -164,7 +164,7 @@ def prepare_generation(
     """Give the model its generation config, and keep the ranks in step in ``model.generate``.
 
     Args:
-        model: of this rank; unchanged if it does not generate.
+        model: the model of this rank; unchanged if it does not generate.
         config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.

@@ -1,4 +1,4 @@
-"""Whether a model computes from pages what it computes otherwise: its first prompts are computed both ways.
+"""Checks that a model computes the same from pages: its first prompts are computed both ways.
 
 A packed call gives the model its sequences end to end, with positions and a mask, and another attention
 function. Code that looks at the order of tokens in any other way, or gives that function more than it takes
@@ -49,10 +49,10 @@ def length_limit(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class RequestCheck:
-    """What the requests of a model may be; made once, since requests are added while others are answered."""
+    """The limits of a model's requests; made once, since requests are added while others are answered."""
 
     rows: int | None
-    """Of the input embedding, global; None if it has none."""
+    """The global number of rows of the input embedding; None if it has none."""
     limit: int | None
     """See ``length_limit``."""
 
@@ -96,7 +96,7 @@ MOST_TOKENS = 1024
 MOST_CALLS = 32
 
 PREFIX = "paged|"
-"""Of transformers' names of attention functions that read pages."""
+"""Prefix of transformers' names of attention functions that read pages."""
 
 
 class PagedCheck:
@@ -118,8 +118,8 @@ class PagedCheck:
         shortest one beside longer sequences, for which code may compute something in its place.
 
         Args:
-            model: of this rank.
-            inputs: of the packed call; the same on all ranks.
+            model: the model of this rank.
+            inputs: the inputs of the packed call; the same on all ranks.
             logits: what it returned, ``[1, T, V]`` or those of ``logits_indices``.
 
         Raises:
@@ -185,7 +185,7 @@ def _ordinary_logits(model: Any, ids: Tensor) -> Tensor:
 
 @contextmanager
 def ordinary_attention(model: Any) -> Generator[None]:
-    """Have a model compute attention without pages meanwhile."""
+    """Let a model compute attention without pages within this context."""
     paged = model.config._attn_implementation
     name = str(paged).removeprefix(PREFIX)
     if name == paged:

@@ -1,4 +1,4 @@
-"""What transformers' continuous batching sees of a loaded model: its local heads, and eager calls.
+"""A proxy of a loaded model for transformers' continuous batching: local heads, and eager calls.
 
 Its cache has pages, from which each layer reads the keys and values of all requests of a batch. The pages are
 sized by the config, which describes the full model; how many heads a rank has follows from the plan, and is
@@ -28,10 +28,10 @@ from .paged_check import PagedCheck, ordinary_attention
 
 @dataclass(frozen=True)
 class CachedHeads:
-    """What each layer of a rank's model caches for a token."""
+    """The values that each layer of a rank's model caches for a token."""
 
     layers: tuple[int, ...]
-    """Those that are on the rank's stage."""
+    """The layers that are on the rank's stage."""
     number: int
     """Local."""
     width: int
@@ -42,7 +42,7 @@ class PagedModel:
     """Stands for a loaded model in transformers' continuous batching.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         heads: that the model caches.
         link: to the other stages of a pipeline; None where there is one stage.
         kinds: of attention, of the layers that the cache of a stage is made for; see ``kinds_of_stages``.
@@ -183,7 +183,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     """Find out what a rank's model caches, by a call of one token; all ranks call this.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         link: to the other stages of a pipeline; None where there is one stage.
 
     Raises:

@@ -146,7 +146,7 @@ class StopFlag:
     turns out to be too many is dropped by the caller.
 
     Args:
-        tensors: what is read after each step.
+        tensors: the tensors that are read after each step.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:

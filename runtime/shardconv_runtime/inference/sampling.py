@@ -46,7 +46,7 @@ class SamplingMode:
     """How tokens are chosen: what differs between graphs.
 
     Attributes:
-        samples: draws tokens, else takes the likeliest.
+        samples: draws tokens, otherwise takes the likeliest.
         numbers: names of processors' numbers, in the order in which they are applied.
         most: the largest ``top_k``, a power of two; 0 without one.
     """
@@ -78,7 +78,7 @@ def choice_of(
 
 @dataclass(frozen=True)
 class History:
-    """What processors know of the text.
+    """The text as processors know it.
 
     Attributes:
         count: tokens chosen so far, int64 ``[]``.
@@ -99,7 +99,7 @@ def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], his
         choice: how.
         logits: float32 ``[B, V]``.
         numbers: by name, each ``[]``: float32, or int64 for those in INTEGERS.
-        history: of the text.
+        history: the history of the text.
 
     Returns:
         int64 ``[B]``.

@@ -1,6 +1,6 @@
 """``load(compile=True)`` on a stage of a pipeline: one graph of its forward pass, between receives and sends.
 
-A graph holds no messages between stages. What a stage receives comes in before, what it sends goes out after.
+A graph holds no messages between stages. They are received before it runs, and sent afterwards.
 Which messages a call has is seen in the first call of its shapes, which runs uncompiled.
 """
 
@@ -28,7 +28,7 @@ COMPILE_TIMEOUT_S = 3600
 
 
 class HeldTransport(Transport):
-    """Gives what was received before the call, and holds what is to be sent after it.
+    """Returns values that were received before the call, and holds those to be sent after it.
 
     Args:
         received: the tensors, in the order in which the call takes them.
@@ -37,7 +37,7 @@ class HeldTransport(Transport):
     def __init__(self, received: list[Tensor]) -> None:
         self._received = received
         self.held: list[tuple[Crossing, Tensor, tuple[int, ...]]] = []
-        """What is to be sent: each value, its tensor, and to which stages."""
+        """Values to be sent: each value, its tensor, and the stages to which it goes."""
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Hold a value."""
@@ -59,7 +59,7 @@ def compile_stage(model: nn.Module, start: Launch, link: StageLink, *, same_bits
     allocates a cache of fixed size.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         start: the ranks of all stages.
         link: to the other stages.
         same_bits: on each rank, see ``compile_model``.

@@ -1,4 +1,4 @@
-"""What the ranks of all stages tell each other while requests are answered, some steps ahead of each other.
+"""Messages between the ranks of all stages while requests are answered, some steps ahead of each other.
 
 Rank 0 decides on each step and tells the others, which report to it; it waits for what they reported some
 steps ago. The last stage sends the tokens that it chose to the earlier ones. All of it goes over gloo: it is
@@ -28,7 +28,7 @@ from .deadline import raise_lost_rank
 
 # What the ranks tell each other while transformers' continuous batching runs: requests, sizes, the end.
 #
-# The loop runs in a thread of its own, with a process group of its own: the control messages of another
+# The loop runs in its own thread, with its own process group: the control messages of another
 # thread must not come between its messages.
 
 TELL_S = 5
@@ -87,7 +87,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         return tuple(found[: len(self._cpu_int_acc)])
 
     def tell_failure(self) -> None:
-        """Have the others raise at their next step, if they have not heard of it."""
+        """Let the other ranks raise at their next step, unless they know already."""
         if self._heard_of_failure:
             return
         numbers = torch.tensor([0, 0, 0, 0, 0, self._start.rank + 1])
@@ -243,7 +243,7 @@ class StageCoordinator(StepCoordinator):
         self._expected, self._num_steps, self._paused = {}, 0, 0
 
     def tell_failure(self) -> None:
-        """Have the others raise at their next step, if they have not heard of it."""
+        """Let the other ranks raise at their next step, unless they know already."""
         if self._heard_of_failure:
             return
         numbers = torch.tensor([0, 0, 0, _NONE, _NONE, self._start.rank + 1])
@@ -256,7 +256,7 @@ class StageCoordinator(StepCoordinator):
     # Tokens ---------------------------------------------------------------------------------------------
 
     def send_tokens(self, tokens: Tensor, ranks: Sequence[int]) -> list[Message]:
-        """Begin to send what the last stage chose: int32, on the CPU."""
+        """Begin to send the tokens of the last stage: int32, on the CPU."""
         return [self._deliver(tokens, rank, _TOKENS) for rank in ranks]
 
     def receive_tokens(self, shape: Sequence[int], rank: int) -> Message:
@@ -281,7 +281,7 @@ class StageCoordinator(StepCoordinator):
         return sent
 
     def _forget_sent(self, most: int) -> None:
-        """Wait for what was sent before the last ``most`` messages, which all have come by now."""
+        """Wait for messages before the last ``most`` ones, which have all arrived by now."""
         while len(self._sent) > most:
             for message in self._sent.popleft():
                 message.wait(self._timeout)

@@ -4,7 +4,7 @@
         --model shardconv --model_args pretrained=out/ --tasks hellaswag
 
 All arguments are those of ``lm_eval``. Every rank runs all requests, since all compute each of them together;
-rank 0 alone has results, prints them and writes files. Needs ``pip install 'shardconv-runtime[lm-eval]'``.
+only rank 0 has results, prints them and writes files. Needs ``pip install 'shardconv-runtime[lm-eval]'``.
 """
 
 from __future__ import annotations

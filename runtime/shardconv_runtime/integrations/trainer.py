@@ -48,7 +48,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     Args:
         model: with ``data_parallel=``, if there are several copies.
         args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
-        mesh: of all processes; "tp" is its last dim.
+        mesh: the mesh of all processes; "tp" is its last dim.
         options: as for the Trainer.
     """
 

@@ -141,11 +141,11 @@ def _has_full_logits(model: nn.Module) -> bool:
 
 
 def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
-    """Let a model return the log-probabilities of labels where TRL asks for them, else what it returns.
+    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise what it returns.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
-        forward: of the model, before TRL replaced it.
+        forward: the forward method of the model, before TRL replaced it.
         temperature: by which logits are divided.
     """
 

@@ -64,9 +64,9 @@ def require_same(
 
     Args:
         start: the ranks.
-        manifest: of this rank's directory. Copies of it in other places have the same checksums.
+        manifest: the manifest of this rank's directory. Copies of it in other places have the same checksums.
         wanted: has the arguments of ``load``.
-        adapters: of the model.
+        adapters: the adapters of the model.
 
     Raises:
         LaunchError: a rank loads another conversion, or the same one in another form.
@@ -107,7 +107,7 @@ _REMEDIES = {
     "force_download": "remove the files from the cache, or pass cache_dir=",
     "subfolder": "pass the path of the directory itself",
 }
-"""Options -> what to do instead."""
+"""Options -> the remedy."""
 
 
 def refuse_options(names: Collection[str]) -> NoReturn:

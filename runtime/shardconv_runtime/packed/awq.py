@@ -18,7 +18,7 @@ from .number_formats import WORD, unpacked
 BITS = 4
 PER_WORD = WORD // BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight consecutive outputs, where in a word each is."""
+"""Positions in a word of eight consecutive outputs."""
 COMPANIONS = (".qweight", ".qzeros", ".scales")
 
 

@@ -3,7 +3,7 @@
 4 bits: the weight is flat, two codes in a byte, the first in the high half. Each ``blocksize`` consecutive
 values share a factor, ``absmax``. Nested, these factors are codes themselves, ``nested_blocksize`` of which
 share a factor. The rest is JSON in a tensor of bytes, the quantization state. As a rule, a row is a whole
-number of blocks; where it is not, a shard is of so many rows that it is, or there is none.
+number of blocks; where it is not, a shard has so many rows that it is, or there is none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPANIONS = (
 ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element of a tensor that may hold codes."""
 MAX_SIZE = 2**31 - 1
-"""Of a dim or a block. Numbers beyond 64 bits are errors of torch, without a name."""
+"""Largest size of a dim or a block. Beyond 64 bits torch raises errors without a name."""
 MAP_SIZE = 16
 NESTED_MAP_SIZE = 256
 
@@ -48,7 +48,7 @@ class Blocks:
     """A quantization state: how blocks of values share factors."""
 
     shape: tuple[int, ...]
-    """Of the weight; local in a state of a part."""
+    """The shape of the weight; local in a state of a part."""
     dtype: torch.dtype
     """The one that the library dequantizes to."""
     size: int
@@ -117,7 +117,7 @@ def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSli
 
     Args:
         tensors: local stored tensors.
-        blocks: of the weight.
+        blocks: the blocks of the weight.
         held: the part of it.
     """
     factors = tensors["*.absmax"].reshape(-1)

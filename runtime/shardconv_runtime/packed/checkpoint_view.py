@@ -1,4 +1,4 @@
-"""What a format reads of a checkpoint, and what it says about it."""
+"""The view that a format has of a checkpoint, and its description of packed weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..format.plan import PackedDim, PackedTensor, Packing
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What the header of a file says about a tensor."""
+    """Shape and dtype of a tensor in the header of a file."""
 
     shape: tuple[int, ...]
     """Global."""

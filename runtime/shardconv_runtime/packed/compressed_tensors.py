@@ -37,7 +37,7 @@ FORMATS = (
 )
 CACHE = "kv_cache_scheme"
 EXTRAS = (CACHE, "transform_config")
-"""Settings that change what the model computes beside its weights."""
+"""Settings that change more of the model than its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class WeightSettings:
     """``int`` or ``float``."""
     bits: int
     strategy: str
-    """What shares a factor: a ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``."""
+    """The values that share a factor: a ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``."""
     group_size: int = 0
     """Inputs of a group."""
     block: tuple[int, ...] = ()
@@ -130,7 +130,7 @@ SCALES = {
 }
 """Dtypes of factors, by that of the values."""
 INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
-"""Of quantized inputs; replicated."""
+"""Factors of quantized inputs, which are replicated."""
 OTHERS = ("*_zero_point", "*_shape", "*_g_idx", "*_global_scale", *INPUTS)
 DTYPES = {
     "*_zero_point": ("int8",),
@@ -143,7 +143,7 @@ DTYPES = {
 }
 COMPANIONS = (".weight_packed", ".weight_scale", *(f".{part.replace('*', 'weight')}" for part in OTHERS))
 BITS = (1, 2, 4, 8)
-"""That fill a word."""
+"""Numbers of bits that fill a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class CompressedScheme:
     """Weights of linear layers."""
 
     weights: tuple[WeightSettings, ...]
-    """Of all groups of modules."""
+    """The weights of all groups of modules."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> CompressedScheme:
@@ -192,10 +192,10 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
 
 
 def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check what the tensors say about the shape and the groups of the weight.
+    """Check the shape and the groups of the weight that the tensors describe.
 
     Raises:
-        CheckpointError: it is not so, or an exponent stands for no number.
+        CheckpointError: they are wrong, or an exponent is not a number.
     """
     number_formats.check(packing, tensors, held, name)
     if "*_shape" in tensors and tuple(tensors["*_shape"].tolist()) != held.shape:

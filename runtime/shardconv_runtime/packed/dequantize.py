@@ -1,7 +1,7 @@
-"""From stored tensors to the weight that they stand for, of the whole weight or a part of it.
+"""Dequantizes the stored tensors of a weight, or of a part of it.
 
 The part of a dequantized weight and the dequantized part have the same bits: each value depends on its own
-code and factors alone.
+code and factors only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice], Tenso
 """By the method: from local stored tensors to the local weight, in the dtype that the library computes."""
 
 VALUES_AT_ONCE = 2**22
-"""Computed together, so that what is needed beside the result is some 100 MB."""
+"""Values that are computed together, so that about 100 MB are needed in addition to the result."""
 
 CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], None]] = {
     "bnb_4bit": bnb.check_4bit,
@@ -40,7 +40,7 @@ CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], No
     "gptq": gptq.check,
     "mxfp4": number_formats.check,
 }
-"""What is checked beside shapes, dtypes and that factors are finite."""
+"""Checks in addition to shapes, dtypes and finite factors."""
 
 
 def dequantize(
@@ -49,10 +49,11 @@ def dequantize(
     """Compute the local weight; no collective runs.
 
     Args:
-        packing: of the parameter.
+        packing: the packing of the parameter.
         tensors: local stored tensors by the names of the packing, in the shape of its dims.
         held: the part of the weight that they are.
-        dtype: of the result. It is computed as the format's library does, and rounded to this dtype.
+        dtype: the dtype of the result. It is computed as the format's library does, and rounded to this
+            dtype.
     """
     first = next(iter(tensors.values()))
     out = torch.empty(held.local_shape, dtype=dtype, device=first.device)
@@ -72,7 +73,7 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
     """Check local stored tensors, with their values, where ``dequantize`` could not.
 
     Args:
-        name: of the parameter, for messages.
+        name: the name of the parameter, for messages.
 
     Raises:
         CheckpointError: a tensor is missing, its shape or dtype differs, a factor is not finite, or the

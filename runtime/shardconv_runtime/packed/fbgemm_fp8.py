@@ -12,7 +12,7 @@ from .held import WeightSlice
 
 SCALE = "_scale"
 BOUND = "input_scale_ub"
-"""Of the factors of inputs."""
+"""Name of the bound of the factors of inputs."""
 COMPANIONS = (".weight_scale", f".{BOUND}")
 
 

@@ -20,7 +20,7 @@ from .number_formats import as_factors
 
 VALUES = "float8_e4m3fn"
 BLOCKS = {"fp8": (128, 128), "mxfp8": (1, 32)}
-"""Of settings that name none, by the method."""
+"""Blocks of settings that name none, by the method."""
 FACTORS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 """Dtypes; bytes are exponents of two."""
 SCALES = {
@@ -29,7 +29,7 @@ SCALES = {
     ".qscale_weight": "qscale_weight",
     "_scale": "*_scale",
 }
-"""Ends of the names of factors, and their names in a packing; those with a point stand beside NAME.weight."""
+"""Ends of the names of factors, and their names in a packing; those with a point are next to NAME.weight."""
 INPUTS = ("activation_scale", "*_activation_scale", "qscale_act")
 """Names of factors of the inputs, in a packing."""
 COMPANIONS = ("_scale_inv", ".qscale_weight", ".qscale_act", "activation_scale", ".input_scale")
@@ -40,7 +40,7 @@ class Fp8Scheme:
     """Matrices, and stacks of them."""
 
     block: tuple[int, int] | None
-    """Rows and columns of a block; None: a factor is of a whole matrix."""
+    """Rows and columns of a block; None if a matrix has one factor."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Fp8Scheme:

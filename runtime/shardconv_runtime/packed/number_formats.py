@@ -36,7 +36,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
     Args:
         words: ``[..., n, ...]``, with n in ``dim``.
-        bits: of an integer; divides 32.
+        bits: the bits of an integer; divides 32.
 
     Returns:
         int32 ``[..., n * 32 / bits, ...]``, from 0.
@@ -63,7 +63,7 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, na
     """Check the bytes that are exponents.
 
     Raises:
-        CheckpointError: one stands for no number.
+        CheckpointError: one is not a number.
     """
     for part, tensor in tensors.items():
         if part not in VALUES and tensor.dtype == torch.uint8 and (tensor == NOT_FINITE).any():

@@ -1,4 +1,4 @@
-"""The packed formats: their modules here, and what a machine needs to compute with them."""
+"""The packed formats: their modules here, and the packages that compute with them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = Fal
     return SCHEMES[method]({**known, "quant_method": method}, where)
 
 
-# Whether a format rounds activations, too, by what it finds in each token.
+# Formats that also quantize activations may scale each token by its own values.
 
 
 def rounds_activations(settings: Mapping[str, Any]) -> bool:
@@ -92,9 +92,9 @@ class Requirement:
     """The packages that one format needs."""
 
     packages: tuple[str, ...]
-    """That transformers imports, as pip names them."""
+    """Packages that transformers imports, by their names on pip."""
     why: str
-    """What they are for, and where they compute; a phrase for errors and model cards."""
+    """Their purpose, and where they compute; a phrase for errors and model cards."""
 
     @property
     def command(self) -> str:

@@ -53,7 +53,7 @@ TensorStep = Callable[[Tensor], Tensor]
 """A step on a local tensor; the classes of ``comm`` say the shapes and the backward of each."""
 
 GRADIENT_STEPS = (GradAllReduceStep, GradDivideStep)
-"""Steps that change the gradient alone."""
+"""Steps that change only the gradient."""
 
 _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
     AllGatherStep: Gather,
@@ -129,9 +129,9 @@ def attach(
         module: gets forward hooks, which run before all others that are not prepended later.
         entry: its ``inputs`` and ``outputs`` are used.
         comm: the ranks.
-        signature: of the forward method to which the slots refer, without ``self``.
+        signature: the signature of the forward method to which the slots refer, without ``self``.
         training: give the steps backwards.
-        name: of the module, for messages.
+        name: the name of the module, for messages.
 
     Raises:
         PlanError: the forward method lacks a slot, or a step is malformed.
@@ -177,7 +177,7 @@ def settle_hooks(model: nn.Module) -> None:
 
 
 def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Number of a hook -> what torch notes of it. Torch has no public way to change these tables."""
+    """Number of a hook -> torch's note of it. Torch has no public way to change these tables."""
     return [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
 
 
@@ -194,7 +194,7 @@ def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
 
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
-"""Names of the argument with the cache of earlier calls; since 5.24 transformers has the last one alone."""
+"""Names of the argument with the cache of earlier calls; since 5.24 transformers has only the last one."""
 
 
 def given_cache(arguments: Mapping[str, Any]) -> str | None:

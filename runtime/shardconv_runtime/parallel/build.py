@@ -90,7 +90,7 @@ def apply_plan(
 
     Args:
         model: on meta, with global shapes.
-        plan: of the parameters.
+        plan: the plan of the parameters.
         comm: this rank.
         modules: the entries of the modules to change, by FQN.
         training: give the steps backwards; parameters require gradients as they did.
@@ -250,7 +250,7 @@ def attach_guards(
 
     Args:
         model: all of it, with its steps attached.
-        plan: of it.
+        plan: its plan.
         modules: entries of the plan that were applied, by FQN.
         parameters: the same of parameters.
         comm: this rank.

@@ -78,7 +78,7 @@ def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
     if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)
-    # Have a copied config name the implementations that the original names, whenever these change.
+    # The copied config has the implementations of the original one, also when these change later.
     object.__setattr__(own, "_followed", _Followed(value))
     kind: Any = type(own)
     object.__setattr__(own, "__class__", _following(kind))
@@ -87,7 +87,7 @@ def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
 
 
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
-"""What a user may change in the config of a loaded model."""
+"""Attributes that a user may change in the config of a loaded model."""
 
 
 class _Followed:

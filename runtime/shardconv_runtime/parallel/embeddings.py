@@ -1,9 +1,9 @@
 """Embeddings that a user looks up, or gives to the model in place of ids.
 
-Where that saves a collective, a plan reduces what an embedding returns not at the embedding but later, behind
-a sum or a dropout. So what leaves the embedding in a forward pass may be a term of a sum over ranks, or a
+If that saves a collective, a plan reduces the result of an embedding not at the embedding but later, after a
+sum or a dropout. So what leaves the embedding in a forward pass may be a term of a sum over ranks, or a
 shard. A user sees neither: an embedding that is called by itself returns full rows, and embeddings that enter
-the model as ``inputs_embeds`` are made what the plan expects there.
+the model as ``inputs_embeds`` are sharded as the plan expects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .row_ids import RowIds, zero_out_of_shard
 from .user_hooks import PLACED
 
 ARGUMENT = "inputs_embeds"
-"""What the modules of transformers' models call embeddings that are given in place of ids."""
+"""Name of the argument of transformers' models for embeddings in place of ids."""
 
 _WHY_NO_GRADIENT = (
     f"{ARGUMENT} that require gradients were given to a model whose ranks each have a part of that gradient; "
@@ -66,7 +66,7 @@ def attach_embeddings(
         if name is None or weight is None or len(weight.dims) != 2 or isinstance(module, nn.Linear):
             continue  # it embeds patches of images, in no rows
         if any(module.children()):
-            continue  # modules inside of it have steps of their own
+            continue  # modules inside of it have their own steps
         entry = modules.get(name, ModulePlan((), "boundary"))
         if axes_of(weight.dims[0]) and not any(isinstance(step, LocalRowsStep) for step in entry.inputs):
             # An embedding that no forward pass calls, though others share its rows: it returns full ones.
@@ -81,7 +81,7 @@ def attach_embeddings(
 
 @dataclass(frozen=True)
 class _Placement:
-    """What an embedding returns in a forward pass."""
+    """The placement of an embedding's result in a forward pass."""
 
     partial: frozenset[int]
     """Mesh axes over which it is a term of a sum."""

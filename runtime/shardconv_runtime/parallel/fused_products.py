@@ -51,12 +51,12 @@ class FusedProduct:
         shapes = [getattr(m, "local_shape", (m.out_features, m.in_features)) for m in members]
         self.sizes = [rows for rows, _ in shapes]
         self.max_elements = MAX_ROWS * max((columns for _, columns in shapes), default=0)
-        """Of an input."""
+        """The number of elements of an input."""
         self.weight: nn.Parameter | None = None
         """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
         self.bias: nn.Parameter | None = None
         self._made_of: Places | None = None
-        """Of all that ``weight`` and ``bias`` span."""
+        """All tensors that ``weight`` and ``bias`` span."""
         self._held: tuple[Tensor, int | None, Sequence[Tensor]] | None = None
         """The last input, its version, and the parts, until the last member has taken its own."""
 
@@ -74,7 +74,7 @@ class FusedProduct:
         itself.
 
         Args:
-            index: of the member that asks; the first one begins a product.
+            index: the index of the member that asks; the first one begins a product.
             input: ``[..., in_features]``.
         """
         if index:
@@ -177,7 +177,7 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
         groups: FQNs, in the order of the calls.
 
     Raises:
-        PlanError: a member is no plain or column-parallel linear layer.
+        PlanError: a member is not a plain or column-parallel linear layer.
     """
     products = [FusedProduct(linear_members(model, group)) for group in groups]
     for product in products:

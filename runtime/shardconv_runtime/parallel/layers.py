@@ -44,8 +44,8 @@ def without_logits_gather(
     """Return the modules without the gather of the logits.
 
     Args:
-        modules: of a plan.
-        logits: of the plan.
+        modules: the modules of a plan.
+        logits: the logits of the plan.
         heads: further modules that compute the logits in place of the plan's, in other calls.
 
     Raises:
@@ -78,7 +78,7 @@ def with_local_logits(plan: Plan) -> Plan:
         plan: with stages, in the form that is to run.
 
     Raises:
-        PlanError: the plan does not say what the placeholder of the head alone returns.
+        PlanError: the plan lacks the result of a placeholder for only the head.
     """
     assert plan.stages is not None
     gather = _gather(module_plans(plan), plan.logits)
@@ -151,8 +151,8 @@ class RowParallelLinear(nn.Linear):
         in_features: local.
         out_features: local; equal to the global one unless the plan shards it too.
         bias: whether there is a bias.
-        bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; else it is
-            replicated, and is added once, after the reduction.
+        bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; otherwise
+            it is replicated, and is added once, after the reduction.
         inputs: steps on the input; a ``Slice`` where it arrives replicated.
         outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
 

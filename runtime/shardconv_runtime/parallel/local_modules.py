@@ -41,7 +41,7 @@ def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) ->
     Args:
         entry: the parameter's plan.
         tensor: global.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: the rank.
 
     Returns:
@@ -75,7 +75,7 @@ def localize_modules(
 
     Args:
         model: see ``build.apply_plan``.
-        plan: of the parameters.
+        plan: the plan of the parameters.
         modules: the entries of the modules to change, by FQN.
         targets: these modules.
         parameters: the entries of the parameters, by FQN.

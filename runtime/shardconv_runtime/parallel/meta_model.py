@@ -6,7 +6,7 @@ frequencies, masks, ALiBi slopes), which no checkpoint stores. ``LazyInit`` lets
 run on the meta device and records what it computes; afterwards ``materialize`` replays, on real
 tensors, only the operators that one tensor depends on. (The same idea as torchdistX's deferred
 initialization, which worked per tensor; here it works per storage, so views and in-place
-operators need no bookkeeping of their own.)
+operators need no bookkeeping.)
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def build_model(
         config: its configuration; it is copied.
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
         tied: alias -> first name of parameters that are one tensor. Others that the class and its config
-            tie get tensors of their own, as ``from_pretrained`` has it where a checkpoint holds both with
+            tie get their own tensors, as ``from_pretrained`` has it where a checkpoint holds both with
             different values. None: all stay tied.
 
     Raises:
@@ -308,7 +308,7 @@ def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
                 own[first] = nn.Parameter(like, parameter.requires_grad) if own else parameter
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner)._parameters[attribute] = own[first]
-    # transformers keeps what it has tied in this attribute, from which from_pretrained takes such names, too.
+    # transformers keeps tied names in this attribute, from which from_pretrained takes such names, too.
     known: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     present = dict(model.named_parameters(remove_duplicate=False))
     for alias, name in list(known.items()):
@@ -332,7 +332,7 @@ def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the tensors that the class keeps in float32 when a checkpoint is loaded in half precision.
 
     The patterns are private attributes of transformers' base class. They are matched here as its
-    ``from_pretrained`` matches them: as regular expressions, in which ``*`` stands for any text.
+    ``from_pretrained`` matches them: as regular expressions, in which ``*`` matches any text.
     """
     kept: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):

@@ -3,7 +3,7 @@
 The plan is for the modules that were converted. A module that takes the place of one of them has the global
 sizes, or lacks the steps that were attached to the old one; either way the results would be wrong on every
 rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed, and so is
-what a model or an adapter itself replaces in its forward pass, which the proof has run.
+replacements by a model or an adapter in its forward pass, which was verified.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ REFUSED_METHODS = {
 
 @dataclass(frozen=True)
 class _Part:
-    """What is known of a module of a loaded model."""
+    """Information about a module of a loaded model."""
 
     ranks: frozenset[int]
-    """Of the default group, those that hold parts of the model together."""
+    """The ranks of the default group, those that hold parts of the model together."""
     is_planned: bool
     """Whether the plan has edits or steps for the module itself."""
 
@@ -59,7 +59,7 @@ MARK = "shardconv_rank"
 """Key of states that programs save themselves: which rank's part it is. Parts often have equal shapes."""
 
 _ATTRIBUTE = "_shardconv_part"
-"""Of the modules of loaded models, and so of their copies."""
+"""Attribute of the modules of loaded models, and so of their copies."""
 
 
 def _part(module: object) -> _Part | None:
@@ -171,7 +171,7 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
         return
     keeps_parameters = set(new.parameters()) == set(old.parameters())
     if keeps_parameters and old in new.modules():
-        return  # a wrapper without parameters of its own changes nothing
+        return  # a wrapper without its own parameters changes nothing
     known = _part(old)
     if keeps_parameters and known is not None and not known.is_planned and _is_in_forward_pass():
         # The model's own forward pass replaces the module, as it did when the plan was verified. Modules with

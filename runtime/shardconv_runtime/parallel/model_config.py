@@ -16,7 +16,7 @@ from ..errors import CheckpointError, PlanError, ShardconvError, brief
 from ..format.manifest import MANIFEST_NAME, Manifest, resolve
 from ..format.plan import Plan
 
-# Sets that are iterated in one order, whichever process or copy iterates them.
+# Sets that are iterated in one order in all processes and copies.
 
 
 class SteadySet(set[Any]):

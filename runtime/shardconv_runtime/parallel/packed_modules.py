@@ -60,17 +60,17 @@ class PackedProduct(FusedProduct):
     def __init__(self, members: Sequence[Any]) -> None:
         super().__init__(members)
         self.wide: nn.Module | None = None
-        """Has the rows of all; None: each member computes by itself."""
+        """Computes the rows of all members; None if each member computes separately."""
         self._weights: Places = ()
-        """Of all that the weight of ``wide`` spans."""
+        """All tensors that the weight of ``wide`` spans."""
         self._waiting: dict[int, Part] = {}
 
     def fill(self, index: int, part: Part) -> None:
         """Give a member its part of a packed weight; all get theirs once the last one is here.
 
         Args:
-            index: of the member.
-            part: of its weight.
+            index: the index of the member.
+            part: the part of its weight.
 
         Raises:
             PlanError: a module lacks a tensor.
@@ -228,7 +228,7 @@ class PackedModules:
 
         Args:
             model: plain and edited, on meta, of global shapes; changed in place.
-            entries: of the plan, by FQN of the module.
+            entries: the entries of the plan, by FQN of the module.
             training: give the steps backwards.
 
         Returns:
@@ -263,7 +263,7 @@ class PackedModules:
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
         """Return the steps around a new module, whose attributes get their local values."""
-        # Edit a module that was made from an edited one; what it read of that is local already.
+        # Edit a module that was made from an edited one; the values that it read are local already.
         for edit in entry.edits:
             value = edit.local[0] if len(edit.local) == 1 else edit.local[self._comm.rank]
             found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
@@ -325,7 +325,7 @@ class PackedModules:
         """
         model = self._model
         assert model is not None, "modules are replaced before they are filled"
-        held = set(model.modules())  # those of other stages are not
+        held = set(model.modules())  # modules of other stages are not
         for module in held.intersection(self._without_bias):
             module.bias.data.zero_()  # type: ignore[union-attr, operator]  # the first rank adds it
         model.hf_quantizer = self._quantizer

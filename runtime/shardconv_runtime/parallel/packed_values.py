@@ -1,4 +1,4 @@
-"""What a module of a quantized format's library holds on a rank, out of stored tensors.
+"""Fills modules of a quantized format's library on a rank from stored tensors.
 
 The stored tensors are parts of those of the checkpoint. What names a position or a shape of the full weight
 is made to name the local one.
@@ -38,7 +38,7 @@ class Part:
     held: WeightSlice
     """The part of the weight that they are."""
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
 
     def dims(self, name: str) -> tuple[PackedDim, ...]:
         """Return the dims of a stored tensor."""
@@ -49,9 +49,9 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
     """Give a module its part of a packed weight.
 
     Args:
-        module: of the format's library.
+        module: the module of the format's library.
         attribute: name of the weight in it.
-        part: of the weight.
+        part: the part of the weight.
 
     Raises:
         PlanError: the module lacks a tensor.
@@ -252,7 +252,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _by_dims(part: Part, is_last: bool) -> _Stored | None:
     """Return tensors whose first dim runs along the rows, and factors of the full weight.
 
-    The rows are full steps, but for those of the last weight.
+    The rows are full steps, except those of the last weight.
     """
     found: dict[str, tuple[Tensor, int | None]] = {}
     rows = part.held.local_shape[0]

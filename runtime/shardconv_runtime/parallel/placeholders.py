@@ -1,6 +1,6 @@
-"""Modules that take the place of others in a model, and return what somebody else has computed.
+"""Modules that replace others in a model, and return results from elsewhere.
 
-For a unit of another pipeline stage that is what the stage has sent, or zeros. In the proof of a plan, a
+For a unit of another pipeline stage these were sent by the stage, or are zeros. In the proof of a plan, a
 layer that another one represents returns its arguments, or tensors of the same form as the other one.
 A placeholder has no parameters. Otherwise it looks to the code around it like the module that it replaces.
 """
@@ -17,7 +17,7 @@ from torch import nn
 _M = TypeVar("_M", bound=nn.Module)
 
 Results = Callable[..., Any]
-"""From the arguments of a module to what is returned in its place."""
+"""A function from the arguments of a module to the results in its place."""
 
 
 def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeholder:
@@ -25,8 +25,8 @@ def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeh
 
     Args:
         model: that has the module.
-        fqn: of the module.
-        results: what the placeholder returns.
+        fqn: the FQN of the module.
+        results: computes the results of the placeholder.
 
     Returns:
         The placeholder.

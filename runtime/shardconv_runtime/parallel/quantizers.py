@@ -25,7 +25,7 @@ COMPUTED = {
 """Methods of packings whose modules keep the weights as they are stored, and their ``quant_method``."""
 
 ON_GPUS = frozenset({"compressed_tensors", "fp8"})
-"""Methods whose kernels are for GPUs alone."""
+"""Methods whose kernels are only for GPUs."""
 
 CPU_ROWS = 16
 """Rows of a tile of torch's product with 4-bit integers on CPUs, which fails on other numbers of them."""
@@ -41,7 +41,7 @@ class Quantized:
     """``quantization_config`` of config.json."""
     device: torch.device
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
 
 
 def require_computable(quantized: Quantized, packings: Iterable[Packing], *, compiled: bool = False) -> None:
@@ -49,11 +49,11 @@ def require_computable(quantized: Quantized, packings: Iterable[Packing], *, com
 
     Args:
         quantized: the model.
-        packings: of its packed parameters.
+        packings: the packings of its packed parameters.
         compiled: whether it is to be compiled.
 
     Raises:
-        PlanError: a package is missing, or this device cannot; the message offers what to do.
+        PlanError: a package is missing, or this device cannot. The message has the remedy.
     """
     found = list(packings)
     if found and not quantizer_of(quantized, found).is_compileable and compiled:
@@ -68,7 +68,7 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
 
     Args:
         quantized: the model.
-        packings: of its packed parameters.
+        packings: the packings of its packed parameters.
         rows: local numbers of outputs of their layers.
 
     Raises:
@@ -83,7 +83,7 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
     try:
         quantizer = AutoHfQuantizer.from_config(_settings(quantized, packings, rows), pre_quantized=True)
         quantizer.validate_environment(device_map={"": quantized.device}, weights_only=True)
-    except Exception as error:  # each quantizer has errors of its own
+    except Exception as error:  # each quantizer has its own errors
         raise PlanError(
             f"the model is quantized ({method}), and cannot compute here: {brief(error)}; {_INSTEAD}"
         ) from error
@@ -126,7 +126,7 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
 
 def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:
     if packing.method == "torchao":
-        # Whether activations stay as they are, so that what the header of the file says of them is nothing.
+        # Activations must stay as they are, since the header of the file says nothing of them.
         names, todo = [], [settings.get("quant_type")]
         while todo:
             value = todo.pop()
@@ -161,7 +161,7 @@ def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]
     tiles = quantized.device.type != "cpu" or not any(count % CPU_ROWS for count in rows)
     settings = dict(quantized.settings)
     if "compressed_tensors" in methods:
-        settings["use_optimized_inference"] = True  # else all is decompressed at the first call
+        settings["use_optimized_inference"] = True  # otherwise all is decompressed at the first call
     if "gptq" in methods and (not tiles or any(_is_in_act_order(packing) for packing in packings)):
         settings["backend"] = "gptq_torch"  # in act-order, others suppose that each group has its full size
     if "awq" in methods and not tiles:

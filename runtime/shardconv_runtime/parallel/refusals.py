@@ -17,11 +17,11 @@ from .boundary import forward_signature, renumber
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
-    """Have a model refuse to be called with an argument, given or set in its config.
+    """Make a model refuse calls with an argument, given or set in its config.
 
     Args:
         model: all of it, not a submodule.
-        argument: of its forward method.
+        argument: the argument of its forward method.
         why: the rest of "ARGUMENT was given to a model ...".
         unless_inference: allow it where gradients are disabled.
     """
@@ -40,11 +40,11 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
 
 
 def refuse_implementations(model: nn.Module, attribute: str, names: Collection[str]) -> None:
-    """Have a model and its base model refuse implementations that their config may choose at any time.
+    """Make a model and its base model refuse implementations that their config may choose at any time.
 
     Args:
         model: all of it.
-        attribute: of the config, which names the implementation.
+        attribute: the attribute of the config, which names the implementation.
         names: of those to refuse.
     """
 
@@ -62,7 +62,7 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
 
 
 def refuse_head_masks(model: nn.Module) -> None:
-    """Have a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head.
+    """Make a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head.
 
     Args:
         model: all of it; a rank has some of the heads, and nothing says which of the masks are theirs.
@@ -73,7 +73,7 @@ def refuse_head_masks(model: nn.Module) -> None:
 
 
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
-    """Return whether an argument is set: by ``value``, or else by the model's config."""
+    """Return whether an argument is set: by ``value``, or otherwise by the model's config."""
     if value is None:
         value = getattr(getattr(model, "config", None), argument, None)
     return value is not None and value is not False
@@ -87,7 +87,7 @@ def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
     """Return a forward pre-hook: masks of full attention are for all heads, or for each.
 
     Args:
-        names: of the forward method's parameters.
+        names: the names of the forward method's parameters.
     """
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ TOLERANCE = 0.02
 
 
 def check_hidden_states(model: nn.Module, comm: Communicator) -> None:
-    """Have a model compare the hidden states that it is asked for, and refuse parts of them."""
+    """Make a model compare the hidden states that it is asked for, and refuse parts of them."""
     hook = _Comparison(model, comm)
     renumber(model, model.register_forward_hook(hook, with_kwargs=True))
 
@@ -169,7 +169,7 @@ def are_alike(digests: Tensor) -> bool:
 def digest(states: Tensor) -> Tensor:
     """Return projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
     wide = states if states.dtype == torch.float64 else states.float()
-    # Chirps are as good as random directions, and do not depend on what a caller makes of random numbers.
+    # Chirps are as good as random directions, and do not depend on a caller's random numbers.
     places = torch.arange(1, states.shape[-1] + 1, dtype=torch.float64) ** 2
     rates = torch.arange(1, NUM_PROJECTIONS + 1, dtype=torch.float64).sqrt()
     directions = torch.sin(torch.outer(places, rates)).to(wide)

@@ -25,7 +25,7 @@ class OutOfRangeError(PlanError, IndexError):
 
 
 class LaterError:
-    """Reports what a call found: at once on a CPU, otherwise in the next call, even if it is known before.
+    """Reports a finding of a call: at once on a CPU, otherwise in the next call, even if it is known before.
 
     So ranks that are called with the same values raise in the same call.
     """
@@ -43,7 +43,7 @@ class LaterError:
         earlier()
 
     def report(self, found: Tensor, require: Callable[[Tensor, str], None]) -> None:
-        """Call ``require`` with what was found, on the CPU, and with the words for the call that found it.
+        """Call ``require`` with the finding, on the CPU, and with the words for the call that found it.
 
         Args:
             found: small; its device decides when it is read.
@@ -60,7 +60,7 @@ class IdCheck:
     """The check of the ids that one module looks up.
 
     Args:
-        num_rows: of the table, global.
+        num_rows: the number of rows of the table, global.
         table: the name of the module.
     """
 
@@ -91,7 +91,7 @@ def require_in_table(least: int, most: int, num_rows: int, table: str, which: st
     Args:
         least: the smallest.
         most: the largest.
-        num_rows: of the table, global.
+        num_rows: the number of rows of the table, global.
         table: its name, or its owner's.
         which: words for the call.
 
@@ -143,7 +143,7 @@ class RowIds:
 
     Args:
         comm: this rank.
-        layout: of the rows.
+        layout: the layout of the rows.
         past_end: out-of-shard ids become ``num_rows``, one past the last local row, instead of 0.
         table: refuse ids that no rank has a row for, as the table does that is not sharded: its name. None:
             such ids are out-of-shard.

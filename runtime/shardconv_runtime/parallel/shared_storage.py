@@ -14,9 +14,9 @@ def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torc
 
     Args:
         storage: untyped.
-        offset: of its first element, counted in elements of the dtype.
-        shape: of the tensor.
-        dtype: of the tensor.
+        offset: the offset of its first element, counted in elements of the dtype.
+        shape: the shape of the tensor.
+        dtype: the dtype of the tensor.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset, shape)  # type: ignore[call-overload, no-any-return]
@@ -41,7 +41,7 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     Their numbers are moved next to each other if they are not.
 
     Args:
-        parts: of one dtype, on one device, of shapes that differ in the first dim alone.
+        parts: of one dtype, on one device, of shapes that differ only in the first dim.
     """
     first = parts[0]
     with torch.no_grad(), torch.inference_mode(first.is_inference()):

@@ -1,7 +1,7 @@
 """The model of one stage of a pipeline: placeholders in the place of the modules of other stages.
 
 A process of several stages has the modules of all of them in one model, which it runs once for each stage. In
-such a pass the modules of the other stages give way: they return what placeholders would return.
+such a pass the modules of the other stages give way: they return the results of placeholders.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .staged_units import StagedUnit, StageRank, give_way, gives_way
 # Refuses calls of a model with stages for which some stage would return numbers that it does not have.
 
 _INNER = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Arguments that ask for what layers compute, on whatever stage they are."""
+"""Arguments that ask for activations of layers on any stage."""
 
 
 def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
-    """Refuse arguments and calls of parts of a model that no stage could answer alone, in place."""
+    """Refuse arguments and calls of parts of a model that no single stage could answer, in place."""
 
     def begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         config = getattr(model, "config", None)
@@ -102,11 +102,11 @@ def keep_stage(
         link: to the other stages.
         rank: among those of the stage.
         device: on which the rank computes.
-        dtype: of the model's parameters, when it is called.
-        names: of the unsharded model.
+        dtype: the dtype of the model's parameters, when it is called.
+        names: the names of the unsharded model.
 
     Returns:
-        What was done. The parameters of the model are those of this stage.
+        The stages and their units. The model has only parameters of this stage.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -239,7 +239,7 @@ class _Sender:
         self._given: dict[str, Any] | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Keep what the caller gives, before the steps of the plan make parts of it."""
+        """Keep the caller's arguments, before the steps of the plan shard them."""
         self._given = self._unit.bound(args, kwargs)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
@@ -272,11 +272,11 @@ def _other_form(fqn: str, what: str) -> ShardconvError:
 
 
 class _Sharer:
-    """A hook that gives every stage what the model returns on the last one, but for caches.
+    """A hook that gives every stage the results of the model on the last one, except caches.
 
     Args:
         link: to the other stages.
-        expected: what each stage of this rank sends or receives in each call.
+        expected: the values that each stage of this rank sends or receives in each call.
     """
 
     def __init__(self, link: StageLink, expected: Mapping[int, frozenset[Crossing]]) -> None:
@@ -298,7 +298,7 @@ class _Sharer:
 
 
 def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:
-    """Return the tensors that a model returns, but for those that are handed back to it, as caches are."""
+    """Return the tensors that a model returns, except those that are handed back to it, such as caches."""
     if isinstance(output, Mapping):
         arguments = forward_signature(model).parameters
         output = [value for name, value in output.items() if name not in arguments]

@@ -1,6 +1,6 @@
-"""What the units of other stages of a pipeline return on this one.
+"""The results of units of other pipeline stages on this one.
 
-In their place are placeholders. They return what the stage of the unit has sent, or zeros of the right shape
+Placeholders replace them. They return the values that the unit's stage has sent, or zeros of the right shape
 and dtype where nobody needs the values. They keep the caches of their layers as long as the others, with one
 head of one element, since code asks the first layer of a cache for its length.
 """
@@ -31,13 +31,13 @@ class StageRank:
     link: StageLink
     """To the other stages."""
     mesh: Mesh
-    """Of the ranks of a stage."""
+    """The mesh of the ranks of a stage."""
     rank: int
     """Among these."""
     device: torch.device
     """On which the rank computes."""
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
 
 
 class StagedUnit:
@@ -45,10 +45,10 @@ class StagedUnit:
 
     Args:
         on: the rank.
-        fqn: of the module.
-        entry: of the module.
-        position: of the module among those of the entry.
-        names: of its arguments.
+        fqn: the FQN of the module.
+        entry: the entry of the module.
+        position: the position of the module among those of the entry.
+        names: the names of its arguments.
         tables: names of arguments that are ids of a table of the module -> the rows of the table.
     """
 
@@ -233,7 +233,7 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
     vars(module)[_UNIT] = unit
     try:
         module.__class__ = _class_giving_way(type(module))  # type: ignore[arg-type]
-    except TypeError as error:  # its class is laid out in another way, as that of compiled code
+    except TypeError as error:  # its class has another memory layout, such as the class of compiled code
         raise PlanError(
             f"a {type(module).__name__} cannot give way to passes of other stages ({error}); load one stage "
             "in each process"

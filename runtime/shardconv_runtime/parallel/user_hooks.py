@@ -60,11 +60,11 @@ _models = itertools.count()
 """Numbers of models, the same on all ranks, which load them in the same order."""
 
 Part = Callable[[Tensor], Tensor]
-"""Makes what a hook returns of a full tensor this rank's part of it."""
+"""Converts a hook's result for a full tensor to this rank's part."""
 
 
 class EmbeddingOutput(Protocol):
-    """What an embedding leaves in a forward pass."""
+    """The result of an embedding in a forward pass."""
 
     def full(self, x: Tensor) -> Tensor | None:
         """Return all of it; None if it is full, or sharded over the sequence."""
@@ -78,7 +78,7 @@ def watch_hooks(model: nn.Module, comm: Communicator, ranks: Sequence[int], *, h
 
     Args:
         model: one rank's, complete.
-        comm: of the model.
+        comm: the communicator of the model.
         ranks: of the default process group, those of the model.
         has_stages: refuse hooks, since each stage has other modules.
     """
@@ -195,10 +195,10 @@ class _Watch:
 
 
 class _Views:
-    """What one hook sees of tensors, and their way back.
+    """The tensors that one hook sees, and their way back.
 
     Args:
-        watch: of its module.
+        watch: the hooks of its module.
         notes: keys of the notes of all ranks.
     """
 
@@ -227,7 +227,7 @@ class _Views:
 
         Args:
             x: local.
-            placed: it is what an embedding returns.
+            placed: it is the result of an embedding.
             goes_back: what the hook makes of it goes on in its place.
 
         Raises:
@@ -330,10 +330,10 @@ class _Gradient:
     """The gradient of a tensor that all ranks have, while it passes a hook.
 
     Args:
-        views: of the hook.
-        comm: of the model.
-        axes: of the mesh, along which there are several ranks.
-        place: of the tensor among those that the hook is given.
+        views: the views that the hook has.
+        comm: the communicator of the model.
+        axes: the axes of the mesh, along which there are several ranks.
+        place: the place of the tensor among those that the hook is given.
     """
 
     def __init__(self, views: _Views, comm: Communicator, axes: tuple[int, ...], place: int) -> None:
@@ -342,7 +342,7 @@ class _Gradient:
         self._axes = axes
         self._place = place
         self._left: tuple[Tensor, int] | None = None
-        """What the model's code got, and how often it had been written to."""
+        """The tensor that the model's code got, and its number of writes."""
         self._of_the_model: Tensor | None = None
         """The full gradient of the model's code."""
 
@@ -375,7 +375,7 @@ class _Gradient:
             known[self._place] = partial_axes
         if not known.get(self._place):
             return gradient
-        # There may be no process group for these axes alone.
+        # There may be no process group for only these axes.
         times = self._comm.num_ranks(set(self._axes).difference(known[self._place]))
         return self._comm.all_reduce(gradient, self._axes) / times
 
@@ -491,7 +491,7 @@ def _writable(x: Tensor) -> Tensor:
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of arguments or results with other tensors; what they are in keeps its kind.
 
-    Objects that are no containers, such as caches, stay as they are.
+    Objects that are not containers, such as caches, stay as they are.
     """
     if isinstance(value, Tensor):
         return function(value)

@@ -147,7 +147,7 @@ def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow)
 
     Args:
         entry: the parameter's plan.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: whose tensor it is.
         window: local positions.
     """
@@ -284,7 +284,7 @@ def read(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> Non
 
     Args:
         tensors: local, of this process; changed in place.
-        directory: of the checkpoint.
+        directory: the directory of the checkpoint.
         launch: the processes.
 
     Raises:

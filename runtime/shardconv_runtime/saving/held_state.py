@@ -63,7 +63,7 @@ class HeldState:
     holding: frozenset[str]
     """See ``OptimizerSummary``."""
     entries: Mapping[str, ParameterPlan]
-    """Of all parameters of the model."""
+    """The entries of all parameters of the model."""
     mesh: Mesh
     rank: int
 
@@ -290,8 +290,8 @@ def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> Opt
     """Return the index of the state that the processes hold together.
 
     Args:
-        summaries: of all processes, in the order of their numbers.
-        entries: of the model.
+        summaries: the summaries of all processes, in the order of their numbers.
+        entries: the entries of the model.
 
     Raises:
         PlanError: processes keep different state of one parameter; raised on all of them.
@@ -366,10 +366,10 @@ def _require_all(group: int, names: Collection[str], summaries: Sequence[Optimiz
 
 @dataclass(frozen=True)
 class Resumption:
-    """What of a saved state goes where in an optimizer."""
+    """The places in an optimizer to which parts of a saved state go."""
 
     hyperparameters: tuple[Mapping[str, StoredValue] | None, ...]
-    """For each of its groups; None: it has new parameters alone, and keeps its own."""
+    """For each group of the optimizer; None if it has only new parameters, and keeps its own."""
     new: tuple[str, ...]
     """The parameters that the saved optimizer did not have, in the order of the plan."""
 
@@ -380,10 +380,10 @@ def resumption(
     """Find out by the names of parameters which saved group is continued by which group of an optimizer.
 
     Args:
-        directory: of the saved state, for messages.
-        index: of the saved state.
-        summaries: of all processes.
-        entries: of the model.
+        directory: the directory of the saved state, for messages.
+        index: the index of the saved state.
+        summaries: the summaries of all processes.
+        entries: the entries of the model.
 
     Raises:
         CheckpointError: the state is of another optimizer or model, or has a parameter that this optimizer
@@ -409,7 +409,7 @@ def resumption(
     for number, group in enumerate(groups):
         numbers = dict.fromkeys(saved[name] for name in group.names if name in saved)
         if not group.names and number < len(index.groups):
-            numbers = {number: None}  # an empty one is known by its place alone
+            numbers = {number: None}  # an empty one is known only by its place
         theirs = [index.groups[each].hyperparameters for each in numbers]
         differ |= any(each != theirs[0] for each in theirs)
         taken.append(theirs[0] if theirs else None)

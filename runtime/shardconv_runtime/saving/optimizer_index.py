@@ -1,4 +1,4 @@
-"""``optimizer.json``: the contents of an optimizer's checkpoint beside its tensors.
+"""``optimizer.json``: the contents of an optimizer's checkpoint except its tensors.
 
 Parameters have FQNs and global shapes, so that the file does not depend on the ranks. It is written last: a
 directory that has it is complete.

@@ -28,7 +28,7 @@ from .replicas import mesh_of, replicas_of
 from .save import save
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-"""Files of an earlier checkpoint, which would be loaded in place of, or beside, the new ones."""
+"""Files of an earlier checkpoint, which would be loaded in place of the new ones, or with them."""
 
 
 def save_pretrained(

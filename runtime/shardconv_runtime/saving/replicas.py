@@ -35,7 +35,7 @@ class Replicas:
     launch: Launch
     """All of these processes; ``control`` is a group for control messages between them."""
     rank: int
-    """Of the plan."""
+    """The rank in the plan."""
     is_first: bool
     """This process is in the first replica, which writes."""
     place: int = 0
@@ -120,8 +120,8 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that the model's DTensors are sharded over beside tensor parallelism; None without
-    DTensors.
+    """Return the mesh that the model's DTensors are sharded over in addition to tensor parallelism; None
+    without DTensors.
 
     Raises:
         LaunchError: the DTensors have several meshes.

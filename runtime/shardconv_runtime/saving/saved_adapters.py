@@ -41,7 +41,7 @@ def save_adapters(
     Args:
         wrapper: the ``peft.PeftModel``.
         out: directory to make: of one adapter it has the files, of several a directory for each.
-        names: of the adapters; None: of all.
+        names: the names of the adapters; None: of all.
         overwrite: replace ``out`` if it has adapters only.
 
     Raises:
@@ -113,7 +113,7 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
 
     Args:
         wrapper: the ``peft.PeftModel``.
-        name: of the adapter.
+        name: the name of the adapter.
         holders: all processes.
         whole: one with the modules of all stages, which peft asks for names.
     """

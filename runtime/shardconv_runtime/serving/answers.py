@@ -71,7 +71,7 @@ class Metrics:
 # From the tokens of an answer to its text, piece by piece.
 
 INCOMPLETE = "\ufffd"
-"""What decoding gives for a part of a character's bytes."""
+"""Result of decoding a part of a character's bytes."""
 LONGEST_CHARACTER = 8
 """Tokens after which bytes that are no character yet will be none: a character has four bytes."""
 
@@ -140,18 +140,18 @@ def _overlap(text: str, stop: str) -> int:
 
 
 RETRY_AFTER_S = 2
-"""What a client is told to wait for when too many are answered."""
+"""Seconds that a client is told to wait if too many requests are answered."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What answers the requests.
+    """The objects that answer requests.
 
     Attributes:
         manager: of continuous batching, running, made by ``serving_config``.
-        grammars: what checks JSON schemas; None where it is not installed.
+        grammars: checks JSON schemas; None if the package is not installed.
         processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
-        name: of the model, for clients.
+        name: the name of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
         max_requests: answered or waiting at a time; more are told to come again.
@@ -182,10 +182,10 @@ def end_tokens(given: int | list[int] | None) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a client asks for, beside the prompt."""
+    """The options of a client's request."""
 
     max_new_tokens: int | None
-    """None: what is left of the context."""
+    """None for the rest of the context."""
     sampling: Sampling
     stops: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -206,11 +206,11 @@ class AnswerPiece:
 
     text: str
     num_tokens: int
-    """Of the answer so far."""
+    """The number of tokens of the answer so far."""
     finish_reason: str | None = None
     """``stop`` or ``length`` in the last one."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the tokens since the piece before, if they were asked for."""
+    """The logprobs of the tokens since the piece before, if they were asked for."""
 
 
 class AnswerFailed(Exception):
@@ -221,7 +221,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     """Yield the pieces of an answer; a generator that is closed cancels its request.
 
     Args:
-        served: what answers.
+        served: answers the requests.
         prompt: token ids.
         wanted: by the client.
 
@@ -266,7 +266,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)
                 num_told, last_at = len(tokens), now
                 has_end = bool(tokens) and tokens[-1] in ends
-                # A stop that is a token of its own is not a part of the answer.
+                # A stop that is its own token is not a part of the answer.
                 shown = tokens[:-1] if has_end and tokens[-1] in stop_tokens else tokens
                 text = stream.push(shown, is_finished)
                 is_last = stream.is_stopped or is_finished

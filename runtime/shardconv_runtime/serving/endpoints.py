@@ -40,9 +40,9 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
     """Return the web application of rank 0.
 
     Args:
-        served: what answers.
+        served: answers the requests.
         defaults: of requests that do not say how tokens are drawn.
-        api_key: what clients have to send; None: nothing.
+        api_key: the key that clients have to send; None for no key.
     """
 
     def require_key(request: Request) -> None:
@@ -150,7 +150,7 @@ async def _respond(
     form = _Form(served, is_chat, prompts, len(answers))
     pieces = merged(answers)
     if body.stream:
-        first = await anext(pieces)  # what cannot be answered is refused before the stream begins
+        first = await anext(pieces)  # invalid requests are refused before the stream begins
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(_events(form, first, pieces, has_usage), media_type="text/event-stream")
     return await _whole(form, pieces, request)
@@ -243,7 +243,7 @@ class _Form:
     """The JSON of the answers to one request, see OpenAI's API.
 
     Args:
-        served: what answers.
+        served: answers the requests.
         is_chat: the form is that of a chat.
         prompts: token ids of each.
         count: number of answers.

@@ -113,7 +113,7 @@ def processor_of(manager: Any) -> RequestProcessor:
     """Return the processor of a manager that was made by ``serving_config``.
 
     Raises:
-        ShardconvError: others would choose tokens beside it.
+        ShardconvError: other processors would choose tokens, too.
     """
     found = list(manager.logit_processor.logits_processor)
     if [type(each) for each in found] != [RequestProcessor]:
@@ -129,7 +129,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
     Attributes:
         logprobs: name of a request that is watched -> those of its tokens, if it asked for them.
         failed: names of watched requests whose logits were not numbers.
-        grammars: what follows JSON schemas; None where nothing does.
+        grammars: follows JSON schemas; None if they are not supported.
         is_with_rank_0: rank 0 sees what is noted here; of stages, only the last one has logits.
     """
 
@@ -144,7 +144,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         self.grammars: Any = None
 
     def watch(self, name: str) -> None:
-        """Note what becomes of a request; nothing is noted on ranks where nobody asks."""
+        """Record the tokens of a request; nothing is recorded on ranks without a client."""
         self.logprobs[name] = []
 
     def forget(self, name: str) -> None:
@@ -222,7 +222,7 @@ _GENERATOR, _MATCHER = "_shardconv_generator", "_shardconv_matcher"
 
 
 def _tokens(state: Any) -> tuple[list[int], list[int]]:
-    """Return the prompt and the answer so far; a request that was taken out of the cache begins anew with
+    """Return the prompt and the answer so far; a request that was taken out of the cache begins again with
     both.
     """
     end = state._true_initial_tokens or len(state.initial_tokens)
@@ -267,7 +267,7 @@ def _generator(state: Any, seed: int, like: Tensor) -> torch.Generator:
     found: torch.Generator | None = vars(state).get(_GENERATOR)
     if found is None:
         found = torch.Generator(like.device).manual_seed(seed)
-        # A request that begins anew has drawn before: a draw takes as many numbers as there are tokens.
+        # A request that begins again has drawn before: a draw takes as many numbers as there are tokens.
         for _ in _tokens(state)[1]:
             torch.empty_like(like).exponential_(generator=found)
         vars(state)[_GENERATOR] = found

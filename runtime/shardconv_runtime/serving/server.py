@@ -32,7 +32,7 @@ from .schemas import BadRequest, Sampling
 
 PACKAGE = "xgrammar"
 MOST_CHARACTERS = 65_536
-"""Of a schema."""
+"""Most characters of a schema."""
 MOST_SPACES = 8
 """Between two parts of an answer."""
 
@@ -198,7 +198,7 @@ def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
 
 
 async def warm_up(served: Any) -> None:
-    """Answer a request, so that the first client does not wait for what is made once."""
+    """Answer a request, so that the first client does not wait for one-time work."""
     async for _ in answer(served, [0], AnswerOptions(1, Sampling(temperature=0.0))):
         pass
 
@@ -211,7 +211,7 @@ async def watch(manager: Any, server: Any) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process soon after torchrun, which else would tell it to end."""
+    """End this process soon after torchrun, which otherwise would tell it to end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return  # started by hand: it may outlive its shell
     parent = os.getppid()

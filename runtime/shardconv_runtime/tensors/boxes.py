@@ -27,13 +27,13 @@ class Move:
     file: int
     """Index of the target file."""
     offset: int
-    """Of the first element in that file, in bytes."""
+    """The offset of the first element in that file, in bytes."""
     source: int
-    """Of the first element in the leaf, in elements."""
+    """The position of the first element in the leaf, in elements."""
     dims: tuple[BoxDim, ...]
     """By descending source stride; dims that are contiguous on both sides are merged."""
     dtype: str
-    """Of the written elements."""
+    """The dtype of the written elements."""
 
     @property
     def end(self) -> int:
@@ -53,7 +53,7 @@ def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Mo
         tensor: that is written.
         piece: box of it.
         file: index of the target file.
-        offset: of the tensor in that file, in bytes.
+        offset: the offset of the tensor in that file, in bytes.
     """
     strides = contiguous_strides(tensor.shape)
     first = sum(a * b for a, b in zip(piece.start, strides, strict=True)) * item_bytes(tensor.dtype)
@@ -127,7 +127,7 @@ def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
 
     Args:
         boxes: of one leaf.
-        gap: stretches with at most so many elements between them are merged.
+        gap: stretches with at most this many elements between them are merged.
 
     Yields:
         ``(start, stop)`` in elements, ascending.

@@ -48,7 +48,7 @@ BAND_BYTES = 1 << 20
 MAX_WORKERS = 16
 
 SPARSE = 4
-"""Boxes are read run by run where that reads so many times fewer bytes."""
+"""Boxes are read run by run where that reads by this factor fewer bytes."""
 
 PAGE_BYTES = 4096
 
@@ -56,8 +56,8 @@ READ_MEMORY = BAND_BYTES * MAX_WORKERS * 4
 """Bytes of the buffers through which tensors are read into memory."""
 
 MAX_REQUESTS = 100_000
-"""Of reads over a network, some milliseconds each with so many workers. Where more stretches are needed, the
-shortest gaps between them are read too; otherwise only the needed bytes are."""
+"""Of reads over a network, some milliseconds each with this many workers. Where more stretches are needed,
+the shortest gaps between them are read too; otherwise only the needed bytes are."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -76,7 +76,7 @@ class CopyUnit:
     band: int
     """Elements of one read."""
     gap: int = 0
-    """Of a remote leaf: gaps of at most so many elements between stretches are read too."""
+    """For a remote leaf: gaps of at most this many elements between stretches are read too."""
 
 
 class PlacedTensor(NamedTuple):
@@ -379,7 +379,7 @@ def read_into(tensors: Sequence[LazyTensor], values: Sequence[torch.Tensor]) -> 
     """Read several tensors into memory that is there, in one pass over their files.
 
     Args:
-        tensors: what to read.
+        tensors: the tensors to read.
         values: where to: on the CPU, contiguous, of the shapes and dtypes of ``tensors``.
 
     Raises:
@@ -444,7 +444,7 @@ class OpenSources:
 
         Args:
             leaf: to read.
-            starts: of the runs, in elements.
+            starts: the starts of the runs, in elements.
             run: length of each run in elements.
             into: filled with the runs in their order.
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BAND_BYTES = 1 << 22
-"""Of a band; constant, since journals count bands."""
+"""Bytes of a band; constant, since journals count bands."""
 
 SHORT_BYTES = 1 << 16
-"""Stretches of at least so many bytes are written one by one."""
+"""Stretches of at least this many bytes are written one by one."""
 
 FEW = 64
-"""Up to so many stretches are written one by one, however short."""
+"""Up to this many stretches are written one by one, however short."""
 
 
 def is_interleaved(tensor: LazyTensor) -> bool:
@@ -40,7 +40,7 @@ def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
     """Return the tensor as bands that are assembled in memory when they are needed.
 
     Args:
-        name: of the tensor, for messages.
+        name: the name of the tensor, for messages.
         tensor: returned unchanged if its elements are not stored in their order in files: each band of a
             transposed matrix would read the full matrix.
     """

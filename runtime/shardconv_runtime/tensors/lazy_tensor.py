@@ -34,7 +34,7 @@ class FileLeaf:
 
     path: Path | RemoteFile
     offset: int
-    """Of the first element, in bytes."""
+    """The offset of the first element, in bytes."""
     dtype: str
     """torch's name."""
     num_elements: int
@@ -68,11 +68,11 @@ class StridedBox:
     """A box of a tensor, and the strided window of a leaf that holds its elements."""
 
     start: Shape
-    """Of the box, in the tensor."""
+    """The start of the box, in the tensor."""
     shape: Shape
     leaf: LazyLeaf
     offset: int
-    """Of the box's first element, in elements of the leaf."""
+    """The offset of the box's first element, in elements of the leaf."""
     strides: Shape
     """In elements of the leaf."""
 
@@ -106,7 +106,7 @@ def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTen
     """Return a tensor of a safetensors file.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         start: byte at which the file's tensors begin.
         tensor: its entry in the header, of a dtype that torch has.
     """
@@ -244,8 +244,8 @@ def assemble(
     """Return a tensor from parts of it.
 
     Args:
-        dtype: of the tensor and its parts.
-        shape: of the tensor.
+        dtype: the dtype of the tensor and its parts.
+        shape: the shape of the tensor.
         parts: (part, positions): for each dim, ``positions`` has the spans of the tensor that the part's
             positions are, in order. Together the parts cover the tensor exactly once.
     """

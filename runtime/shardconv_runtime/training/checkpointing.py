@@ -182,7 +182,7 @@ def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, 
 
     Args:
         model: that is called.
-        names: of the arguments of its forward method.
+        names: the names of the arguments of its forward method.
         given: the arguments by name; no cache is among them.
     """
     if MAKES_CACHE not in names:

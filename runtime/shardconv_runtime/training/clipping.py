@@ -120,7 +120,7 @@ def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: 
 
     Args:
         model: see ``grad_norm``.
-        gradients: of its parameters, local; the same parameters' on all processes.
+        gradients: the gradients of its parameters, local; the same parameters' on all processes.
         norm_type: see ``grad_norm``.
     """
     order = float(norm_type)
@@ -184,7 +184,7 @@ def owned_cells(
 
     Args:
         entry: the parameter's plan.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: whose tensor it is.
         window: local positions that this process holds, one range for each dim.
     """
@@ -222,7 +222,7 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
 
     Args:
         total: ``[2]``, float64: this process's norm, and 0.
-        order: of the norm.
+        order: the order of the norm.
         groups: see ``groups_of``.
     """
     if math.isinf(order):  # whether a maximum keeps NaNs depends on the backend

@@ -1,4 +1,4 @@
-"""Data parallelism beside tensor parallelism: FSDP2 over the other dims of the device mesh.
+"""Data parallelism on top of tensor parallelism: FSDP2 over the other dims of the device mesh.
 
 ``fully_shard`` shards the rank's local parameters; collectives of tensor parallelism and their sums of
 gradients run inside of the modules, on the local parameters that FSDP has gathered.
@@ -28,7 +28,7 @@ from ..saving.stored_model import named_modules, named_tensors
 from .checkpointing import repeated_layers
 from .replica_inputs import compare_replicas
 
-# The models that were loaded for training on several ranks, for functions that are given tensors alone.
+# The models that were loaded for training on several ranks, for functions that are given only tensors.
 
 MODELS: WeakSet[nn.Module] = WeakSet()
 """Each holds this rank's part of every parameter; copies are added when they are first called."""
@@ -41,7 +41,7 @@ def models_of(parameters: Iterable[object]) -> list[nn.Module]:
 
 
 MAX_DIMS = 2
-"""Of a mesh beside tensor parallelism: replicas, and shards."""
+"""Most dims of a mesh for data parallelism: replicas, and shards."""
 
 _ZEROS = "set_reduce_scatter_unused_params"
 """A method of FSDP2 in newer versions of torch: zeros are the gradients of parameters that nothing used."""
@@ -113,9 +113,9 @@ def shard_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, settings: D
     """Do the same to a model without values; no collective runs.
 
     Args:
-        model: of this rank, with parameters on the meta device in the dtypes that they will have. They become
-            DTensors on the meta device.
-        plan: of the model.
+        model: the model of this rank, with parameters on the meta device in the dtypes that they will have.
+            They become DTensors on the meta device.
+        plan: the plan of the model.
         mesh: see ``data_parallel``.
         settings: see there.
 
@@ -143,7 +143,7 @@ def require_data_dims(mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class _Units:
-    """The modules to shard, each alone."""
+    """The modules to shard, each separately."""
 
     layers: Sequence[nn.Module]
     others: Sequence[nn.Module]

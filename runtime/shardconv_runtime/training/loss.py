@@ -42,7 +42,7 @@ class VocabColumns:
 
     Args:
         comm: this rank.
-        layout: of the vocabulary.
+        layout: the layout of the vocabulary.
     """
 
     def __init__(self, comm: Communicator, layout: Dim) -> None:
@@ -68,9 +68,9 @@ class VocabColumns:
             smoothed: add the fourth row.
 
         Returns:
-            ``[3 or 4, n]``, float64 for float64 logits, else float32: largest logit (-inf without any), sum
-            of exponentials relative to it, logit of the label (-inf if out of shard), sum of distances to the
-            largest.
+            ``[3 or 4, n]``, float64 for float64 logits, otherwise float32: largest logit (-inf without any),
+            sum of exponentials relative to it, logit of the label (-inf if out of shard), sum of distances to
+            the largest.
         """
         # The dtype of the statistics.
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -89,7 +89,7 @@ class VocabColumns:
 
         Args:
             own: this rank's ``[3 or 4, T]``.
-            smoothing: of the labels.
+            smoothing: the smoothing of the labels.
 
         Returns:
             Loss, largest logit and sum of exponentials relative to it, replicated ``[T]`` each.
@@ -138,8 +138,8 @@ class TokenLosses(torch.autograd.Function):
             ids: local ``[T]``, int64: the label's column on this rank.
             out_of_shard: ``[T]``, bool: this rank does not hold the label.
             ignored: ``[T]``, bool: the token has no loss.
-            smoothing: of the labels.
-            columns: of this rank.
+            smoothing: the smoothing of the labels.
+            columns: the columns of this rank.
             chunk: rows of logits in float32 at a time.
         """
         own = [
@@ -275,7 +275,8 @@ class VocabParallelCrossEntropy:
 
     Args:
         comm: this rank.
-        layout: of the vocabulary, the last dim of the logits: any tree, with shards of any size, also empty.
+        layout: the layout of the vocabulary, the last dim of the logits: any tree, with shards of any size,
+            also empty.
         chunk_elements: logits that are held in float32 at a time, at least one row of them; by default
             suited to the device.
         check_labels: raise for labels outside of the vocabulary; on an accelerator the call after the one
@@ -283,7 +284,7 @@ class VocabParallelCrossEntropy:
 
     Attributes:
         vocab_size: global.
-        local_size: of this rank.
+        local_size: the local size of this rank.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class VocabParallelCrossEntropy:
                 batches.
 
         Returns:
-            Replicated, float64 for float64 logits, else float32: a scalar, or ``[...]`` for ``"none"``.
+            Replicated, float64 for float64 logits, otherwise float32: a scalar, or ``[...]`` for ``"none"``.
 
         Raises:
             LossInputError: before any collective: a shape, dtype or option is not as above, or a label is

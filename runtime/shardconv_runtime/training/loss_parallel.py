@@ -75,7 +75,7 @@ def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the loss, a replicated scalar; float64 for float64 logits, else float32.
+        """Return the loss, a replicated scalar; float64 for float64 logits, otherwise float32.
 
         Args:
             logits: local ``[..., S, local_size]``.
@@ -143,7 +143,7 @@ class LogitsGather:
 
     Args:
         comm: the ranks.
-        dim: of the logits, the vocabulary.
+        dim: the dim of the logits, the vocabulary.
         layout: of that dim.
         grad_axes: see ``Gather``.
     """

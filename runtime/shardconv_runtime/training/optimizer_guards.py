@@ -1,4 +1,4 @@
-"""What torch's own clipping, scaler and optimizers do to gradients of which each rank has a part."""
+"""Guards of torch's clipping, scaler and optimizers, for gradients of which each rank has a part."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> Non
     raises a ``PlanError``. Compiled code is not watched.
 
     Args:
-        model: of the rank.
-        modules: of the plan, by FQN.
+        model: the model of the rank.
+        modules: the modules of the plan, by FQN.
     """
     kinds: dict[str, dict[str, list[nn.Module]]] = {}
     for fqn, entry in modules.items():

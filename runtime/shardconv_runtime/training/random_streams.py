@@ -1,7 +1,7 @@
 """Random streams in training: one for replicated tensors on all ranks, one on each rank for sharded ones.
 
 The ranks of a model are seeded alike and draw from one common stream. Where the plan has it, a rank switches
-at a module's boundary to a stream of its own, seeded by one number of the common CPU stream and the rank's
+at a module's boundary to its own stream, seeded by one number of the common CPU stream and the rank's
 coordinates in the mesh; afterwards the common stream continues where it was left. So all ranks stay in step
 whatever they draw in between, and activations that are recomputed from the common stream's state
 (``torch.utils.checkpoint``) get the same masks.
@@ -39,8 +39,8 @@ def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Com
     """Switch between random streams at the modules of a plan, in training mode.
 
     Args:
-        model: of the rank.
-        plans: of this form of the model.
+        model: the model of the rank.
+        plans: the plans of this form of the model.
         comm: this rank.
 
     Raises:

@@ -43,7 +43,7 @@ def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int = MIN_B
     """Keep parts of what a sequence-parallel model gathers, where it runs with gradients.
 
     Args:
-        model: of the rank; its ``forward`` is replaced on the instance.
+        model: the model of the rank; its ``forward`` is replaced on the instance.
         comm: the ranks.
         min_bytes: smaller gathered tensors are kept.
     """
@@ -134,7 +134,7 @@ class _Gathered:
         self._part: Tensor | None = part.detach()
         self._dtype = part.dtype
         self._versions = (part._version, 0)
-        """Of the part and of the tensor."""
+        """The versions of the part and of the tensor."""
         self._full: Tensor | None = None
         self._kept: Any = None
         """The part or the tensor, packed, once it is known which."""

@@ -31,7 +31,7 @@ def compare_replicas(model: nn.Module, all_ranks: Launch) -> None:
     """Have the replicas of a model compare which parts a call runs, in place; one without such parts stays.
 
     Args:
-        model: of this process, sharded by FSDP2.
+        model: the model of this process, sharded by FSDP2.
         all_ranks: all processes that train it.
     """
     modalities = getattr(model, "input_modalities", "text")
@@ -56,7 +56,7 @@ class ReplicaComparison:
     """Compares what calls are given: one small message between all processes for each of them.
 
     Args:
-        model: of this process.
+        model: the model of this process.
         all_ranks: all processes that train the model.
     """
 

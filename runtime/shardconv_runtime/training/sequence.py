@@ -47,7 +47,7 @@ _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cache_position")
 """Arguments of one dim that count the tokens of the sequence."""
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
-"""Arguments that are a second sequence, of a length of its own."""
+"""Arguments that are a second sequence, of its own length."""
 
 FLAT_OUTPUTS = ("output_router_logits",)
 """Arguments that request outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
@@ -73,7 +73,7 @@ def attach_sequence(
         num_ranks: divides the padded length.
         may_pad: pad other lengths; otherwise they are refused.
         head: computes the logits; None: it is not known, and requests for some positions are refused.
-        comm: of the model, which is told the lengths of the running call.
+        comm: the communicator of the model, which is told the lengths of the running call.
     """
     picked: _Picked | None = None
     if head is not None:
@@ -113,9 +113,9 @@ class _Picked:
 
     def __init__(self) -> None:
         self.positions: Tensor | slice | None = None
-        """Of the sequence without padding; None: all."""
+        """The positions of the sequence without padding; None: all."""
         self.length = 0
-        """Of the padded sequence."""
+        """The length of the padded sequence."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the hidden states at the positions, ``[B, K, H]`` of ``[B, S, H]``."""
@@ -190,7 +190,7 @@ class _Padding:
             )
         self._require_second_sequence(given)
         if missing:
-            # Refuse outputs whose tokens are not a dim of their own, since they cannot be trimmed.
+            # Refuse outputs whose tokens are not their own dim, since they cannot be trimmed.
             for name in FLAT_OUTPUTS:
                 if is_asked_for(module, name, given.get(name)):
                     raise PlanError(

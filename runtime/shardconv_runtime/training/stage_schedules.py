@@ -221,7 +221,7 @@ class _Step:
     """What the passes of a step have in common: its microbatches, and the loss.
 
     Args:
-        model: of the stages of this process.
+        model: the model of the stages of this process.
         loss: see ``Pipeline``.
     """
 
@@ -296,7 +296,7 @@ class _Pass(nn.Module):
     Args:
         step: of which they are.
         stage: the link and forms of this process.
-        number: of the stage.
+        number: the number of the stage.
     """
 
     def __init__(self, step: _Step, stage: StageModel, number: int) -> None:
@@ -310,8 +310,8 @@ class _Pass(nn.Module):
         """Return the values for the next stage, or on the last one the loss.
 
         Args:
-            received: of the stage before, in the order of its border.
-            number: of the microbatch, ``[1]``, on the CPU.
+            received: the values of the stage before, in the order of its border.
+            number: the number of the microbatch, ``[1]``, on the CPU.
         """
         part = self._step.parts[int(number)]
         handover = self.border.handover(received)

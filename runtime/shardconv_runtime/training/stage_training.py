@@ -178,9 +178,9 @@ def measured_forms(
     """Return the forms of all values that stages hand on in a call.
 
     Args:
-        model: of this stage. Its own hooks do not run.
+        model: the model of this stage. Its own hooks do not run.
         stage: its link and the forms of its modules.
-        inputs: of the model, by name.
+        inputs: the inputs of the model, by name.
     """
     with padded(model, inputs) as given:
         return forms_inside(model, stage, given)
@@ -211,7 +211,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
     """Have a call of a model run all stages of this process, in place.
 
     Args:
-        model: of this process; its ``forward`` is replaced on the instance.
+        model: the model of this process; its ``forward`` is replaced on the instance.
         stage: its link and forms.
     """
     inner = getattr(model.forward, "__func__", type(model).forward)
