@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .comm.mesh import Launch
 from .errors import PlanError
+from .format import staged_names
 from .format.manifest import Manifest
 from .format.plan import Plan
 from .format.stage_part import of_stage
@@ -71,9 +72,7 @@ class Loaded:
         """
         if self.stage is None:
             return {}
-        from .format.staged_names import held_before
-
-        return held_before(self.plan, self.place, self.stage.link.num_places)
+        return staged_names.held_before(self.plan, self.place, self.stage.link.num_places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return this record: a copy of a model shares its origin and its process group."""

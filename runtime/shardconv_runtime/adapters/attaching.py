@@ -8,7 +8,9 @@ of its own renaming and casts; and what reads or writes the weights of the model
 from __future__ import annotations
 
 import copy
+import json
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -436,7 +438,7 @@ class _BaseWithoutBytes:
 
 def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
     """Let the adapters of a model take part in its calls, or not."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
 
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, peft().utils.AuxiliaryTrainingWrapper)):
@@ -451,9 +453,6 @@ def read_config(directory: str | os.PathLike[str]) -> Any:
         PlanError: peft is not installed.
         SourceError: there is none, or the library cannot read it.
     """
-    import json
-    import tempfile
-
     path = os.fspath(directory)
     with naming_errors(path):
         if not os.path.isfile(path):

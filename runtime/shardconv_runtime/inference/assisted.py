@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..comm.agreement import agree, exchange, share_rng_state
 from ..comm.mesh import Launch
@@ -55,8 +56,6 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
     if found.get(ARGUMENT) is None:
         # What ``generate`` looks at in a draft model before it asks for candidates.
         vocabulary_size = drafts[0]
-        from transformers import PreTrainedConfig
-
         found[ARGUMENT] = SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
     return found
 

@@ -275,6 +275,7 @@ def _name_of_waker(manager: Any) -> str:
 
 def _tokens_of_one_request(cache: Any) -> int:
     """Return the most tokens of one request for which an empty cache has room."""
+    # Not all supported versions have the function.
     from transformers.generation.continuous_batching import model_runner
 
     if hasattr(model_runner, "infer_max_single_request_tokens"):

@@ -14,6 +14,9 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 from torch import nn
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils.logging import tqdm
 
 from ..comm.agreement import agree, brief_digest, exchange, require_same_call
 from ..comm.mesh import Launch
@@ -172,8 +175,6 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
         check = RequestCheck.of(self)
         for prompt in prompts:
             check.require(prompt, limit)
-        from transformers.generation.continuous_batching.utils import WorkloadHints
-
         num_each = config.num_return_sequences or 1
         hints = WorkloadHints(max(map(len, prompts)), limit or 0, len(prompts) * num_each)
         managing = self.continuous_batching_context_manager(
@@ -205,8 +206,6 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
         ShardconvError: a request failed.
         Exception: the error of the loop.
     """
-    from transformers.utils.logging import tqdm
-
     found: dict[str, Any] = {}
     with tqdm(total=len(names), disable=not show_progress, unit="request") as progress:
         while len(found) < len(names):
@@ -224,8 +223,6 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
 
 def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
     """Return a copy of the config; ranks that share the memory of a machine each take their share of it."""
-    from transformers import ContinuousBatchingConfig
-
     config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
     if start.device.type == "cpu" and config.max_memory_percent is None:
         hosts = exchange(start, platform.node())
@@ -261,7 +258,7 @@ def _asked(config: Any, names: Sequence[str]) -> str | None:
 
 def _records(compiling: Any) -> bool:
     """Return whether a ``CompileConfig`` has the compiler record CUDA graphs."""
-    from torch._inductor import list_mode_options
+    from torch._inductor import list_mode_options  # takes seconds
 
     options = {**list_mode_options().get(compiling.mode or "default", {}), **(compiling.options or {})}
     return bool(options.get("triton.cudagraphs"))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..comm.agreement import PAGED
 from ..comm.stage_link import StageLink
@@ -189,8 +190,6 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     Raises:
         PlanError: the model cannot decode from pages of keys and values.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     name = f"{type(model).__name__} does not support continuous batching"
     if "position_ids" not in forward_signature(model).parameters:
         raise PlanError(f"{name}: its forward pass takes no position_ids; use generate")

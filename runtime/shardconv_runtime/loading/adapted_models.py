@@ -313,7 +313,7 @@ def _stays_the_same(layer: Any, names: list[str]) -> bool:
 
 
 def _layer_class() -> Any:
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
 
     return BaseTunerLayer
 

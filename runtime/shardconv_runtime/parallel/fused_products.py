@@ -11,6 +11,7 @@ its own, so that libraries that save parameters see no shared memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,10 +63,8 @@ class FusedProduct:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedProduct:
         """Return a product of copies, whose parameters are joined before they are used."""
-        from copy import deepcopy
-
         other = memo[id(self)] = type(self)(())
-        other.members = deepcopy(self.members, memo)
+        other.members = copy.deepcopy(self.members, memo)
         other.last, other.sizes, other.max_elements = self.last, self.sizes, self.max_elements
         return other
 

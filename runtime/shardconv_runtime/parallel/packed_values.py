@@ -93,7 +93,7 @@ def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
 
 def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
     """Fill a module of bitsandbytes with the local shape, and the factors of the local blocks."""
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn import Params4bit  # an optional library
 
     tensors, held = part.tensors, part.held
     key = next(name for name in tensors if ".quant_state." in name)
@@ -140,7 +140,7 @@ def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -
 
 
 def _fill_bnb_8bit(module: nn.Module, attribute: str, part: Part) -> None:
-    from bitsandbytes.nn import Int8Params
+    from bitsandbytes.nn import Int8Params  # an optional library
 
     values = part.tensors["*"]
     weight = Int8Params(values, requires_grad=False, CB=values, SCB=part.tensors["SCB"])
@@ -156,7 +156,7 @@ def _fill_fp8(module: nn.Module, attribute: str, part: Part) -> None:
 
 def _fill_torchao(module: nn.Module, attribute: str, part: Part) -> None:
     """Fill a plain module with a tensor of the library's class, with the local size of blocks."""
-    from torchao.quantization import Float8Tensor, Int8Tensor
+    from torchao.quantization import Float8Tensor, Int8Tensor  # an optional library
 
     values, scale = part.tensors["_*_qdata"], part.tensors["_*_scale"]
     steps = {dim.of: dim.step for dim in part.dims("_*_scale")}

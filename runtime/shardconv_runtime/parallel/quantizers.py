@@ -74,7 +74,7 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
     Raises:
         PlanError: see ``require_computable``.
     """
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers import AutoHfQuantizer  # imports all quantizers
 
     packings = list(packings)
     method = str(quantized.settings.get("quant_method", "bitsandbytes"))

@@ -82,7 +82,7 @@ def wrapper_of(model: nn.Module) -> Any:
     Raises:
         PlanError: it is only the model in that.
     """
-    import peft
+    import peft  # an optional library
 
     found = next((module for module in model.modules() if isinstance(module, peft.PeftModel)), None)
     if found is None:

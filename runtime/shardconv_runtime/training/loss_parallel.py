@@ -52,7 +52,7 @@ def predicts_next(loss_type: str | None) -> bool:
 
 
 def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss] | None:
-    from transformers.loss import loss_utils
+    from transformers.loss import loss_utils  # imports losses of vision models
 
     original = loss_utils.LOSS_MAPPING.get(loss_type, loss_utils.ForCausalLMLoss)
     if original is loss_utils.ForCausalLMLoss:
