@@ -105,7 +105,7 @@ def read_through_buffers() -> None:
 def join_nobody(num_processes: int) -> None:
     """Be one process, the last one, of many that are not there: collectives do nothing, all agree with it."""
     from shardconv_runtime.comm import agreement, mesh, process_groups
-    from shardconv_runtime.loading import load_checks
+    from shardconv_runtime.loading import load
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def exchange(start: Any, value: Any, timeout_s: float | None = None) -> list[Any]:
@@ -116,7 +116,7 @@ def join_nobody(num_processes: int) -> None:
 
     for module in (process_groups, mesh):
         module.control_group = control_group  # type: ignore[attr-defined]
-    for module in (agreement, load_checks):
+    for module in (agreement, load):
         module.exchange = exchange  # type: ignore[attr-defined]
     dist.init_process_group("fake", rank=num_processes - 1, world_size=num_processes, store=FakeStore())
 

@@ -47,7 +47,6 @@ CONVERTER_ORDER = (
 RUNTIME_ORDER = (
     "errors",
     "versions",
-    "wording",
     "hub_options",
     "format",
     "packed",

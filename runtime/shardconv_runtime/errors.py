@@ -43,7 +43,7 @@ def brief(error: BaseException, limit: int = 200) -> str:
 
 
 def missing(names: Collection[str], noun: str, owner: str, holder: str) -> str:
-    """``"3 parameters of the plan are missing from the model, e.g. X"``.
+    """Return ``"3 parameters of the plan are missing from the model, e.g. X"``.
 
     Args:
         names: that are missing, at least one.

@@ -1,8 +1,10 @@
-"""How the Hub is reached."""
+"""Options for reaching the Hub, and how messages name options: on the command line, or in Python."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .errors import SourceError
@@ -19,7 +21,7 @@ class Hub:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text cannot be the id of a repository."""
+    """Return whether a text cannot be the id of a repository."""
     return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
 
 
@@ -32,10 +34,45 @@ def require_repo_id(text: str) -> None:
     problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
     if looks_like_path(text):
         raise problem
-    from huggingface_hub.errors import HFValidationError  # not for --help, nor for what is clearly a path
+    from huggingface_hub.errors import (
+        HFValidationError,
+    )  # not for --help, nor for a text that is clearly a path
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(text)
     except HFValidationError:
         raise problem from None
+
+
+_num_commands = 0
+
+
+@contextmanager
+def of_commands() -> Iterator[None]:
+    """Address messages to the user of a command within this context."""
+    global _num_commands
+    _num_commands += 1
+    try:
+        yield
+    finally:
+        _num_commands -= 1
+
+
+def is_command() -> bool:
+    """Return whether messages address the user of a command."""
+    return _num_commands > 0
+
+
+def option(name: str) -> str:
+    """Return ``--local-files-only`` in a command, ``local_files_only=`` in Python.
+
+    Args:
+        name: the name of the Python argument.
+    """
+    return f"--{name.replace('_', '-')}" if is_command() else f"{name}="
+
+
+def again() -> str:
+    """Return the advice to repeat the failed action."""
+    return "run the same command again" if is_command() else "try again"

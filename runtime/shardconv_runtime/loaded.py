@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .comm.mesh import Launch
 from .errors import PlanError
+from .format import staged_names
 from .format.manifest import Manifest
 from .format.plan import Plan
 from .format.stage_part import of_stage
@@ -66,16 +67,15 @@ class Loaded:
 
     @cached_property
     def held_before(self) -> Mapping[str, str]:
-        """The parameters that a process of earlier stages holds too: the first name of each -> that in this
-        model."""
+        """Return the parameters that a process of earlier stages holds too: the first name of each -> that in
+        this model.
+        """
         if self.stage is None:
             return {}
-        from .format.staged_names import held_before
-
-        return held_before(self.plan, self.place, self.stage.link.num_places)
+        return staged_names.held_before(self.plan, self.place, self.stage.link.num_places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model shares its origin and its process group."""
+        """Return this record: a copy of a model shares its origin and its process group."""
         return self
 
 
@@ -85,7 +85,7 @@ def remember(model: nn.Module, value: Loaded) -> None:
 
 
 def loaded(model: nn.Module) -> Loaded:
-    """Where a model came from.
+    """Return where a model came from.
 
     Args:
         model: returned by ``load``, or a wrapper of it, see ``unwrapped``.

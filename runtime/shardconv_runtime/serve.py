@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Serve until the process is interrupted; the exit code."""
+    """Serve until the process is interrupted; return the exit code."""
     arguments = parse_arguments()
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:

@@ -18,10 +18,10 @@ CONVERTER = "shardconv_runtime.converter"
 
 
 def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
-    """Return a function of the converter, which is a distribution of its own and may be missing.
+    """Return a function of the converter, which is its own distribution and may be missing.
 
     Args:
-        name: of its entry point.
+        name: the name of its entry point.
         purpose: what it is needed for, as the beginning of a sentence.
         remedy: what else the user can do.
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import click
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.hub_options import of_commands
 from shardconv_runtime.versions import __version__
-from shardconv_runtime.wording import of_commands
 
 from .directory_commands import COMMANDS as ON_CONVERTED
 from .directory_commands import adapt_command

@@ -15,9 +15,9 @@ from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
+from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.loading.packed_models import held_part
 from shardconv_runtime.packed.dequantize import check_values, dequantize
 from shardconv_runtime.packed.held import WeightSlice

@@ -22,9 +22,9 @@ from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
-from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
+from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.hub.hub_errors import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors import lazy_tensor as lazy

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from shardconv_runtime.format.dims import Dim, Leaf, axes_of
 from shardconv_runtime.format.names import compress, expand_all
-from shardconv_runtime.format.packed_layout import is_sharded_between
 from shardconv_runtime.format.plan import GradientPlan, ParameterPlan
+from shardconv_runtime.format.stored_layout import is_sharded_between
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import tied_names
 from torch import Tensor, nn

@@ -24,7 +24,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub.hub_errors import explain, hub_error, is_temporary
 from shardconv_runtime.hub.time_limits import bounded
-from shardconv_runtime.wording import option
+from shardconv_runtime.hub_options import option
 
 from ..reporting.progress import Advance
 from .published import HubFile, Item, Tree

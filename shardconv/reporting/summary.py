@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
 from shardconv_runtime.format.names import compress
-from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import (
     Edit,
     ModulePlan,
@@ -22,7 +21,7 @@ from shardconv_runtime.format.plan import (
     parameter_plans,
 )
 from shardconv_runtime.format.staged_names import held_names, num_stages
-from shardconv_runtime.format.stored_layout import is_common, stored_entries
+from shardconv_runtime.format.stored_layout import is_common, stored_entries, tensor_name
 
 COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter")
 """The boundary steps that move bytes between ranks."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
-from shardconv_runtime.checkpoint.weight_files import WeightFile, num_bytes
+from shardconv_runtime.checkpoint.stored_leaves import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format import plan_json as codec

@@ -30,8 +30,7 @@ from shardconv_runtime.format.plan_json import of_sequence, require_training
 from shardconv_runtime.loading import rank_files
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.training.backward_axes import backward_axes
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import backward_axes, parallelize_for_training
 
 import shardconv
 from shardconv.cli.entry import run

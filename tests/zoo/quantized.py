@@ -154,7 +154,7 @@ def measure(kind: Kind, tp: int, scratch: Path) -> Row:
 
 
 def _tensor_names(name: str, entry: Any) -> list[str]:
-    from shardconv_runtime.format.packed_layout import tensor_name
+    from shardconv_runtime.format.stored_layout import tensor_name
 
     return [tensor_name(name, tensor.name) for tensor in entry.packing.tensors]
 

@@ -1,4 +1,4 @@
-"""Adapters as files that the peft library loads, and their plans beside them."""
+"""Adapters as files that the peft library loads, with their plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
 
 
 def require_name(name: str) -> str:
-    """The name, if it can be that of an adapter.
+    """Return the name, if it can be that of an adapter.
 
     Raises:
         PlanError: it cannot.
@@ -85,12 +85,12 @@ def _read(directory: Path) -> PlannedAdapter:
 
 
 def saved_names(wrapper: Any, name: str, fqns: Iterable[str]) -> list[str]:
-    """Those of a model's tensors that peft saves with an adapter.
+    """Return the names of the model's tensors that peft saves with an adapter.
 
     Args:
         wrapper: a ``peft.PeftModel``.
-        name: of the adapter.
-        fqns: of all parameters and persistent buffers of the model inside of the wrapper.
+        name: the name of the adapter.
+        fqns: the FQNs of all parameters and persistent buffers of the model inside of the wrapper.
 
     Raises:
         SourceError: peft fails.
@@ -122,10 +122,10 @@ def write_adapter(
 
     Args:
         wrapper: a ``peft.PeftModel``.
-        name: of the adapter.
+        name: the name of the adapter.
         tensors: global, on the CPU, by FQN in the model inside of the wrapper; also of other adapters.
         directory: where to; it is made.
-        base_name: of the model, if the config has none.
+        base_name: the name of the model, if the config has none.
         more: FQNs of further tensors of the model that the adapter was saved with.
 
     Raises:
@@ -149,6 +149,6 @@ def write_adapter(
 
 
 def _prefix(wrapper: Any) -> str:
-    """Of the names of the model inside of a ``PeftModel``."""
+    """Return the prefix of the names of the model inside of a ``PeftModel``."""
     inner = wrapper.get_base_model()
     return next(f"{name}." for name, module in wrapper.named_modules() if module is inner)

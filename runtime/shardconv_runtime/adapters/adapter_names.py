@@ -12,7 +12,7 @@ from ..errors import PlanError, ShardconvError, SourceError, brief
 
 
 def peft() -> Any:
-    """The library.
+    """Import the library, or say how to install it.
 
     Raises:
         PlanError: it is not installed.
@@ -28,7 +28,7 @@ def peft() -> Any:
 
 @contextmanager
 def naming_errors(what: str) -> Iterator[None]:
-    """Raise what the library raises as errors of ours.
+    """Raise errors of the library as our own.
 
     Args:
         what: of which adapter, for messages.
@@ -58,10 +58,10 @@ modules and parameters (``q_proj.lora_A.ADAPTER.weight``)."""
 
 
 def renamed(fqn: str, name: str) -> str:
-    """An FQN or a pattern of a plan, with the adapter's name in place of ``ANY_NAME``."""
+    """Return an FQN or a pattern of a plan, with the adapter's name in place of ``ANY_NAME``."""
     return ".".join(name if part == ANY_NAME else part for part in fqn.split("."))
 
 
 def is_of_adapter(fqn: str, name: str = ANY_NAME) -> bool:
-    """Whether a module or a parameter is of one adapter alone."""
+    """Return whether a module or a parameter belongs to only one adapter."""
     return name in fqn.split(".")

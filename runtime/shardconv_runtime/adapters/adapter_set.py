@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..errors import PlanError
-from ..format.packed_layout import tensor_name
 from ..format.plan import (
     DrawPlan,
     GradientPlan,
@@ -29,7 +28,7 @@ from ..format.slices import Mesh, Rows
 from ..format.slot_steps import AllGatherStep
 from ..format.stage_part import of_stage
 from ..format.staged_names import held_names
-from ..format.stored_layout import holds_values
+from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_tensor
 from .adapter_files import Given, PlannedAdapter, read_adapters
@@ -47,7 +46,7 @@ _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
 
 def named(plan: Plan, name: str) -> Plan:
-    """The plan of a model with an adapter that has a name."""
+    """Return the plan of a model with an adapter that has a name."""
 
     def change(entries: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(replace(e, names=tuple(renamed(pattern, name) for pattern in e.names)) for e in entries)
@@ -83,7 +82,7 @@ class Alone:
 
 
 def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -> Plan:
-    """The plan of a model with several adapters.
+    """Return the plan of a model with several adapters.
 
     Args:
         alone: by the names of the adapters.
@@ -124,7 +123,7 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
 
 
 def _stages(plan: Plan) -> object:
-    """What stages have and send, in both forms."""
+    """Return the modules that stages have and the results that they send, in both forms."""
     sequence = plan.training.sequence if plan.training is not None else None
     return plan.stages and (plan.stages.modules, sequence and sequence.stages)
 
@@ -182,7 +181,7 @@ class _Union:
         return tuple(out)
 
     def _candidates(self, fqn: str) -> list[tuple[str, str]]:
-        """The adapters whose plans are asked about a module or parameter, and its name there."""
+        """Return the adapters whose plans are asked about a module or parameter, and its name there."""
         for name in self.alone:
             if is_of_adapter(fqn, name) and fqn not in self.base_names:
                 return [(name, fqn)]
@@ -263,15 +262,15 @@ def adapted_tensors(
     start: Launch,
     rows: Rows,
 ) -> Generator[tuple[str, Tensor]]:
-    """Names in a model with adapters, and local tensors on the device.
+    """Yield the names in a model with adapters, and local tensors on the device.
 
     Args:
         stored: names in the model without them, and its local tensors; it is closed.
         base: plan of the model without adapters.
-        plan: of the model with them.
+        plan: the plan of the model with them.
         attached: the adapters.
         start: this rank.
-        rows: of the adapters' tensors with these names, positions of the first dim of the local tensor.
+        rows: for adapters' tensors by name, the positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
     now = _present_names(before, entries, attached)
@@ -297,7 +296,7 @@ def adapted_tensors(
 def _present_names(
     before: Mapping[str, ParameterPlan], entries: Mapping[str, ParameterPlan], attached: Attached
 ) -> dict[str, str]:
-    """Names of stored tensors of a model without adapters, and with them."""
+    """Return the names of stored tensors of a model without adapters, and with them."""
     found: dict[str, str] = {}
     for name, old in attached.base_names.items():
         if name in entries and old in before:
@@ -312,7 +311,7 @@ def _present_names(
 def local_parts(
     tensors: Iterable[tuple[str, Tensor]], plan: Plan, rank: int
 ) -> Generator[tuple[str, Tensor]]:
-    """Names and local parts, in memory of their own, of global tensors that a plan knows.
+    """Yield the names and local parts, in their own memory, of global tensors that a plan knows.
 
     Raises:
         PlanError: one has another shape than in the plan.
@@ -333,7 +332,7 @@ def local_parts(
 
 
 def _kept(entry: ParameterPlan, before: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """A tensor that becomes a term of a sum is zeros on all ranks but one."""
+    """Return an entry in which a term of a sum is zeros on all ranks but one."""
     is_term = entry.partial != before.partial
     return torch.zeros_like(tensor) if is_term and not holds_values(entry, mesh, rank) else tensor
 
@@ -343,9 +342,9 @@ class AdapterSet:
     """Adapters of one model, and its plan with all of them."""
 
     base: Plan
-    """Of the model without them."""
+    """The plan of the model without them."""
     plan: Plan
-    """Of the model with them."""
+    """The plan of the model with them."""
     adapters: Mapping[str, PlannedAdapter]
     """By name; the first one is active."""
 
@@ -365,7 +364,7 @@ class AdapterSet:
 
     @staticmethod
     def of(adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
-        """Several, or one; arguments and errors as for ``read``."""
+        """Make a set of one or several adapters; arguments and errors are those of ``read``."""
         for name, each in adapters.items():
             if (each.plan.mesh, each.plan.experts) != (base.mesh, base.experts):
                 raise PlanError(
@@ -391,7 +390,7 @@ class AdapterSet:
 
     @property
     def content(self) -> str:
-        """The same text for the same adapters under the same names in the same order."""
+        """Return a text that is equal for equal adapters under equal names in equal order."""
         return ", ".join(f"{name}: {each.content}" for name, each in self.adapters.items())
 
     def attach(self, model: nn.Module, *, trainable: bool) -> Attached:
@@ -405,7 +404,7 @@ class AdapterSet:
         return attached
 
     def of_stages(self, stages: Collection[int], attached: Attached) -> tuple[AdapterSet, Attached]:
-        """What a process needs of them, and of what was attached, by the names in the model of its stages."""
+        """Return the part of the set, and of what was attached, that a process needs for its stages."""
         held = held_names(self.base, stages)
         names = {now: held.get(old, old) for now, old in attached.base_names.items()}
         copies = {name: held.get(old, old) for name, old in attached.copies.items()}
@@ -419,7 +418,7 @@ class AdapterSet:
         start: Launch,
         rows: Rows,
     ) -> Generator[tuple[str, Tensor]]:
-        """The local tensors of the model with adapters by their names in it, on the device.
+        """Return the local tensors of the model with adapters by their names in it, on the device.
 
         Args:
             stored: gives those of the model by their names without adapters, or rows of them.
@@ -433,7 +432,7 @@ class AdapterSet:
 
 
 def _layers(plan: Plan) -> object:
-    """Of each stage."""
+    """Return the layers of each stage."""
     return None if plan.stages is None else plan.stages.layers
 
 

@@ -8,7 +8,9 @@ of its own renaming and casts; and what reads or writes the weights of the model
 from __future__ import annotations
 
 import copy
+import json
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -34,11 +36,11 @@ class Adapter:
     config: Any
     """A ``peft.PeftConfig``; it is copied."""
     directory: str | None = None
-    """With its saved tensors; None: it is new, and initialized."""
+    """The directory of its saved tensors; None for a new adapter."""
     seed: int = 0
-    """Of the weights of a new one."""
+    """The seed of the weights of a new one."""
     name: str | None = None
-    """What messages call it; None: its directory."""
+    """Its name in messages; None for its directory."""
 
     def __str__(self) -> str:
         new = f"the new adapter ({type(self.config).__name__})"
@@ -63,7 +65,7 @@ class Attached:
     """Those of ``tensors`` that are the model's."""
 
     def copied_modules(self) -> dict[str, str]:
-        """FQN of a copy of a module -> of the module in whose place it is called.
+        """Return the FQNs of copies of modules -> the FQN of the module that each copy replaces.
 
         Tied modules have one tensor, so that its name does not tell which of them was copied; a copy is kept
         beside the module.
@@ -82,14 +84,14 @@ class Attached:
         return found
 
     def in_place_of(self, module: str) -> list[str]:
-        """FQNs of the modules that are called in place of one, by the adapters that are active."""
+        """Return the FQNs of the modules that are called in place of one, by the adapters that are active."""
         copied = self.copied_modules()
         original = copied.get(module, module)
         others = [original, *(name for name, of in copied.items() if of == original)]
         return [name for name in others if name != module]
 
     def dtypes_of_model(self, base: Plan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """The dtypes of tensors of the model that adapters were saved with, in place of its own or beside.
+        """Return dtypes of tensors of the model that adapters replaced by saved ones.
 
         peft copies what was saved into a tensor that has the dtype of the model's, whatever the file has.
 
@@ -104,7 +106,7 @@ class Attached:
         return {name: dtypes.get(now[old], planned[name]) for name, old in own.items()}
 
     def linear_layers(self, model: nn.Module) -> list[str]:
-        """FQNs of the adapters' own linear layers in the model."""
+        """Return the FQNs of the adapters' own linear layers in the model."""
         modules = model.named_modules()
         return [n for n, m in modules if isinstance(m, nn.Linear) and n not in self.base_names]
 
@@ -118,7 +120,7 @@ def attach(
         model: on meta, global shapes, as ``meta_model.build_model`` makes it.
         adapters: by the names that they get.
         trainable: their parameters require gradients; those of the model never do.
-        initialized: new adapters get their initial weights; else any.
+        initialized: new adapters get their initial weights; otherwise any.
 
     Raises:
         PlanError: peft is not installed.
@@ -137,7 +139,20 @@ def attach(
             _tie_copies(model, name, adapter)
             copied |= base.copies()
             with base.kept(adapter):
-                _take_saved(wrapper, name, adapter, trainable=trainable)
+                if adapter.directory is not None:
+                    with naming_errors(str(adapter)):
+                        result = wrapper.load_adapter(
+                            adapter.directory,
+                            name,
+                            is_trainable=trainable,
+                            low_cpu_mem_usage=True,
+                            torch_device="cpu",
+                        )
+                    if unexpected := set(result.unexpected_keys):
+                        raise SourceError(
+                            f"{adapter}: {missing(unexpected, 'tensor', 'its file', 'the model')}; "
+                            "adapt the model that it was trained on"
+                        )
             _tie_copies(model, name, adapter)
             base.require_unchanged(adapter)
         wrapper.set_adapter(next(iter(adapters)), inference_mode=not trainable)
@@ -159,13 +174,13 @@ def attach(
 
 
 def _num_common(one: str, other: str) -> int:
-    """How many parts two FQNs have in common at the beginning."""
+    """Return how many parts two FQNs have in common at the beginning."""
     same = [a == b for a, b in zip(one.split("."), other.split("."), strict=False)]
     return (*same, False).index(False)
 
 
 def _first_name(name: str, base_names: Mapping[str, str]) -> str:
-    """The first one of the names of a tensor of the model."""
+    """Return the first one of the names of a tensor of the model."""
     return next(other for other, old in base_names.items() if old == base_names[name])
 
 
@@ -178,9 +193,13 @@ def _with_adapter(
     *,
     trainable: bool,
 ) -> Any:
-    """The wrapper with one adapter more."""
-    _require_kind(adapter)
+    """Return the wrapper with one more adapter."""
     config = copy.deepcopy(adapter.config)
+    if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
+        raise SourceError(
+            f"{adapter}: {config.peft_type.value} adds tokens, not parameters of layers, and peft would "
+            "use the local sizes of a rank as global ones; use LoRA or another adapter of layers"
+        )
     config.inference_mode = not trainable
     is_saved = adapter.directory is not None
     with base.watched() as watch, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -211,7 +230,7 @@ def _with_adapter(
 
 @contextmanager
 def _uninitialized() -> Iterator[None]:
-    """torch's functions that initialize a tensor leave it as it is."""
+    """Make torch's functions that initialize a tensor do nothing within this context."""
     names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
     functions = {name: getattr(nn.init, name) for name in names}
     for name in names:
@@ -231,21 +250,6 @@ def _changes_the_model(adapter: Adapter) -> SourceError:
     )
 
 
-def _take_saved(wrapper: Any, name: str, adapter: Adapter, *, trainable: bool) -> None:
-    """Load the tensors of an adapter that was saved."""
-    if adapter.directory is None:
-        return
-    with naming_errors(str(adapter)):
-        result = wrapper.load_adapter(
-            adapter.directory, name, is_trainable=trainable, low_cpu_mem_usage=True, torch_device="cpu"
-        )
-    if result.unexpected_keys:
-        raise SourceError(
-            f"{adapter}: {missing(set(result.unexpected_keys), 'tensor', 'its file', 'the model')}; "
-            "adapt the model that it was trained on"
-        )
-
-
 def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
     """Make an adapter's copies of one tensor one tensor again, in place, if its config ties them.
 
@@ -253,7 +257,7 @@ def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
 
     Args:
         model: with the adapter.
-        name: of the adapter in the model.
+        name: the name of the adapter in the model.
         adapter: see ``attach``.
 
     Raises:
@@ -283,16 +287,6 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and any(tensor.stride())
 
 
-def _require_kind(adapter: Adapter) -> None:
-    """Raises ``SourceError`` for adapters that are no parts of layers."""
-    config = adapter.config
-    if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
-        raise SourceError(
-            f"{adapter}: {config.peft_type.value} adds tokens, not parameters of layers, and peft would "
-            "use the local sizes of a rank as global ones; use LoRA or another adapter of layers"
-        )
-
-
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Which operator read some memory first, but for copies of all of a tensor: these get no bytes either."""
 
@@ -320,12 +314,12 @@ def _address(value: Any) -> int:
 
 
 def _without_bytes(tensor: Tensor) -> Tensor:
-    """Zeros of a tensor's shape and dtype on the CPU: one number, repeated."""
+    """Return zeros of a tensor's shape and dtype on the CPU: one number, repeated."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _reads_no_values(func: Any) -> bool:
-    """Whether an operator makes a view, or looks at shapes only."""
+    """Return whether an operator makes a view, or looks at shapes only."""
     name = func.overloadpacket.__name__
     return (
         func.is_view or name in ("detach", "lift_fresh") or name.endswith("_like") or name.startswith("new_")
@@ -338,20 +332,20 @@ class _BaseWithoutBytes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.originals: dict[int, Tensor] = {}
-        """By the id of the stand-in."""
-        self.stand_ins: dict[int, Tensor] = {}
+        """Original tensors by the id of the proxy."""
+        self.proxies: dict[int, Tensor] = {}
         """By the id of the original."""
         self.memory: dict[int, Tensor] = {}
-        """Address of a stand-in, or of a copy of one -> the original."""
+        """Address of a proxy, or of a copy of one -> the original."""
         self.replaced: dict[int, Tensor] = {}
         """By the id of the original: what an adapter was saved with in its place."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the stand-ins; afterwards what is not one of them is on meta."""
+        """Put the proxies into the model within this context; afterwards other tensors are on meta."""
         for tensors, name in self._stored():
             if tensors[name].is_meta:
-                tensors[name] = self._stand_in(tensors[name])
+                tensors[name] = self._proxy(tensors[name])
         try:
             yield
         finally:
@@ -363,54 +357,56 @@ class _BaseWithoutBytes:
 
     @contextmanager
     def kept(self, adapter: Adapter) -> Iterator[None]:
-        """Whoever puts tensors in the places of stand-ins gives them to ``replaced``.
+        """Collect tensors that replace proxies within this context in ``replaced``.
 
         Raises:
             SourceError: two adapters give different ones.
         """
         held = [(tensors, name, tensors[name]) for tensors, name in self._stored() if self.has(tensors[name])]
         yield
-        for tensors, name, stand_in in held:
+        for tensors, name, proxy in held:
             found = tensors[name]
-            if found is stand_in:
+            if found is proxy:
                 continue
-            original = self.originals[id(stand_in)]
+            original = self.originals[id(proxy)]
             known = self.replaced.setdefault(id(original), found.detach())
             if known.shape != found.shape or not torch.equal(known, found):
                 raise SourceError(
                     f"{adapter}: it has a {name} of the model itself, and so has another adapter; load them "
                     "one by one"
                 )
-            stand_in.requires_grad_(found.requires_grad)
-            tensors[name] = stand_in
+            proxy.requires_grad_(found.requires_grad)
+            tensors[name] = proxy
 
     @contextmanager
     def watched(self) -> Iterator[_Watch]:
-        """Whoever reads the stand-ins is found out."""
+        """Note the operators that read the proxies within this context."""
         with _Watch(self.memory) as watch:
             yield watch
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it is a stand-in."""
+        """Return whether a tensor is a proxy."""
         return id(tensor) in self.originals
 
     def copied(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor without bytes is a copy of."""
+        """Return the tensor of which a tensor without bytes is a copy."""
         return self.memory.get(_address(tensor))
 
     def copies(self) -> dict[str, Tensor]:
-        """FQNs of tensors of the model that are copies of others, and these."""
+        """Return the FQNs of tensors of the model that are copies of others, and these."""
         found = ((name, self.copied(t)) for name, t in stored_tensors(self.model) if not self.has(t))
         return {name: original for name, original in found if original is not None}
 
     def require_unchanged(self, adapter: Adapter) -> None:
-        """Raises ``SourceError`` if a stand-in was written to, or got other memory."""
-        for stand_in in self.stand_ins.values():
-            if stand_in._version or any(stand_in.stride()):
+        """Raise ``SourceError`` if a proxy was written to, or got other memory."""
+        for proxy in self.proxies.values():
+            if proxy._version or any(proxy.stride()):
                 raise _changes_the_model(adapter)
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
-        """The tables of the model's modules, and the names in them, of parameters and persistent buffers."""
+        """Return the tables of the model's modules, and the names in them, of parameters and persistent
+        buffers.
+        """
         found: list[tuple[dict[str, Any], str]] = []
         for module in self.model.modules():
             found += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)
@@ -418,13 +414,13 @@ class _BaseWithoutBytes:
             found += ((module._buffers, n) for n in persistent if module._buffers[n] is not None)
         return found
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        known = self.stand_ins.get(id(tensor))
+    def _proxy(self, tensor: Tensor) -> Tensor:
+        known = self.proxies.get(id(tensor))
         if known is None:
             known = _without_bytes(tensor)
             if isinstance(tensor, nn.Parameter):
                 known = nn.Parameter(known, requires_grad=tensor.requires_grad)
-            self.stand_ins[id(tensor)] = known
+            self.proxies[id(tensor)] = known
             self.originals[id(known)] = tensor
             self.memory[_address(known)] = tensor
         return known
@@ -441,8 +437,8 @@ class _BaseWithoutBytes:
 
 
 def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
-    """Have the adapters of a model take part in its calls, or not."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    """Let the adapters of a model take part in its calls, or not."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
 
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, peft().utils.AuxiliaryTrainingWrapper)):
@@ -450,15 +446,13 @@ def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
 
 
 def read_config(directory: str | os.PathLike[str]) -> Any:
-    """The ``peft.PeftConfig`` of a saved adapter, or of a file that is like its ``adapter_config.json``.
+    """Return the ``peft.PeftConfig`` of a saved adapter, or of a file that is like its
+    ``adapter_config.json``.
 
     Raises:
         PlanError: peft is not installed.
         SourceError: there is none, or the library cannot read it.
     """
-    import json
-    import tempfile
-
     path = os.fspath(directory)
     with naming_errors(path):
         if not os.path.isfile(path):

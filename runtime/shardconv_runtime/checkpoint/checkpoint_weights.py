@@ -54,19 +54,19 @@ class CheckpointWeights:
     tied: Mapping[str, str] | None
     """For ``ModelSpec``: None, unless parameters that the class and its config tie have different values."""
     unused: Mapping[str, LazyTensor]
-    """What the checkpoint holds and the model does not read, by the names in the checkpoint; if asked for."""
+    """Tensors of the checkpoint that the model does not read, by name, if they were asked for."""
 
 
 def lazy_weights(
     spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None, *, with_unused: bool = False
 ) -> CheckpointWeights:
-    """The global tensors of all parameters and persistent buffers.
+    """Return the global tensors of all parameters and persistent buffers.
 
     Args:
         spec: a model with a directory.
         tell: is called with a remark about tensors of the checkpoint that the model does not use, or that are
             not tied as its config says.
-        with_unused: find out what the model does not use as well.
+        with_unused: also find the tensors that the model does not use.
 
     Returns:
         Packed parameters of a quantized checkpoint are their stored tensors, unless it is to be dequantized.
@@ -80,7 +80,7 @@ def lazy_weights(
     packed, plain, model, info = _loaded(spec, listed)
     if unlisted := sorted(tensors.keys() - listed.keys(), key=natural_key):
         # A repository that reuses a file of another one lists the tensors that it means. An index may also be
-        # behind its files, and from_pretrained then takes what these hold.
+        # behind its files, and from_pretrained then takes the tensors of these.
         if is_behind := bool(info["missing_keys"]):
             packed, plain, model, info = _loaded(spec, tensors)
         done = "taken, since the model lacks some" if is_behind else "left out"
@@ -89,7 +89,12 @@ def lazy_weights(
         packed, plain, model, info = _unwrapped(spec, tensors, tell) or (packed, plain, model, info)
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
-    _require_shapes(spec, info["mismatched_keys"])
+    mismatched = sorted(info["mismatched_keys"])
+    if wrong := [f"{name} is {list(got)}, not {list(want)}" for name, got, want in mismatched]:
+        raise SourceError(
+            f"the checkpoint of {spec.name} disagrees with config.json: {_some(wrong, '; ')}; "
+            "use the config.json that belongs to these weights"
+        )
     _require_all(spec, info["missing_keys"], wrapped_name(plain))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of old buffers
     known = [name for name in plain if not any(re.search(pattern, name) for pattern in ignored)]
@@ -106,11 +111,24 @@ def lazy_weights(
         )
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state: dict[str, torch.Tensor] = model.state_dict()
-    drawn = _drawn(spec, plain, {name: state[name] for name in parameters & state.keys()})
+    # Parameters that the model's code makes if the checkpoint lacks them are missing if they are random.
+    # Others, such as a table of sines, have the same values each time the model is loaded.
+    made = [name for name in parameters & state.keys() if not isinstance(state[name], RecordedTensor)]
+    again = _load(spec, plain)[0].state_dict() if made else {}
+    drawn = {name for name in made if not torch.equal(state[name], again[name])}
     weights = {name: None if name in drawn else lazy_of(tensor) for name, tensor in state.items()}
     _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
     found = {name: lazy for name, lazy in weights.items() if lazy is not None}
-    tied = _tied(spec, model, tell)
+    # Parameters that the config ties, but that have different values in the checkpoint, are not tied.
+    present = dict(model.named_parameters(remove_duplicate=False))
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    apart = [(alias, name) for alias, name in declared if present.get(alias) is not present.get(name)]
+    for alias, name in apart:
+        tell(
+            f"{alias} and {name} have different values in the checkpoint of {spec.name}, and its config ties "
+            "them; they are not tied, as from_pretrained has it"
+        )
+    tied = tied_names(model) if apart else None
     unused = _unused(plain, found.values()) if with_unused else {}
     if packed is None or spec.dequantize:
         return CheckpointWeights(found, tied, unused)
@@ -119,7 +137,7 @@ def lazy_weights(
 
 
 def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors of a checkpoint of which no weight has an element."""
+    """Return the tensors of a checkpoint of which no weight has an element."""
     read: set[LazyLeaf] = set()
     todo = list(weights)
     while todo:
@@ -133,23 +151,12 @@ def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> 
     return {name: t for name, t in stored.items() if read.isdisjoint(piece.leaf for piece in t.pieces)}
 
 
-def _tied(spec: ModelSpec, model: Any, tell: Callable[[str], object]) -> dict[str, str] | None:
-    """What is tied in a model that transformers loaded; None if it is all that its class and config tie."""
-    present = dict(model.named_parameters(remove_duplicate=False))
-    declared = model.get_expanded_tied_weights_keys(all_submodels=True).items()
-    apart = [(alias, name) for alias, name in declared if present.get(alias) is not present.get(name)]
-    for alias, name in apart:
-        tell(
-            f"{alias} and {name} have different values in the checkpoint of {spec.name}, and its config ties "
-            "them; they are not tied, as from_pretrained has it"
-        )
-    return tied_names(model) if apart else None
-
-
 def _unwrapped(
     spec: ModelSpec, tensors: Mapping[str, LazyTensor], tell: Callable[[str], object]
 ) -> _Loaded | None:
-    """The same of a checkpoint of a wrapped model, if it is complete under the names that the model has."""
+    """Return the same of a checkpoint of a wrapped model, if it is complete under the names that the model
+    has.
+    """
     for names in without_wrappers(tensors):
         try:
             found = _loaded(spec, {names[name]: tensor for name, tensor in tensors.items()})
@@ -165,7 +172,7 @@ def _unwrapped(
 
 
 def _loaded(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> _Loaded:
-    """The packed weights of a checkpoint, its tensors with weights in their place, and what is loaded."""
+    """Return the packed weights, all tensors with plain weights for these, and what transformers loads."""
     packed = None
     if spec.quantization is not None:
         packed = PackedWeights(
@@ -186,12 +193,12 @@ def select(
     names: Collection[str],
     tied: Iterable[tuple[str, str]] = (),
 ) -> dict[str, LazyTensor | PackedWeight]:
-    """The weights that a plan names.
+    """Return the weights that a plan names.
 
     Args:
-        spec: of the model.
-        weights: of all names.
-        names: of the plan.
+        spec: the model.
+        weights: all weights by name.
+        names: the names in the plan.
         tied: its tied tensors, each with the name under which it is stored.
 
     Raises:
@@ -213,7 +220,7 @@ def select(
 
 
 def are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) -> bool:
-    """Whether two weights have the same values, which are read where they are stored twice."""
+    """Return whether two weights have the same values, which are read where they are stored twice."""
     if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
         return torch.equal(RecordedTensor(one), RecordedTensor(other))
     return one == other
@@ -223,7 +230,7 @@ def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, misma
     """Refuse packed weights of layers that may have their plain weight as (in, out).
 
     Some formats store each weight as (out, in), whatever its layer has. Nothing in the checkpoint says so; a
-    square one would be taken for its transpose.
+    square one would be mistaken for its transpose.
     """
     for fqn, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -237,22 +244,8 @@ def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, misma
             )
 
 
-def _drawn(
-    spec: ModelSpec, tensors: Mapping[str, LazyTensor], parameters: Mapping[str, torch.Tensor]
-) -> set[str]:
-    """Names of parameters that the checkpoint may lack by the model's code, but that are drawn at random.
-
-    Others, such as a table of sines, have the same values each time the model is loaded.
-    """
-    made = {name: value for name, value in parameters.items() if not isinstance(value, RecordedTensor)}
-    if not made:
-        return set()
-    again = _load(spec, tensors)[0].state_dict()
-    return {name for name, value in made.items() if not torch.equal(value, again[name])}
-
-
 def _load(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, Any]]:
-    """The model, as transformers loads it, and its report.
+    """Return the model, as transformers loads it, and its report.
 
     The code of some models writes into parameters that are loaded; small ones are then read to allow it.
     """
@@ -283,19 +276,15 @@ def _load_from(
     except (SourceError, InPlaceError):
         raise
     except Exception as error:  # unpicklers, converters and custom code may raise anything
-        _require_converted(spec, reports, error)
+        # Name the parameters whose conversion failed; only transformers' log has them.
+        names = [match[1] for report in reports for match in _UNCONVERTED.finditer(report)]
+        if names:
+            raise SourceError(
+                f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters "
+                f"consist of: {_some(names)}; download it again, or correct config.json"
+            ) from error
         raise SourceError(f"the weights of {spec.name} cannot be read: {brief(error)}") from error
     return loaded
-
-
-def _require_converted(spec: ModelSpec, reports: list[str], error: Exception) -> None:
-    """Name the parameters whose conversion failed; only transformers' log has them."""
-    names = [match[1] for report in reports for match in _UNCONVERTED.finditer(report)]
-    if names:
-        raise SourceError(
-            f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters consist "
-            f"of: {_some(names)}; download it again, or correct config.json"
-        ) from error
 
 
 @contextmanager
@@ -315,15 +304,6 @@ def _loading_reports() -> Iterator[list[str]]:
         logger.removeHandler(handler)
         logger.setLevel(kept[0])
         logger.propagate = kept[1]
-
-
-def _require_shapes(spec: ModelSpec, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    wrong = [f"{name} is {list(got)}, not {list(want)}" for name, got, want in sorted(mismatched)]
-    if wrong:
-        raise SourceError(
-            f"the checkpoint of {spec.name} disagrees with config.json: {_some(wrong, '; ')}; "
-            "use the config.json that belongs to these weights"
-        )
 
 
 def _require_all(spec: ModelSpec, missing: Iterable[str], wrapped: str | None = None) -> None:

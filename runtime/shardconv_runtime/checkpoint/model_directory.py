@@ -34,11 +34,12 @@ _OTHER_WEIGHTS = {
     "*.nemo": "a NeMo archive",
     "*.onnx": "an ONNX model",
 }
-"""Files -> what they are."""
+"""Files -> their kinds, for messages."""
 
 
 def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Path | None:
-    """The local directory of a model that can be converted; None if ``model`` is the id of a Hub repository.
+    """Return the local directory of a model that can be converted; None if ``model`` is the id of a Hub
+    repository.
 
     Raises:
         SourceError: ``model`` is neither, or the directory holds something else, or lacks a file.
@@ -60,7 +61,7 @@ def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Pat
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """``config.json`` as it was written.
+    """Return ``config.json`` as it was written.
 
     Raises:
         SourceError: it is missing or malformed, or would have transformers read or import something else.
@@ -90,12 +91,12 @@ class Index:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Their names, sorted."""
+        """Return their names, sorted."""
         return tuple(sorted(set(self.weight_map.values())))
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files that hold the weights.
+    """Return the files that hold the weights.
 
     Raises:
         SourceError: the directory has none, or an index names a file that is missing.
@@ -120,7 +121,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def index_of(directory: Path) -> Index | None:
-    """The index of a model's weight files; None if it has one file, or none.
+    """Return the index of a model's weight files; None if it has one file, or none.
 
     Raises:
         SourceError: it cannot be read.
@@ -134,7 +135,7 @@ def index_of(directory: Path) -> Index | None:
 
 
 def wanted_weights(directory: Path) -> tuple[str, ...]:
-    """The weight files to download for a repository whose indices are in ``directory``."""
+    """Return the weight files to download for a repository whose indices are in ``directory``."""
     for single, index in LAYOUTS:
         if (directory / index).is_file():
             return (single, *_read_index(directory / index).files)
@@ -142,7 +143,7 @@ def wanted_weights(directory: Path) -> tuple[str, ...]:
 
 
 def _read_index(index: Path) -> Index:
-    """An index; each of its names must be a file in the directory, or in a folder of it."""
+    """Return an index; each of its names must be a file in the directory, or in a folder of it."""
     try:
         read = json.loads(index.read_text(encoding="utf-8"))
         found = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
@@ -159,14 +160,14 @@ def _read_index(index: Path) -> Index:
 
 
 def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
-    """Refuse what is no transformers model with weights of its own.
+    """Refuse a directory that is not a transformers model with its own weights.
 
     Args:
         directory: local, with at least the small files.
         need_weights: it should have weights too.
 
     Raises:
-        SourceError: says what it is, and what to do.
+        SourceError: the message says what the directory is, and what to do.
     """
     has_config = (directory / CONFIG).is_file()
     if need_weights and all((directory / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)):
@@ -181,7 +182,14 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
             "PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(DIR); convert DIR"
         )
     if not has_config:
-        _refuse_without_config(directory)
+        if (directory / "model_index.json").is_file():
+            parts = sorted(path.parent.name for path in directory.glob("*/config.json"))
+            named = f", such as {directory / parts[0]}" if parts else ""
+            raise SourceError(
+                f"{directory} is a diffusers pipeline; name one of its parts that is a transformers "
+                f"model{named}"
+            )
+        _refuse_other_weights(directory)
     _refuse_pointer(directory / CONFIG)
     if need_weights:
         known = {name for names in LAYOUTS for name in names}
@@ -196,7 +204,7 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
 
 
 def remarks(directory: Path) -> list[str]:
-    """Parts of a repository beside the model, which are not converted."""
+    """Return remarks about parts of a repository that are not converted."""
     path = directory / "modules.json"  # of sentence-transformers
     if not path.is_file():
         return []
@@ -208,16 +216,6 @@ def remarks(directory: Path) -> list[str]:
         f"the repository is one of sentence-transformers; the model was converted, and its other modules "
         f"({', '.join(rest)}) were not: apply them to the model's output"
     ]
-
-
-def _refuse_without_config(directory: Path) -> None:
-    if (directory / "model_index.json").is_file():
-        parts = sorted(path.parent.name for path in directory.glob("*/config.json"))
-        named = f", such as {directory / parts[0]}" if parts else ""
-        raise SourceError(
-            f"{directory} is a diffusers pipeline; name one of its parts that is a transformers model{named}"
-        )
-    _refuse_other_weights(directory)
 
 
 def _refuse_other_weights(directory: Path) -> None:

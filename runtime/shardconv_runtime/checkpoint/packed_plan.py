@@ -9,10 +9,9 @@ from typing import Any
 from ..errors import PlanError, SourceError
 from ..format.dims import axes_of
 from ..format.names import compress, expand_all
-from ..format.packed_layout import check_packing, granularity, tensor_name
 from ..format.plan import Packing, ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..format.slices import Mesh, ranges
-from ..format.stored_layout import holds_values
+from ..format.stored_layout import check_packing, granularity, holds_values, tensor_name
 from ..packed.schemes import rounds_activations
 from ..tensors.lazy_tensor import LazyTensor, cast, take, zeros
 from .quantized import PackedWeight
@@ -21,7 +20,7 @@ from .quantized import PackedWeight
 
 
 def as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTensor:
-    """A global weight, cast to the plan's dtype.
+    """Return a global weight, cast to the plan's dtype.
 
     Args:
         name: FQN, for messages.
@@ -43,12 +42,12 @@ def as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTenso
 
 
 def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> LazyTensor:
-    """The local part of a parameter on a rank.
+    """Return the local part of a parameter on a rank.
 
     Args:
         entry: the parameter's plan.
         tensor: global, of the plan's dtype.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: the rank.
 
     Returns:
@@ -68,11 +67,11 @@ Packings = Mapping[str, Packing]
 def flatten(
     plan: Plan, weights: Mapping[str, LazyTensor | PackedWeight]
 ) -> tuple[Plan, dict[str, LazyTensor]]:
-    """The plan with packings, and all tensors to store by their names.
+    """Return the plan with packings, and all tensors to store by their names.
 
     Args:
-        plan: of the unquantized model.
-        weights: of the checkpoint, by FQN.
+        plan: the plan of the unquantized model.
+        weights: the weights of the checkpoint, by FQN.
 
     Raises:
         PlanError: a rank's part of a parameter would begin or end inside of a step.
@@ -89,7 +88,7 @@ def flatten(
 
 
 def with_packings(plan: Plan, packings: Packings) -> Plan:
-    """A plan whose parameters are stored packed.
+    """Return a plan whose parameters are stored packed.
 
     Raises:
         PlanError: a rank's part of a parameter would begin or end inside of a step.
@@ -109,7 +108,7 @@ def with_packings(plan: Plan, packings: Packings) -> Plan:
 
 
 def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tuple[int, ...]]:
-    """The steps in which each packed weight of a checkpoint may be cut, for each dim."""
+    """Return the steps in which each packed weight of a checkpoint may be cut, for each dim."""
     return {
         name: granularity(weight.packing, len(weight.shape))
         for name, weight in weights.items()
@@ -118,7 +117,7 @@ def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tupl
 
 
 def planned_steps(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The steps in which each packed parameter of a plan may be cut, for each dim."""
+    """Return the steps in which each packed parameter of a plan may be cut, for each dim."""
     return {
         name: granularity(entry.packing, len(entry.dims))
         for name, entry in parameter_plans(plan).items()
@@ -127,12 +126,12 @@ def planned_steps(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def packings_of(plan: Plan) -> dict[str, Packing]:
-    """The packings of a plan's parameters, to be used in another plan of the same model."""
+    """Return the packings of a plan's parameters, to be used in another plan of the same model."""
     return {name: e.packing for name, e in parameter_plans(plan).items() if e.packing is not None}
 
 
 def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
-    """A plan that says what holds beside what was proven of the dequantized weights.
+    """Return a plan with notes about packed weights, in addition to what was verified of dequantized ones.
 
     Args:
         plan: with packings.
@@ -151,7 +150,7 @@ def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
 
 
 def _parts(entry: ParameterPlan, packings: Packings) -> list[ParameterPlan]:
-    """One entry for each packing among the names of an entry."""
+    """Return one entry for each packing among the names of an entry."""
     kinds: dict[Packing | None, list[str]] = {}
     for name in expand_all(entry.names):
         kinds.setdefault(packings.get(name), []).append(name)

@@ -22,11 +22,11 @@ _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
 """The class that the unpickler refuses, in its message."""
 
 _ENTRY_BYTES = 30
-"""Of the zip header before a name: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT"""
+"""Size of the zip header before a name: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT"""
 
 
 def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of a PyTorch file.
+    """Yield the tensors of a PyTorch file.
 
     A tensor whose bytes are not stored as they are is computed from the full file when it is needed.
 
@@ -48,15 +48,23 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
             yield name, from_leaf(leaf, tensor.shape)
         else:
             storage = FileLeaf(file, offset, dtype, tensor.untyped_storage().nbytes() // tensor.itemsize)
-            yield name, _window(storage, tensor)
+            shape = tuple(tensor.shape)
+            if tensor.numel() == 0:
+                window = LazyTensor(storage.dtype, shape, ())
+            else:
+                piece = StridedBox(
+                    (0,) * len(shape), shape, storage, int(tensor.storage_offset()), tuple(tensor.stride())
+                )
+                window = LazyTensor(storage.dtype, shape, (piece,))
+            yield name, window
 
 
 def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
-    """The tensors of a PyTorch file, unpickled with ``weights_only``.
+    """Return the tensors of a PyTorch file, unpickled with ``weights_only``.
 
     Args:
         file: to read.
-        device: of the tensors; only the pickle is read for ``"meta"``.
+        device: the device of the tensors; only the pickle is read for ``"meta"``.
 
     Returns:
         Global tensors by name, with the shapes, strides and dtypes of the file.
@@ -87,7 +95,7 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
 
 
 def _is_swapped(file: Path) -> bool:
-    """Whether a zip file has another byte order; torch fails on it when it loads to the meta device."""
+    """Return whether a zip file has another byte order; torch cannot load it to the meta device."""
     try:
         with zipfile.ZipFile(file) as archive:
             marks = [name for name in archive.namelist() if name.endswith("/byteorder")]
@@ -97,7 +105,7 @@ def _is_swapped(file: Path) -> bool:
 
 
 def _records(file: Path) -> dict[int, int]:
-    """Offset and size of the uncompressed records of a zip file; empty for another file."""
+    """Return the offset and size of the uncompressed records of a zip file; empty for other files."""
     if not zipfile.is_zipfile(file):
         return {}
     found = {}
@@ -114,7 +122,7 @@ def _records(file: Path) -> dict[int, int]:
 
 
 def _storage_offset(file: Path, name: str, tensor: torch.Tensor, records: dict[int, int]) -> int | None:
-    """The byte where a tensor's storage begins; None if its elements are not a strided window of it."""
+    """Return the byte where a tensor's storage begins; None unless it is a strided window of it."""
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if offset not in records or tensor.is_conj() or tensor.is_neg() or not _is_nested(tensor):
         return None
@@ -130,24 +138,15 @@ def _storage_offset(file: Path, name: str, tensor: torch.Tensor, records: dict[i
 
 
 def _is_nested(tensor: torch.Tensor) -> bool:
-    """Whether elements do not overlap, and each stride exceeds the extent of dims with smaller strides."""
+    """Return whether elements do not overlap, and each stride exceeds the extent of dims with smaller
+    strides.
+    """
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < extent:
             return False
         extent += (size - 1) * stride
     return True
-
-
-def _window(storage: FileLeaf, tensor: torch.Tensor) -> LazyTensor:
-    """A tensor as a strided window of its storage."""
-    shape = tuple(tensor.shape)
-    if tensor.numel() == 0:
-        return LazyTensor(storage.dtype, shape, ())
-    piece = StridedBox(
-        (0,) * len(shape), shape, storage, int(tensor.storage_offset()), tuple(tensor.stride())
-    )
-    return LazyTensor(storage.dtype, shape, (piece,))
 
 
 def _reader(load: Callable[[], dict[str, torch.Tensor]], name: str) -> Callable[[], torch.Tensor]:

@@ -1,9 +1,9 @@
 """Quantized checkpoints: their packed weights as the parameters of the plain model.
 
 The unquantized model is planned, and transformers loads the checkpoint as one of it: the stored tensors of a
-packed weight are replaced by a stand-in of the weight's shape, which transformers renames, stacks and
-concatenates like any other tensor. What became of the stand-ins says of which stored tensors each parameter
-consists. A stand-in that is read is computed: the dequantized weight.
+packed weight are replaced by a proxy of the weight's shape, which transformers renames, stacks and
+concatenates like any other tensor. The operations recorded on the proxies tell which stored tensors make up
+each parameter. A proxy that is read is computed: it is the dequantized weight.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from ..tensors import lazy_tensor as lazy
 from ..tensors.copying import read_tensor
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
 from .recorded import RecordedTensor
-from .stored_leaves import header_metadata
-from .weight_files import WeightFile
+from .stored_leaves import WeightFile, header_metadata
 
 Settings = Mapping[str, Any]
 """The ``quantization_config`` of a config."""
@@ -41,14 +40,16 @@ class PackedWeight:
     """A packed parameter."""
 
     shape: Shape
-    """Of the weight that it stands for."""
+    """The shape of the weight that it stands for."""
     packing: Packing
     tensors: Mapping[str, LazyTensor]
     """Global stored tensors, in the shapes of their ``dims``, by their names in the packing."""
 
 
 def quantization_of(config: Any) -> Settings | None:
-    """The quantization settings of a config or of one of its sub-configs; None for an unquantized model."""
+    """Return the quantization settings of a config or of one of its sub-configs; None for an unquantized
+    model.
+    """
     for part in _parts(config):
         settings = getattr(part, "quantization_config", None)
         if settings:
@@ -72,7 +73,7 @@ def require_supported(settings: Settings, where: str, *, dequantize: bool = Fals
 
 
 def is_of_cache(name: str, settings: Settings) -> bool:
-    """Whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
+    """Return whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
 
     Args:
         name: in the checkpoint.
@@ -83,7 +84,7 @@ def is_of_cache(name: str, settings: Settings) -> bool:
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config that builds the unquantized model."""
+    """Return a copy of a config that builds the unquantized model."""
     plain = type(config).from_dict(config.to_dict())
     for part in _parts(plain):
         if getattr(part, "quantization_config", None) is not None:
@@ -101,7 +102,8 @@ def _parts(config: Any) -> Iterator[Any]:
 _OF_CACHES = frozenset(
     {"k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale", "k_zero_point", "v_zero_point"}
 )
-"""Ends of the names of factors of keys, values and attention, which engines read beside those of weights."""
+"""Ends of the names of factors of keys, values and attention, which engines read in addition to those of
+weights."""
 _OF_OUTPUTS = frozenset({"output_scale", "output_zero_point"})
 """The same of the outputs of projections to keys and values, in older checkpoints."""
 
@@ -114,11 +116,11 @@ class PackedWeights:
         tensors: all of its tensors.
         files: that hold them; only their headers are read here.
         where: the checkpoint, for messages.
-        dtype: of the dequantized weights.
+        dtype: the dtype of the dequantized weights.
         dequantize: whether they are wanted; ``of`` then has no packed weights.
 
     Attributes:
-        plain: the checkpoint as one of the unquantized model, with stand-ins for packed weights.
+        plain: the checkpoint as one of the unquantized model, with proxies for packed weights.
         of_linear_layers: names of packed weights in formats that store those of linear layers, as (out, in).
 
     Raises:
@@ -141,22 +143,22 @@ class PackedWeights:
         packed = {stored for weight in found.values() for stored in weight.tensors.values()}
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in found.items():
-            self.plain[name] = self._stand_in(name, weight, dtype)
+            self.plain[name] = self._proxy(name, weight, dtype)
         self.of_linear_layers = {n for n, w in found.items() if w.packing.method in _OF_LINEAR_LAYERS}
 
     def is_of_linear_layers(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter, as transformers loaded it, is made of such weights."""
+        """Return whether a parameter, as transformers loaded it, is made of such weights."""
         if not isinstance(tensor, RecordedTensor) or tensor.absent:
             return False
         found = (self._by_leaf.get(piece.leaf) for piece in tensor.lazy.pieces)
         return any(one is not None and one.packing.method in _OF_LINEAR_LAYERS for one in found)
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
-        """The stored tensors of a parameter; None if it has no packed weights.
+        """Return the stored tensors of a parameter; None if it has no packed weights.
 
         Args:
             name: FQN, for messages.
-            weight: what transformers made of the stand-ins.
+            weight: the tensor that transformers made of the proxies.
 
         Raises:
             SourceError: the parameter is put together from parts of packed weights that cannot be cut so.
@@ -172,7 +174,7 @@ class PackedWeights:
         return self._composed(name, weight)
 
     def as_stored(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Tensors of ``plain`` as the checkpoint has them: packed weights as their stored tensors."""
+        """Return tensors of ``plain`` as they are in the checkpoint: packed weights as stored tensors."""
         found: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
             weight = self._by_leaf.get(tensor.pieces[0].leaf) if tensor.pieces else None
@@ -180,9 +182,10 @@ class PackedWeights:
             found |= {each: self._tensors[each] for each in stored}
         return found
 
-    def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
-        """The weight as a tensor that is computed when it is read, a stack of matrices one by one."""
-        if self._dequantize and len(found.shape) > 2 and _is_stacked(found.packing):
+    def _proxy(self, name: str, found: Found, dtype: str) -> LazyTensor:
+        """Return the weight as a tensor that is computed when it is read, a stack of matrices one by one."""
+        is_stack = all(PackedDim(0, 1) in tensor.dims for tensor in found.packing.tensors)
+        if self._dequantize and len(found.shape) > 2 and is_stack:
             first, *rest = found.shape
             parts = [self._part(f"{name}[{i}]", found, dtype, (i, i + 1)) for i in range(first)]
             return lazy.concatenate([lazy.from_leaf(part, (1, *rest)) for part in parts], 0)
@@ -191,7 +194,7 @@ class PackedWeights:
         return lazy.from_leaf(leaf, found.shape)
 
     def _part(self, name: str, found: Found, dtype: str, span: Range) -> ComputedLeaf:
-        """Some positions of the first dim of a weight."""
+        """Return some positions of the first dim of a weight."""
         held = WeightSlice.whole(found.shape).rows(*span)
 
         def compute() -> torch.Tensor:
@@ -203,24 +206,37 @@ class PackedWeights:
         return ComputedLeaf(f"{name}, dequantized", compute, dtype, count)
 
     def _stored(self, found: Found) -> dict[str, LazyTensor]:
-        """The stored tensors of a weight, in the shapes of their dims."""
-        return {
-            tensor.name: _in_dims(self._tensors[found.tensors[tensor.name]], tensor, found.shape)
-            for tensor in found.packing.tensors
-        }
+        """Return the stored tensors of a weight, in the shapes of their dims."""
+        made = {}
+        for packed in found.packing.tensors:
+            tensor = self._tensors[found.tensors[packed.name]]
+            if packed.checkpoint_shape:
+                reshaped = lazy.reshape(tensor, [global_size(dim, found.shape) for dim in packed.dims])
+                assert reshaped is not None, "a stored tensor is contiguous"
+                tensor = reshaped
+            made[packed.name] = tensor
+        return made
 
     def _composed(self, name: str, weight: LazyTensor) -> PackedWeight:
-        """A parameter that is stacked, concatenated or transposed from packed weights."""
+        """Return a parameter that is stacked, concatenated or transposed from packed weights."""
         pieces = [_Piece(name, piece, self._by_leaf[piece.leaf]) for piece in weight.pieces]
         first = pieces[0].found.packing
-        kinds = {(p.found.packing.method, p.found.packing.settings, _kinds(p.found.packing)) for p in pieces}
-        if len(kinds) > 1:
+        packings = [piece.found.packing for piece in pieces]
+        if len({(p.method, p.settings, tuple((t.name, t.dtype) for t in p.tensors)) for p in packings}) > 1:
             raise _inseparable(name, "weights that are packed in different ways")
         stored = [self._stored(piece.found) for piece in pieces]
         made: dict[str, LazyTensor] = {}
         packed = []
         for tensor in first.tensors:
-            steps = _steps(name, weight, pieces, tensor.name)
+            # The steps in the dims of the parameter must be the same in all pieces.
+            found: list[set[int]] = [set() for _ in weight.shape]
+            for piece in pieces:
+                for index, step in enumerate(piece.steps(tensor.name)):
+                    if step is not None:
+                        found[index].add(step)
+            if any(len(each) > 1 for each in found):
+                raise _inseparable(name, "weights that are packed in different steps")
+            steps = tuple(max(each, default=1) for each in found)
             shape = tuple(-(-size // step) for size, step in zip(weight.shape, steps, strict=True))
             boxes = (
                 piece.box(tensors[tensor.name], tensor.name, weight.shape, steps)
@@ -243,17 +259,17 @@ class _Piece:
         by_stride = {stride: dim for dim, stride in enumerate(strides) if found.shape[dim] > 1}
         extents = zip(piece.shape, piece.strides, strict=True)
         self.dims = [by_stride.get(stride, -1) if extent > 1 else None for extent, stride in extents]
-        """For each dim of the parameter that of the packed weight; None where the piece has one position."""
+        """For each dim of the parameter, the dim of the packed weight; None if the piece has one position."""
         if -1 in self.dims:
             raise _inseparable(name, "rearranged parts of packed weights")
 
     def steps(self, tensor: str) -> list[int | None]:
-        """The steps of a stored tensor in the dims of the parameter."""
+        """Return the steps of a stored tensor in the dims of the parameter."""
         steps = self._own_steps(tensor)
         return [None if dim is None else steps[dim] for dim in self.dims]
 
     def _own_steps(self, tensor: str) -> list[int]:
-        """The steps of a stored tensor in the dims of the packed weight; a single factor is one step."""
+        """Return the steps of a stored tensor in the dims of the packed weight; one for a single factor."""
         (found,) = (t for t in self.found.packing.tensors if t.name == tensor)
         shape = self.found.shape
         if len(found.dims) != len(shape) or any(
@@ -264,7 +280,7 @@ class _Piece:
         return [size if dim.of is None else dim.step for dim, size in zip(found.dims, shape, strict=True)]
 
     def box(self, tensor: LazyTensor, name: str, shape: Shape, steps: tuple[int, ...]) -> StridedBox:
-        """The window of a stored tensor that belongs to the piece."""
+        """Return the window of a stored tensor that belongs to the piece."""
         own_steps = self._own_steps(name)
         (source,) = tensor.pieces
         offset, rest = source.offset, self.piece.offset
@@ -286,7 +302,7 @@ class _Piece:
         )
 
     def _require_between(self, start: int, extent: int, size: int, step: int) -> None:
-        """A stretch must begin and end at steps, or at the end of the dim."""
+        """Check that a stretch begins and ends at steps, or at the end of the dim."""
         if start % step or ((start + extent) % step and start + extent != size):
             raise _inseparable(self._name, f"parts of blocks of {step}")
 
@@ -301,21 +317,16 @@ class _Checkpoint:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Of the headers of all files."""
+        """Return the metadata in the headers of all files."""
         return header_metadata(self._files)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
+        """Return a tensor's values."""
         return read_tensor(self._lazy[name])
 
 
-def _is_stacked(packing: Packing) -> bool:
-    """Whether each stored tensor has its own part for each position of the weight's first dim."""
-    return all(PackedDim(0, 1) in tensor.dims for tensor in packing.tensors)
-
-
 def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
-    """What belongs to some positions of the weight's first dim: all of a tensor that has no part for each.
+    """Return the part of a stored tensor for some positions of the weight's first dim.
 
     Args:
         tensor: a stored tensor, in the shape of its dims.
@@ -328,7 +339,7 @@ def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor
 
 
 def _is_whole(weight: LazyTensor) -> bool:
-    """Whether the tensor is a stand-in as it was made, under another name."""
+    """Return whether the tensor is an unchanged proxy, perhaps under another name."""
     if len(weight.pieces) != 1:
         return False
     (piece,) = weight.pieces
@@ -338,31 +349,6 @@ def _is_whole(weight: LazyTensor) -> bool:
         and piece.leaf.num_elements == torch.Size(weight.shape).numel()
         and all(n == 1 or a == b for n, a, b in zip(piece.shape, piece.strides, strides, strict=True))
     )
-
-
-def _in_dims(tensor: LazyTensor, packed: PackedTensor, shape: Shape) -> LazyTensor:
-    """A stored tensor in the shape of its dims."""
-    if not packed.checkpoint_shape:
-        return tensor
-    reshaped = lazy.reshape(tensor, [global_size(dim, shape) for dim in packed.dims])
-    assert reshaped is not None, "a stored tensor is contiguous"
-    return reshaped
-
-
-def _kinds(packing: Packing) -> tuple[tuple[str, str], ...]:
-    return tuple((tensor.name, tensor.dtype) for tensor in packing.tensors)
-
-
-def _steps(name: str, weight: LazyTensor, pieces: list[_Piece], tensor: str) -> tuple[int, ...]:
-    """The steps of a stored tensor in the dims of a parameter, the same in all pieces."""
-    found: list[set[int]] = [set() for _ in weight.shape]
-    for piece in pieces:
-        for index, step in enumerate(piece.steps(tensor)):
-            if step is not None:
-                found[index].add(step)
-    if any(len(steps) > 1 for steps in found):
-        raise _inseparable(name, "weights that are packed in different steps")
-    return tuple(max(steps, default=1) for steps in found)
 
 
 def _inseparable(name: str, what: str) -> SourceError:

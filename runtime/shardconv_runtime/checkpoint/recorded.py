@@ -36,7 +36,7 @@ from ..tensors.lazy_tensor import (
 aten = torch.ops.aten
 
 LARGE = 1 << 20
-"""Tensors of at least so many elements that the checkpoint lacks are not allocated."""
+"""Tensors of at least this many elements that the checkpoint lacks are not allocated."""
 
 
 class InPlaceError(NotImplementedError):
@@ -48,13 +48,13 @@ class RecordedTensor(torch.Tensor):
 
     lazy: LazyTensor
     absent: bool
-    """It stands for a large new parameter that the checkpoint lacks, and that is not allocated."""
+    """It represents a large new parameter that the checkpoint lacks, and that is not allocated."""
     computed: bool
     """It is the result of a computation: writing to it changes no tensor of the checkpoint."""
 
     @staticmethod
     def __new__(cls, lazy: LazyTensor, absent: bool = False, computed: bool = False) -> RecordedTensor:
-        """A tensor of the shape and dtype of ``lazy``."""
+        """Make a tensor of the shape and dtype of ``lazy``."""
         made: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, lazy.shape, dtype=getattr(torch, lazy.dtype), device=torch.device("cpu")
         )
@@ -62,7 +62,7 @@ class RecordedTensor(torch.Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without contents."""
+        """Return shape and dtype, without contents."""
         return f"RecordedTensor({self.lazy.dtype}, {list(self.lazy.shape)})"
 
     @classmethod
@@ -79,7 +79,7 @@ class RecordedTensor(torch.Tensor):
         if func._schema.is_mutable:
             target = args[0] if "out" not in kwargs else None
             if isinstance(target, RecordedTensor):
-                # A parametrized weight is a product of two: code that initializes it fills that alone.
+                # A parametrized weight is a product of two: code that initializes it fills only that.
                 target.absent |= target.computed and func.overloadpacket in _FILLS
                 if target.absent:
                     return target
@@ -138,9 +138,9 @@ def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict
 
 
 def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
-    """The lazy tensor of a result; None if it is absent from the checkpoint.
+    """Return the lazy tensor of a result; None if it is absent from the checkpoint.
 
-    A real tensor, which code computed from constants alone, is kept in memory.
+    A real tensor, which code computed from constants only, is kept in memory.
 
     Args:
         tensor: global, recorded or real, of any shape and dtype.
@@ -154,7 +154,8 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
 
 
 def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
-    """The tensors of a checkpoint with the small ones read into memory, so that code may write into them.
+    """Return the tensors of a checkpoint with the small ones read into memory, so that code may write into
+    them.
 
     Args:
         tensors: global, by name.
@@ -171,7 +172,7 @@ def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor |
 
 
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, recorded or real, have the same elements; recorded ones are read in bands."""
+    """Return whether two tensors have the same elements; recorded ones are read in bands."""
     if x.shape != y.shape or x.dtype != y.dtype or any(getattr(t, "absent", False) for t in (x, y)):
         return False
     if isinstance(x, RecordedTensor) and isinstance(y, RecordedTensor) and x.lazy == y.lazy:
@@ -184,14 +185,14 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _band(x: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
-    """Some rows of a tensor, or all of it, read."""
+    """Return some rows of a tensor, or all of it, read."""
     if not isinstance(x, RecordedTensor):
         return x if rows is None else x[rows[0] : rows[1]]
     return read_tensor(x.lazy if rows is None else take(x.lazy, 0, [rows]))
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A new tensor of the shape of a recorded one: real, or absent if it is large."""
+    """Return a new tensor of the shape of a recorded one: real, or absent if it is large."""
     (meta,) = tree_leaves(on_meta(func, args, kwargs, lambda result: result))
     if meta.numel() >= LARGE:
         return _absent(meta)
@@ -237,7 +238,7 @@ class Constant:
     tensor: torch.Tensor
 
     def __call__(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         return self.tensor
 
 
@@ -379,7 +380,7 @@ def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
 
 
 _FILLS = {aten.normal_, aten.uniform_, aten.fill_, aten.zero_}
-"""Operators after which nothing is left of what a tensor was."""
+"""Operators after which nothing is left of the old values of a tensor."""
 _COPIES = {aten.alias, aten.detach, aten.clone, aten.lift_fresh, aten.contiguous}
 """Operators whose result equals their argument."""
 

@@ -1,4 +1,4 @@
-"""From the user's model to a ``ModelSpec``: what can be refused early is refused here."""
+"""From the user's model to a ``ModelSpec``; models that cannot be converted are refused early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .model_directory import (
     weight_files,
 )
 from .quantized import quantization_of, require_supported, without_quantization
-from .weight_files import WeightFile, stored_dtype, validate
+from .stored_leaves import WeightFile, stored_dtype, validate
 
 # From ``config.json`` to a config object and the class to build.
 #
@@ -48,7 +48,7 @@ FALLBACKS = (
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
-    """The config object of the model in ``directory``.
+    """Return the config object of the model in ``directory``.
 
     Raises:
         SourceError: the file is missing, is not JSON, or has a type that transformers does not know.
@@ -87,7 +87,7 @@ def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code:
 
 
 def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bool) -> type:
-    """The class to build for ``config``.
+    """Return the class to build for ``config``.
 
     Raises:
         SourceError: neither the config nor the repository's code nor transformers' mappings name a class.
@@ -102,9 +102,13 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
             assert isinstance(cls, type)
             return cls
     for mapping_name in FALLBACKS:
-        cls = _from_mapping(mapping_name, config)
-        if cls is not None:
-            return cls
+        mapping = getattr(transformers, mapping_name, {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            cls = found[0] if isinstance(found, tuple) else found
+            if _is_model(cls):  # not _fits: some types use the class of another one
+                assert isinstance(cls, type)
+                return cls
     raise SourceError(
         f"transformers {transformers.__version__} has no model class for {type(config).__name__} "
         f"(architectures: {getattr(config, 'architectures', None)}); name one in config.json"
@@ -112,7 +116,7 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
 
 
 def _class_from_repository(config: Any, directory: Path) -> type | None:
-    """The model class among ``auto_map``'s, the one that ``architectures`` names first."""
+    """Return the model class among ``auto_map``'s, the one that ``architectures`` names first."""
     named = list(getattr(config, "architectures", None) or ())
     references = [
         ref for auto, ref in config.auto_map.items() if auto.startswith("AutoModel") and isinstance(ref, str)
@@ -134,20 +138,11 @@ def _is_model(cls: object) -> bool:
 
 
 def _fits(cls: object, config: Any) -> bool:
-    """Whether ``cls`` is a model that is built from this config."""
+    """Return whether ``cls`` is a model that is built from this config."""
     if not _is_model(cls):
         return False
     expected = getattr(cls, "config_class", None)
     return expected is None or isinstance(config, expected)
-
-
-def _from_mapping(mapping_name: str, config: Any) -> type | None:
-    mapping = getattr(transformers, mapping_name, {})
-    if type(config) not in mapping:
-        return None
-    found = mapping[type(config)]
-    cls = found[0] if isinstance(found, tuple) else found
-    return cls if _is_model(cls) else None  # not _fits: some types use the class of another one
 
 
 # The description of a model to convert, known before the model is built.
@@ -174,7 +169,7 @@ class ModelSpec:
     weight_files: tuple[WeightFile, ...] = ()
     """Validated checkpoint files; empty if no weights are needed."""
     index: Index | None = None
-    """Of the checkpoint files, where there are several."""
+    """The index of the checkpoint files, where there are several."""
     tied: Mapping[str, str] | None = None
     """Alias -> first name of parameters that are one tensor, by the checkpoint or by a plan; None: all that
     the class and its config tie."""
@@ -185,7 +180,7 @@ class ModelSpec:
 
     @property
     def class_name(self) -> str:
-        """``module:Class`` of the model.
+        """Return ``module:Class`` of the model.
 
         transformers imports custom code under a name that depends on the directory's path; its module is
         therefore relative to the directory: ``modeling_custom:CustomModel``.
@@ -197,7 +192,7 @@ class ModelSpec:
 
 
 def is_custom(cls: type) -> bool:
-    """Whether transformers imported the class from a model repository."""
+    """Return whether transformers imported the class from a model repository."""
     return cls.__module__.startswith("transformers_modules.")
 
 
@@ -214,7 +209,7 @@ class Located:
     directory: Path
     """Local, with at least the config."""
     commit: str | None = None
-    """Of a Hub repository."""
+    """The commit of a Hub repository."""
     remote: tuple[RemoteFile, ...] = ()
     """The weight files that stay on the Hub."""
 
@@ -222,7 +217,7 @@ class Located:
 def locate(
     model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
 ) -> Located:
-    """The directory of the model and, for a Hub repository, its commit.
+    """Return the directory of the model and, for a Hub repository, its commit.
 
     Args:
         model: a directory, or the id of a Hub repository.
@@ -251,11 +246,11 @@ def locate(
 def _remote(
     repo_id: str, commit: str, directory: Path, names: tuple[str, ...], hub: Hub
 ) -> tuple[RemoteFile, ...]:
-    """The weight files on the Hub; none if all are in the cache, or they are of another format."""
+    """Return the weight files on the Hub; none if all are in the cache, or they are of another format."""
     chosen = [name for name in names if name.endswith(".safetensors")]
     index = [name for single, name in LAYOUTS if (directory / name).is_file()]
     if index and len(chosen) > 1:
-        chosen.remove(LAYOUTS[0][0])  # the single file beside the files of an index
+        chosen.remove(LAYOUTS[0][0])  # the single file next to the files of an index
     if not chosen or all((directory / name).is_file() for name in chosen):
         return ()
     found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
@@ -296,7 +291,7 @@ def resolve(
         model: a directory, a Hub id, or (without weights) a transformers config object.
         hub: how to download it; None for the defaults.
         trust_remote_code: import the repository's own Python code.
-        dtype: of the parameters; by default that of the config, else that of the checkpoint.
+        dtype: the dtype of the parameters; by default that of the config, otherwise that of the checkpoint.
         need_weights: find (and download) the weight files and validate them.
         stream: leave uncached weight files on the Hub, where they are read by ranges.
 
@@ -310,7 +305,7 @@ def resolve(
     hub = hub or Hub()
     located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
     directory = located.directory
-    if located.commit is not None:  # ``locate`` has looked at what a local directory is
+    if located.commit is not None:  # ``locate`` has checked the kind of a local directory
         refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     quantization = quantization_of(config)
@@ -356,7 +351,9 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
 
 
 def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metadata: Mapping[str, Any]) -> str:
-    """The dtype in which ``from_pretrained`` loads the model: asked for, or the config's, or the weights'."""
+    """Return the dtype in which ``from_pretrained`` loads the model: asked for, or the config's, or the
+    weights'.
+    """
     if asked is not None:
         return asked.removeprefix("torch.")
     said = getattr(config, "dtype", None) or metadata.get("dtype")

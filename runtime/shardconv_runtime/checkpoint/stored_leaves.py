@@ -1,41 +1,105 @@
-"""The tensors of weight files as lazy tensors."""
+"""The weight files of a model: checks that they are complete, and their tensors as lazy tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
-from ..errors import SourceError
-from ..format.header import TORCH_NAME
-from ..hub.remote_files import RemoteFile
+from ..errors import CheckpointError, SourceError
+from ..format.header import TORCH_NAME, StoredTensor, data_start, read_header
+from ..hub.remote_files import RemoteFile, remote_header
 from ..tensors.lazy_tensor import LazyTensor, stored
 from .model_directory import Index
-from .pickled import pickled_tensors
-from .weight_files import WeightFile, header_of, metadata_of
+from .pickled import load_pickled, pickled_tensors
+
+WeightFile = Path | RemoteFile
+
+
+def validate(files: Iterable[WeightFile]) -> None:
+    """Check that each safetensors file is complete, by its header and its size.
+
+    Raises:
+        SourceError: a file is truncated or corrupt.
+    """
+    for file in files:
+        if file.suffix == ".safetensors":
+            header_of(file)
+
+
+def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
+    """Return the byte where the tensors of a safetensors file begin, and the tensors in the order of their
+    bytes.
+
+    Raises:
+        SourceError: the file is not a complete safetensors file, or cannot be read.
+    """
+    tensors = _header(file)[1]
+    return data_start(num_bytes(file), tensors), tensors
+
+
+def metadata_of(file: WeightFile) -> dict[str, str]:
+    """Return the metadata in the header of a safetensors file.
+
+    Raises:
+        SourceError: see ``header_of``.
+    """
+    return _header(file)[0]
+
+
+def _header(file: WeightFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    try:
+        return remote_header(file) if isinstance(file, RemoteFile) else read_header(file)
+    except CheckpointError as error:
+        reason = str(error).removesuffix("; copy or convert it again")
+        raise SourceError(f"{reason}; download or copy it again") from error
+
+
+def num_bytes(file: WeightFile) -> int:
+    """Return the size of a file, local or on the Hub."""
+    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def stored_dtype(file: WeightFile) -> str | None:
+    """Return the dtype that ``from_pretrained`` takes from a weight file where no config says one.
+
+    It is that of the first floating-point tensor, in the order in which the libraries list them: safetensors
+    by name, which is not the order of the bytes. Formats of 8 bits and less are not dtypes of a model.
+
+    Returns:
+        Its name, such as ``"bfloat16"``; None if there is none.
+    """
+    if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+        _, tensors = header_of(file)
+        found = [TORCH_NAME.get(tensor.dtype, "") for _, tensor in sorted(tensors.items())]
+    else:
+        found = [str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values()]
+    return next((name for name in found if name in ("float64", "float32", "bfloat16", "float16")), None)
+
 
 # Names of tensors in checkpoints that were saved of a wrapped model: without the wrapper's part.
 #
 # ``torch.compile``, ``DistributedDataParallel``, FSDP, activation checkpointing and trainers put a model
-# into a module of their own, or wrap modules inside of it. A state dict that is taken of the wrapper has
+# into their own module, or wrap modules inside of it. A state dict that is taken of the wrapper has
 # names such as ``_orig_mod.lm_head.weight`` or
 # ``model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight``.
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names of wrapped modules that no model gives to a part of its own."""
+"""Names of wrapped modules that no model uses for its own parts."""
 
 _ORDINARY = "module"
 """The name in ``DistributedDataParallel``, which a model may use as well."""
 
 _MOST_LEVELS = 4
-"""Of modules around a model, each of which has a name."""
+"""Most levels of modules around a model, each of which has a name."""
 
 
 def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
-    """Other names for all tensors of a checkpoint, the likeliest first.
+    """Yield other names for all tensors of a checkpoint, the likeliest first.
 
-    Whether some are those of the model is for the caller to find out.
+    The caller finds out which of them belong to the model.
 
     Args:
-        names: of the checkpoint.
+        names: the names of the checkpoint.
 
     Yields:
         Name -> without the parts of wrappers. Two tensors never get one name.
@@ -65,12 +129,12 @@ def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
 
 
 def wrapped_name(names: Collection[str]) -> str | None:
-    """A name that shows that the checkpoint is one of a wrapped model; None if there is none."""
+    """Return a name that shows that the checkpoint is one of a wrapped model; None if there is none."""
     return next((name for name in names if not _WRAPPERS.isdisjoint(name.split("."))), None)
 
 
 def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dict[str, LazyTensor]:
-    """The tensors of safetensors or PyTorch files by their names.
+    """Return the tensors of safetensors or PyTorch files by their names.
 
     Only the pickle of a PyTorch file in the zip format is read. A file of the older format is read completely
     when the first of its tensors is needed.
@@ -78,31 +142,35 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     Args:
         files: that hold the tensors.
         index: says which of several files that hold a tensor is the one to take: a repository may add a file
-            with some better tensors, and change its index alone.
+            with some better tensors, and change only its index.
 
     Raises:
         SourceError: a file cannot be read, or several hold a tensor, and no index says which one counts.
     """
     found: dict[str, dict[str, LazyTensor]] = {}
     for file in files:
-        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
-            tensors = _safetensors(file)
+        if isinstance(file, RemoteFile):
+            name_in_index = file.name
         else:
-            tensors = iter(pickled_tensors(file))
-        for tensor_name, tensor in tensors:
-            found.setdefault(tensor_name, {})[_name(file, index)] = tensor
+            name_in_index = (file if index is None else file.relative_to(index.path.parent)).as_posix()
+        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+            start, headers = header_of(file)
+            tensors = {}
+            for name, header in headers.items():
+                if header.dtype not in TORCH_NAME:
+                    raise SourceError(
+                        f"{file}: {name} has the dtype {header.dtype}, which torch does not have"
+                    )
+                tensors[name] = stored(file, start, header)
+        else:
+            tensors = dict(pickled_tensors(file))
+        for name, tensor in tensors.items():
+            found.setdefault(name, {})[name_in_index] = tensor
     return {name: _chosen(name, held, index) for name, held in found.items()}
 
 
-def _name(file: WeightFile, index: Index | None) -> str:
-    """The name by which an index may know a file."""
-    if isinstance(file, RemoteFile):
-        return file.name
-    return (file if index is None else file.relative_to(index.path.parent)).as_posix()
-
-
 def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> LazyTensor:
-    """The tensor among those that files hold under one name."""
+    """Return the tensor among those that files hold under one name."""
     named = "" if index is None else index.weight_map.get(name, "")
     if named in held:
         return held[named]
@@ -113,16 +181,8 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
     return next(iter(held.values()))
 
 
-def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
-    start, tensors = header_of(file)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in TORCH_NAME:
-            raise SourceError(f"{file}: {name} has the dtype {tensor.dtype}, which torch does not have")
-        yield name, stored(file, start, tensor)
-
-
 def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
-    """The metadata in the headers of the safetensors files among these, those of all files together.
+    """Return the metadata in the headers of the safetensors files among these, those of all files together.
 
     Raises:
         SourceError: a file cannot be read.

@@ -8,7 +8,7 @@ from ..errors import LaunchError
 
 
 def env_int(name: str, default: int) -> int:
-    """An environment variable that is a number.
+    """Return an environment variable that is a number.
 
     Raises:
         LaunchError: it is none.
@@ -25,9 +25,9 @@ OTHER_LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 
 
 def other_launcher() -> str:
-    """What to do if a launcher other than torchrun started several processes; empty if none did.
+    """Return what to do if a launcher other than torchrun started several processes; empty if none did.
 
-    It is the end of a message about the number of processes. Without RANK each process takes itself for the
+    It is the end of a message about the number of processes. Without RANK each process believes to be the
     only one.
     """
     if "RANK" in os.environ:

@@ -1,6 +1,6 @@
 """Control messages between the ranks of one model, apart from the tensors that the model computes.
 
-Errors that one rank alone can have are gathered from all ranks before the model's first collective
+Errors that only some ranks can have are gathered from all ranks before the model's first collective
 (``agree``), so that each of them raises and none hangs.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError
-from .mesh import Launch, rank
+from .mesh import Launch, can_capture, rank
 from .process_groups import control_group
 
 # Values of rank 0 on every rank.
@@ -113,7 +114,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
 
     Args:
         start: the ranks.
-        error: of this rank, if it failed.
+        error: the error of this rank, if it failed.
         timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
 
     Raises:
@@ -141,7 +142,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
 
 
 def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = None) -> T:
-    """Run a stage that may fail on one rank alone; return its result once all ranks have run it.
+    """Run a stage that may fail on only one rank; return its result once all ranks have run it.
 
     Args:
         start: the ranks.
@@ -163,7 +164,7 @@ def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = No
 
 
 def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]:
-    """The value of each rank, on every rank; of this process alone where it is the only one.
+    """Return the value of each rank, on every rank; only the own one in a job of one process.
 
     Args:
         start: the ranks.
@@ -224,7 +225,7 @@ def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
 
 
 def _summary(value: Any) -> str:
-    """What should be equal on all ranks: whole numbers exactly, and of computed values the kind and shape.
+    """Return what must be equal on all ranks: integers exactly, of computed values the kind and shape.
 
     Floating-point values may differ in their last bits, and parts of an encoder's output may be this rank's.
     """
@@ -244,11 +245,11 @@ def compare_calls(method: str, calls: Sequence[Mapping[str, str]]) -> None:
 
 
 def require_alike(what: str, calls: Sequence[Mapping[str, str]], remedy: str) -> None:
-    """Compare what is known of arguments by name, of each rank.
+    """Compare descriptions of arguments by name between the ranks.
 
     Args:
         what: the beginning of the message, such as "generate was called".
-        calls: of each rank.
+        calls: the calls of each rank.
         remedy: the end of the message.
 
     Raises:
@@ -264,12 +265,12 @@ def require_alike(what: str, calls: Sequence[Mapping[str, str]], remedy: str) ->
 
 
 def brief_digest(values: Sequence[Any], name: str) -> str:
-    """The number of values and a hash of them, for lists that are too long for a message."""
+    """Return the number of values and a hash of them, for lists that are too long for a message."""
     return f"{len(values)} {name}, sha256 {hashlib.sha256(repr(values).encode()).hexdigest()[:12]}"
 
 
 def digest(value: Any) -> str:
-    """A short text that is equal for equal values; for objects of unknown classes, the class."""
+    """Return a short text that is equal for equal values; for objects of unknown classes, the class."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         content_digest = hashlib.sha256(content.tobytes()).hexdigest()
@@ -283,3 +284,39 @@ def digest(value: Any) -> str:
     if hasattr(value, "to_diff_dict"):
         return f"{type(value).__name__} {value.to_diff_dict()!r}"
     return type(value).__qualname__
+
+
+def require_own_gpus(start: Launch) -> None:
+    """Check that each rank has its own GPU, which nccl needs; every rank calls it.
+
+    Raises:
+        LaunchError: two ranks have the same GPU.
+    """
+    if start.world_size > 1 and can_capture(start):
+        error = shared_gpu_error(exchange(start, describe_gpu(start.device)))
+        if error is not None:
+            raise error
+
+
+def describe_gpu(device: torch.device) -> tuple[str, str]:
+    """Return the host and the UUID of a GPU. It does not depend on ``CUDA_VISIBLE_DEVICES``."""
+    properties = torch.cuda.get_device_properties(device)
+    return socket.gethostname(), str(properties.uuid)
+
+
+def shared_gpu_error(gpus: list[tuple[str, str]]) -> LaunchError | None:
+    """Return the error if two ranks would use one GPU, otherwise None.
+
+    Args:
+        gpus: ``describe_gpu`` of each rank.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for number, gpu in enumerate(gpus):
+        if first.setdefault(gpu, number) != number:
+            host, identity = gpu
+            return LaunchError(
+                f"ranks {first[gpu]} and {number} use the same GPU ({identity} on {host}), and nccl needs "
+                "one for each rank; let each process see or bind its own (CUDA_VISIBLE_DEVICES, "
+                "torch.cuda.set_device, load(device=)), or start the group with gloo"
+            )
+    return None

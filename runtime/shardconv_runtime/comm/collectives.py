@@ -1,7 +1,7 @@
 """Collectives over axes of the mesh.
 
 Parallel modules and the steps of a plan call a ``Communicator``, in a job a ``ProcessCommunicator``. Its
-operations have no backward: ``tensor_steps.py`` puts each beside its adjoint.
+operations have no backward: ``steps.py`` puts each next to its adjoint.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Communicator(ABC):
     Args:
         rank: this rank, row-major in ``mesh``.
         mesh: sizes of the mesh axes.
-        device: of the model. Steps allocate what they keep there when they are made: memory that is allocated
-            in a call may belong to a CUDA graph.
+        device: the device of the model. Steps allocate what they keep there when they are made: memory that
+            is allocated in a call may belong to a CUDA graph.
 
     Attributes:
         regathering: set while a forward pass runs that keeps parts of what it gathers.
-        sequence: of the last forward pass whose activations are sharded over the sequence: its length, and
+        sequence: for the last forward pass whose activations are sharded over the sequence, its length, and
             that with padding. It is kept for a backward pass that recomputes.
     """
 
@@ -64,7 +64,7 @@ class Communicator(ABC):
         self.sequence: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model communicates with the same ranks."""
+        """Return this communicator: a copy of a model communicates with the same ranks."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -74,7 +74,7 @@ class Communicator(ABC):
         )
 
     def group(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that differ from this one in ``axes`` only, in coordinate order."""
+        """Return the ranks that differ from this one in ``axes`` only, in coordinate order."""
         return group_of(self.mesh, axes, self.rank)
 
     def num_ranks(self, axes: Iterable[int]) -> int:
@@ -85,7 +85,7 @@ class Communicator(ABC):
         return count
 
     def real(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Those axes, ascending, along which there is more than one rank."""
+        """Return the axes, ascending, along which there is more than one rank."""
         return tuple(sorted(a for a in axes if self.mesh[a] > 1))
 
     def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, overwrite: bool = False) -> Tensor:
@@ -108,19 +108,21 @@ class Communicator(ABC):
         return self._sum(x.contiguous(), axes)
 
     def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Local ``[n, ...]`` of ``p`` ranks along ``axes``, in order, as ``[p * n, ...]``. No backward."""
+        """Concatenate local ``[n, ...]`` of ``p`` ranks along ``axes``, in order: ``[p * n, ...]``. No
+        backward.
+        """
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
         return self._concatenate(x.contiguous(), axes)
 
     def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
-        """``concatenate``, begun: the returned function waits for the result."""
+        """Begin to concatenate; the returned function waits for the result."""
         found = self.concatenate(x, axes)
         return lambda: found
 
     def reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """``[p * n, ...]`` summed over ``p`` ranks along ``axes``: this rank's ``[n, ...]``. No backward."""
+        """Sum ``[p * n, ...]`` over ``p`` ranks along ``axes`` to local ``[n, ...]``. No backward."""
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
@@ -131,12 +133,12 @@ class Communicator(ABC):
         """Sum of a contiguous tensor of any shape over two or more ranks; does not write to ``x``."""
 
     def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """As ``_sum``, for an ``x`` that may be overwritten."""
+        """Sum like ``_sum``; ``x`` may be overwritten."""
         return self._sum(x, axes)
 
     @abstractmethod
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Concatenation of contiguous ``[n, ...]`` along dim 0 over two or more ranks."""
+        """Concatenate contiguous ``[n, ...]`` along dim 0 over two or more ranks."""
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Sum of contiguous ``[p * n, ...]`` over ``p`` ranks, two or more: this rank's ``[n, ...]``."""
@@ -181,9 +183,7 @@ class ProcessCommunicator(Communicator):
         return x
 
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return self._gather(x, self.num_ranks(axes), axes)
-
-    def _gather(self, x: Tensor, num_ranks: int, axes: tuple[int, ...]) -> Tensor:
+        num_ranks = self.num_ranks(axes)
         if self._through_host:
             gathered: Tensor = torch.ops.shardconv.host_gather(x, num_ranks, self._names[axes])
             return gathered

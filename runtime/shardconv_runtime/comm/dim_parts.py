@@ -4,7 +4,7 @@ A known layout may be uneven and in many pieces. An open one (a sequence, whose 
 input) has equal parts, in the order of the ranks.
 
 Shapes below: ``n`` is this rank's number of positions of the dim, ``m`` the largest of any rank, ``N`` the
-global number, and ``...`` stands for the other dims. Dtypes stay.
+global number, and ``...`` are the other dims. Dtypes stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..format.dims import Dim, Leaf, axes_of, to_text
 from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
 
 MAX_CONCATENATED = 64
-"""Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
+"""Up to this many ranges are put together with ``torch.cat``; more with one ``index_select``."""
 
 
 class Parts(ABC):
@@ -39,32 +39,35 @@ class Parts(ABC):
 
     @abstractmethod
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part: ``[..., N, ...]`` to local ``[..., n, ...]``, contiguous for model code."""
+        """Return this rank's part: ``[..., N, ...]`` to local, contiguous ``[..., n, ...]``."""
 
     @abstractmethod
     def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part at its positions, zero elsewhere: local ``[..., n, ...]`` to ``[..., N, ...]``."""
+        """Return this rank's part at its positions, zero elsewhere: local ``[..., n, ...]`` to ``[..., N,
+        ...]``.
+        """
 
     @abstractmethod
     def padded(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part, padded with zeros: local ``[..., n, ...]`` to ``[..., m, ...]``."""
+        """Return this rank's part, padded with zeros: local ``[..., n, ...]`` to ``[..., m, ...]``."""
 
     @abstractmethod
     def unpadded(self, x: Tensor, dim: int) -> Tensor:
-        """The inverse of ``padded``: ``[..., m, ...]`` to local ``[..., n, ...]``."""
+        """Return the inverse of ``padded``: ``[..., m, ...]`` to local ``[..., n, ...]``."""
 
     @abstractmethod
     def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
-        """``[..., N, ...]`` from the padded parts ``[..., m, ...]`` of the ranks along ``axes``."""
+        """Return ``[..., N, ...]`` from the padded parts ``[..., m, ...]`` of the ranks along ``axes``."""
 
     @abstractmethod
     def separated(self, x: Tensor, dim: int) -> list[Tensor]:
-        """The padded parts ``[..., m, ...]`` of the ranks along ``axes`` from ``[..., N, ...]``."""
+        """Return the padded parts ``[..., m, ...]`` of the ranks along ``axes`` from ``[..., N, ...]``."""
 
     @abstractmethod
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
-        """Local ``[..., n, ...]``, each position divided by the number of ranks along those of ``axes`` that
-        do not shard it."""
+        """Divide each position of ``[..., n, ...]`` by the number of ranks along the ``axes`` that do not
+        shard it.
+        """
 
     def _require(self, x: Tensor, dim: int, expected: int) -> None:
         if x.shape[dim] != expected:
@@ -161,7 +164,9 @@ class Select:
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
 
     def put(self, x: Tensor, out: Tensor, dim: int) -> Tensor:
-        """The inverse: write ``x: [..., n, ...]`` to its positions in ``out: [..., N, ...]``."""
+        """Write ``x: [..., n, ...]`` to its positions in ``out: [..., N, ...]``, the inverse of the
+        selection.
+        """
         if self._index is not None:
             return out.index_copy_(dim, self._index_on(x.device), x)
         done = 0
@@ -178,7 +183,7 @@ class Select:
 
 
 def padded_to(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x: [..., n, ...]`` with zeros at the end of a dim: ``[..., size, ...]``."""
+    """Append zeros to a dim: ``x: [..., n, ...]`` to ``[..., size, ...]``."""
     if x.shape[dim] == size:
         return x
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, size - x.shape[dim]))

@@ -13,12 +13,56 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import LaunchError
 from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Plan
-from ..format.slices import Mesh, group_of
+from ..format.slices import group_of
 from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
 from . import env_int, other_launcher
 from .collectives import AllReduce, ProcessCommunicator
-from .devices import find_device
 from .process_groups import axes_group, check_group, control_group, start_group, warm_up
+
+
+def find_device(device: torch.device | str | None, num_local: int) -> torch.device:
+    """Return the device of this process, with an index if it is a GPU.
+
+    A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
+    ``init_process_group(device_id=)``, otherwise that of the launcher's local rank. Where a process sees one
+    GPU, it is that: launchers may show each process its own.
+
+    Args:
+        device: as the caller named it; by default a GPU if torch finds cuda, otherwise the CPU.
+        num_local: this many processes of this host need a GPU each; 0 if unknown.
+
+    Raises:
+        LaunchError: there is no cuda, or there are fewer GPUs than processes.
+    """
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type != "cuda" or (found.index is not None and torch.cuda.is_available()):
+        return found
+    if not torch.cuda.is_available():
+        raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
+    bound: int | None
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None and world.bound_device_id is not None:
+        bound = world.bound_device_id.index
+    else:  # GPU 0 may be current without having been chosen
+        bound = torch.cuda.current_device() or None
+    return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
+
+
+def _index_of_local_rank(num_local: int) -> int:
+    count = torch.cuda.device_count()
+    local = env_int("LOCAL_RANK", -1)
+    if count == 1:
+        return 0
+    if local < 0:  # a launcher that fills one host after the other; duplicates are found once all have joined
+        return env_int("RANK", 0) % count
+    wanted = max(local + 1, num_local)
+    if wanted > count:
+        raise LaunchError(
+            f"the launcher started {wanted} processes on this host, where {count} GPUs are visible, and each "
+            f"rank needs its own GPU; start {count} processes per host (torchrun --nproc-per-node {count}), "
+            "or pass device='cpu'"
+        )
+    return local
 
 
 @dataclass(frozen=True)
@@ -40,14 +84,15 @@ class Launch:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes, without starting a group: of the given one, else of the launcher's environment."""
+    """Number of processes, without starting a group: of the given one, otherwise of the launcher's
+    environment."""
     if group is not None or dist.is_initialized():
         return dist.get_world_size(group)
     return env_int("WORLD_SIZE", 1)
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number among them, without starting a group.
+    """Return this process's rank, without starting a group.
 
     Raises:
         LaunchError: this process is not in the group.
@@ -61,7 +106,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None, stages_per_process: int = 1) -> None:
-    """Check that there is one process for each rank of the plan, or of so many stages. No collective runs.
+    """Check that there is one process for each rank of the plan, or of this many stages. No collective runs.
 
     Raises:
         LaunchError: there are fewer or more.
@@ -92,7 +137,7 @@ def launch(
 
     Args:
         group: the processes that load the model; all by default.
-        device: where the model goes, see ``devices.find_device``.
+        device: where the model goes, see ``find_device``.
         timeout_s: how long a collective may take in a group that is started here; torch's default if None.
 
     Raises:
@@ -123,7 +168,7 @@ def connect(
     all_reduce: AllReduce | None = None,
     more_axes: Iterable[Iterable[int]] = (),
 ) -> ProcessCommunicator:
-    """The rank's communicator, with a connected process group for each set of mesh axes that the plan uses.
+    """Connect process groups for the sets of mesh axes that the plan uses; return the communicator.
 
     Args:
         plan: its mesh has as many ranks as there are processes.
@@ -136,7 +181,7 @@ def connect(
             they cannot communicate.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    all_axes = range(len(plan.mesh))  # over which ranks compare what they have
+    all_axes = range(len(plan.mesh))  # over which ranks compare their values
     for axes in sorted(used_axes(plan, (*more_axes, all_axes))):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
@@ -147,16 +192,18 @@ def connect(
 
 
 def can_capture(start: Launch) -> bool:
-    """Whether a CUDA graph can hold the ranks' collectives: nccl, or a single rank."""
+    """Return whether a CUDA graph can hold the ranks' collectives: with nccl, or for a single rank."""
     if start.device.type != "cuda":
         return False
     return start.world_size == 1 or "nccl" in dist.get_backend_config(start.group)
 
 
 def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
-    """The sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass run."""
+    """Return the sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass
+    run.
+    """
     used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
-    return {_real_axes(axes, plan.mesh) for axes in (*used, *more)} - {()}
+    return {tuple(sorted(axis for axis in axes if plan.mesh[axis] > 1)) for axes in (*used, *more)} - {()}
 
 
 def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
@@ -169,10 +216,6 @@ def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
         yield entry.norm.axes
 
 
-def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
-    return tuple(sorted(axis for axis in axes if mesh[axis] > 1))
-
-
 # A device mesh: the dim over which one model is tensor-parallel, and all of its processes.
 
 TP = "tp"
@@ -182,12 +225,12 @@ PP = "pp"
 
 
 def data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The dims of a mesh along which processes hold copies of one model, or parts of its tensors."""
+    """Return the dims of a mesh along which processes hold copies of one model, or parts of its tensors."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (TP, PP))
 
 
 def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The processes of a device mesh that load one model together: the ranks of all of its stages.
+    """Return the processes of a device mesh that load one model together: the ranks of all of its stages.
 
     Raises:
         LaunchError: the mesh has no dim of that name, or a group was given as well.
@@ -208,11 +251,11 @@ def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dis
 
 
 def mesh_processes(mesh: DeviceMesh, device: torch.device) -> Launch:
-    """All processes of a mesh, for control messages between them; each of them calls it.
+    """Return all processes of a mesh, with a group for control messages; each of them calls this.
 
     Args:
         mesh: it has this process.
-        device: of this process.
+        device: the device of this process.
 
     Raises:
         LaunchError: one of them did not join.

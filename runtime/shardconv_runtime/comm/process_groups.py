@@ -35,12 +35,12 @@ _subgroups = WeakKeyDictionary()
 
 
 def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on this device are gathered through the memory of the host: ranks share one GPU."""
+    """Return whether ranks share one GPU, so that tensors are gathered through the memory of the host."""
     return device.type == "cuda" and "cuda:gloo" in dist.get_backend_config(group)
 
 
 def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
-    """Processes of a group over gloo, for control messages: waiting for one needs no GPU, and may be long.
+    """Return a gloo group of the same processes, for control messages: waiting for these needs no GPU.
 
     Args:
         group: the processes.
@@ -56,10 +56,10 @@ def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None
 
 
 def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.ProcessGroup:
-    """The same processes over gloo once more, for messages of a thread of its own.
+    """Return another gloo group of the same processes, for messages of a separate thread.
 
     Args:
-        group: of the ranks.
+        group: the process group of the ranks.
         timeout_s: how long a message may take; None for as long as a control message.
     """
     _settle_at_exit()
@@ -69,7 +69,8 @@ def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.Proces
 
 
 def start_group(device: torch.device, timeout_s: float | None) -> None:
-    """Start the default process group from the launcher's environment: nccl for a cuda device, else gloo.
+    """Start the default process group from the launcher's environment: nccl for a cuda device, otherwise
+    gloo.
 
     Raises:
         LaunchError: the environment lacks a launcher's variables, or the others cannot be joined.
@@ -105,7 +106,7 @@ def check_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these members of ``group``.
+    """Return the process group of these members of ``group``.
 
     Raises:
         LaunchError: the ranks of ``group`` do not ascend.
@@ -126,8 +127,8 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     then be split off its communicator, which takes all processes, not their members alone.
 
     Args:
-        groups: of this rank; all members of a group call this at about the same time.
-        device: of the model.
+        groups: the groups of this rank; all members of a group call this at about the same time.
+        device: the device of the model.
 
     Raises:
         LaunchError: the ranks cannot communicate.
@@ -144,7 +145,7 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of the group may take; a group of some of its ranks would not inherit it."""
+    """Return the timeout of collectives of a group, which groups of its ranks would not inherit."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     found: timedelta = getattr(options, "_timeout", None) or _c10d._get_default_timeout(
         dist.Backend(dist.get_backend(group))
@@ -176,7 +177,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 def _subgroup(
     group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | None, purpose: str = ""
 ) -> dist.ProcessGroup:
-    """A group of some ranks of ``group``, made once for a purpose and kept as long as ``group`` is.
+    """Return a group of some ranks of ``group``, made once for a purpose and kept as long as ``group``.
 
     Only its members take part in making it, so several groups can load different models at a time.
 
@@ -200,7 +201,7 @@ def _subgroup(
 def _new_group(
     group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, purpose: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A new group, which its members find by a name that says what it is.
+    """Make a group, which its members find by a name that describes it.
 
     ``new_group`` counts the groups of this process for the name: processes that made others before, of
     other models, would wait for each other under different names.
@@ -226,8 +227,7 @@ def _new_group(
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """If the default group is bound to a device, torch would make a group by splitting the communicator of
-    the default group, in which all processes would have to take part."""
+    """Keep torch from splitting the communicator of a default group that is bound to a device."""
     world = dist.group.WORLD
     assert world is not None, "the group is one of its own"
     bound = world.bound_device_id

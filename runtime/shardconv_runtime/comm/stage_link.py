@@ -46,12 +46,12 @@ class Handover(Transport):
     """One pass of a stage in a schedule, which sends and receives in place of the pass.
 
     Args:
-        received: what the stages before have sent, local.
+        received: the values that earlier stages have sent, local.
     """
 
     def __init__(self, received: Mapping[Crossing, Tensor]) -> None:
         self.values = dict(received)
-        """What was received, and what the pass leaves for later stages."""
+        """Values that were received, and that the pass leaves for later stages."""
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Leave a value for the schedule.
@@ -88,7 +88,8 @@ class StageLink:
     """The place of one rank in a pipeline, and its connection to the other stages.
 
     Args:
-        place: of this rank among those of equal place in their stages; with one stage each, its stage.
+        place: the place of this rank among those of equal place in their stages; with one stage each, its
+            stage.
         count: of stages.
         transport: between the stages, as long as no other one is handed over, see ``through``.
         num_places: how many ranks share the stages, in turn; by default each has one.
@@ -99,42 +100,42 @@ class StageLink:
         self.count = count
         self.num_places = count if num_places is None else num_places
         self.stages = tuple(range(place, count, self.num_places))
-        """Of this rank."""
+        """The stages of this rank."""
         self._stage = self.stages[-1]
         self._transport = transport
         self._shares_results = True
         self._num_calls = 0
         self._handed_on: set[Crossing] = set()
-        """What this rank sent or received in the running call of the model."""
+        """Values that this rank sent or received in the running call of the model."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model talks to the same stages."""
+        """Return this link: a copy of a model talks to the same stages."""
         return self
 
     # The pass that is running
 
     @property
     def stage(self) -> int:
-        """The stage of this rank whose pass is running; between passes its last one."""
+        """Return the stage of this rank whose pass is running, or its last one between passes."""
         return self._stage
 
     @property
     def transport(self) -> Transport:
-        """The transport of the running pass."""
+        """Return the transport of the running pass."""
         return self._transport
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's results are computed here."""
+        """Return whether the model's results are computed here."""
         return self._stage == self.count - 1
 
     def is_scheduled(self) -> bool:
-        """Whether a schedule sends and receives in place of the running pass."""
+        """Return whether a schedule sends and receives in place of the running pass."""
         return isinstance(self._transport, Handover)
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the running pass only finds the forms of what it receives, and computes nothing."""
+        """Return whether the running pass only finds the forms of what it receives, and computes nothing."""
         return self._transport.only_measures
 
     @contextmanager
@@ -176,7 +177,7 @@ class StageLink:
 
     @property
     def is_called(self) -> bool:
-        """Whether a call is running in which all stages take part."""
+        """Return whether a call is running in which all stages take part."""
         return self._num_calls > 0
 
     # What crosses
@@ -187,7 +188,7 @@ class StageLink:
         self._transport.send(crossing, x, stages)
 
     def needs(self, stages: Sequence[int]) -> bool:
-        """Whether the running pass needs a result that goes to these stages."""
+        """Return whether the running pass needs a result that goes to these stages."""
         return self._stage in stages or self.is_measuring
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
@@ -196,7 +197,7 @@ class StageLink:
         return self._transport.receive(crossing, shape, dtype, source)
 
     def missing(self, expected: Set[Crossing]) -> Set[Crossing]:
-        """Those of the values that should cross in each call which did not in this one."""
+        """Return the values that should cross in each call, and did not in this one."""
         return frozenset() if self._transport.may_miss_values else expected - self._handed_on
 
     # Results, which the last stage computes

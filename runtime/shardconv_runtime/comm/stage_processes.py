@@ -76,13 +76,13 @@ class StageMessage:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one stage exchanges with others in a call, in order."""
+    """The values that one stage exchanges with others in a call, in order."""
 
     sent: tuple[StageMessage, ...]
     received: tuple[StageMessage, ...]
@@ -148,12 +148,12 @@ class ProcessTransport(Transport):
                 tensor.copy_(sent)
 
     def receive_early(self, seen: Traffic, num_tokens: int, most_tokens: int, num_calls: int) -> None:
-        """Over gloo, be ready for the next calls before they are made; all stages call this.
+        """Prepare, over gloo, to receive in the next calls before they are made; all stages call this.
 
         Args:
-            seen: what one call exchanged; each of the next ones has as many messages.
+            seen: the values of one call; each of the next ones has as many messages.
             num_tokens: of that call.
-            most_tokens: of the next ones.
+            most_tokens: the most tokens of the next ones.
             num_calls: to be ready for.
         """
         if dist.get_backend(self.group) == "gloo":
@@ -196,7 +196,7 @@ class AsyncTransport(Transport):
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far."""
+        """Return the messages that were exchanged so far."""
         return Traffic(tuple(self._sent), tuple(self._received))
 
     def wait(self) -> None:
@@ -218,7 +218,7 @@ class EarlyReceives:
 
     Args:
         group: the process of each stage, in order, over gloo.
-        seen: what that call exchanged.
+        seen: the values that the call exchanged.
         num_tokens: of that call.
         most_tokens: of any call.
         num_calls: for which buffers are ready.

@@ -1,4 +1,4 @@
-"""The steps of a plan on local tensors: linear maps between placements, each beside its adjoint.
+"""The steps of a plan on local tensors: linear maps between placements, each next to its adjoint.
 
 ``Reduce``, ``Gather``, ``Slice`` and ``ReduceScatter`` have a backward if they are made for training. Without
 it, a tensor that requires a gradient is refused.
@@ -26,18 +26,18 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
-        """``forward(x)``."""
+        """Return ``forward(x)``."""
         ctx.backward_map = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of ``x`` from the gradient of the result."""
+        """Return the gradient of ``x`` from the gradient of the result."""
         return ctx.backward_map(gradients[0]), None, None
 
 
 def apply(x: Tensor, forward: Map, backward: Map | None) -> Tensor:
-    """``forward(x)`` of a linear map, ``x`` local of any shape; its adjoint ``backward`` takes the gradient.
+    """Apply a linear map ``forward`` to local ``x`` of any shape; ``backward`` is its adjoint, for gradients.
 
     Raises:
         PlanError: ``x`` requires a gradient, and ``backward`` is None.
@@ -70,7 +70,7 @@ class Reduce:
         return apply(x, self._forward, self._backward if self._back is not None else None) if self.axes else x
 
     def overwriting(self, x: Tensor) -> Tensor:
-        """The same for an ``x`` that nothing else reads: it may be overwritten."""
+        """Do the same with an ``x`` that nothing else reads, and that may be overwritten."""
         if torch.is_grad_enabled() and x.requires_grad:
             return self(x)
         return self.comm.all_reduce(x, self.axes, overwrite=True) if self.axes else x
@@ -107,7 +107,11 @@ class Resharding(ABC):
         self.dim = dim
         self.axes = comm.real(axes_of(layout))
         if self.axes:
-            self.parts = _parts_of(layout, comm)
+            self.parts: Parts
+            if isinstance(layout, Leaf) and not layout.size:
+                self.parts = OpenParts(layout, comm.mesh, comm.rank)
+            else:
+                self.parts = KnownParts(layout, comm.mesh, comm.rank, comm.device)
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
         self.is_partially_sharded = is_partially_sharded(layout)
@@ -119,28 +123,26 @@ class Resharding(ABC):
         return self.comm.regathering.reshard(self, x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """The step, of which autograd keeps what it saves."""
+        """Apply the step; autograd keeps what the step saves."""
         forward, backward = (self.forward, self.backward) if self.axes else (unchanged, unchanged)
         return apply(x, forward, None if self._partial is None else backward)
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """The step itself."""
+        """Apply the step."""
 
     @abstractmethod
     def backward(self, gradient: Tensor) -> Tensor:
-        """Its adjoint."""
+        """Apply the adjoint of the step."""
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Ranks with smaller shares pad theirs, since a collective moves equal pieces; joining them drops the
-        padding. The tensor is sent as it lies in memory: moving the dim to the front would copy the input and
-        the result in short strides."""
+        """Gather shares that ranks with smaller ones pad, since a collective moves equal pieces."""
         dim = self.dim % x.dim()
         padded = self.parts.padded(x, dim)
         return self.parts.joined(self.comm.concatenate(padded[None], self.axes).unbind(), dim)
 
     def begin_gathering(self, x: Tensor) -> Callable[[], Tensor]:
-        """The gather of ``x``, begun: the returned function waits for the result."""
+        """Begin to gather ``x``; the returned function waits for the result."""
         dim = self.dim % x.dim()
         finish = self.comm.begin_concatenating(self.parts.padded(x, dim)[None], self.axes)
         return lambda: self.parts.joined(finish().unbind(), dim)
@@ -155,17 +157,6 @@ class Resharding(ABC):
 
     def _own(self, x: Tensor) -> Tensor:
         return self.parts.own(x, self.dim % x.dim())
-
-    def _own_in_zeros(self, x: Tensor) -> Tensor:
-        return self.parts.own_in_zeros(x, self.dim % x.dim())
-
-
-def _parts_of(layout: Dim, comm: Communicator) -> Parts:
-    """The parts of a dim of this layout."""
-    if isinstance(layout, Leaf) and not layout.size:
-        return OpenParts(layout, comm.mesh, comm.rank)
-
-    return KnownParts(layout, comm.mesh, comm.rank, comm.device)
 
 
 class Gather(Resharding):
@@ -200,7 +191,7 @@ class Slice(Resharding):
             return self._gather(gradient)
         gradient = self._divided(gradient, [a for a in self.axes if a not in self._local])
         replicated = tuple(a for a in self.axes if a not in (self._partial or ()))
-        return self.comm.all_reduce(self._own_in_zeros(gradient), replicated)
+        return self.comm.all_reduce(self.parts.own_in_zeros(gradient, self.dim % gradient.dim()), replicated)
 
 
 class ReduceScatter(Resharding):
@@ -217,7 +208,7 @@ class ReduceScatter(Resharding):
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The identity on any shape, for steps on the gradient alone, and where one rank has all positions."""
+    """Return the argument: for steps on the gradient only, and if one rank has all positions."""
     return x
 
 
@@ -289,7 +280,7 @@ class GradDivide:
 class Inner:
     """A step on the known factors of a dim: local ``[..., outer * n * inner, ...]`` for any ``n``.
 
-    Backward: that of the step.
+    Backward: the backward of the step.
 
     Args:
         step: class of the step.

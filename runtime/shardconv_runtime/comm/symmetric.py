@@ -22,13 +22,13 @@ SYMMETRIC = "symmetric"
 """The name of these sums."""
 
 MAX_BYTES = 128 << 10
-"""Of a tensor that is summed in one step; torch's compiler has the same limit."""
+"""Most bytes of a tensor that is summed in one step; torch's compiler has the same limit."""
 
 ALIGNMENT = 16
-"""Of a tensor's size in bytes; the kernel reads so many at a time."""
+"""A tensor's size in bytes must be a multiple of this, which the kernel reads at a time."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""That the kernel knows."""
+"""Dtypes that the kernel supports."""
 
 _shared: dict[str, tuple[dist.ProcessGroup, Tensor]] = {}
 """Groups by name, with memory that their ranks can read, ``[MAX_BYTES]`` uint8."""
@@ -37,7 +37,7 @@ _shared: dict[str, tuple[dist.ProcessGroup, Tensor]] = {}
 def connect_by_name(
     name: str, start: Launch, connect: Callable[[AllReduce | None], ProcessCommunicator]
 ) -> ProcessCommunicator:
-    """The communicator of a rank that sums as ``name`` says.
+    """Return a communicator that sums as ``name`` says.
 
     Args:
         name: ``SYMMETRIC``.
@@ -61,7 +61,7 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
 
     Args:
         start: the ranks.
-        groups: of this rank, in which tensors are summed.
+        groups: the groups of this rank, in which tensors are summed.
 
     Raises:
         LaunchError: the ranks do not communicate over nccl, or cannot read each other's memory.
@@ -84,7 +84,7 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
 
 
 def symmetric_sum(x: Tensor, group_name: str) -> Tensor:
-    """The sum over a group of contiguous ``x`` of any shape; an ``AllReduce``."""
+    """Sum contiguous ``x`` of any shape over a group; an ``AllReduce``."""
     summed: Tensor = torch.ops.shardconv.symmetric_sum(x, group_name)
     return summed
 

@@ -93,7 +93,7 @@ def segments(dim: Dim) -> list[Dim]:
 
 
 def is_partially_sharded(dim: Dim) -> bool:
-    """Whether some positions of the dim are sharded over other mesh axes than others."""
+    """Return whether some positions of the dim are sharded over other mesh axes than others."""
     if isinstance(dim, Leaf):
         return False
     if isinstance(dim, Product):
@@ -140,8 +140,7 @@ _TOKEN = re.compile(
 
 
 def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
-    """The known parts (outer, inner) around the one open factor of a product; None if all is known, or if the
-    dim is one open leaf that is sharded itself.
+    """Return the known parts (outer, inner) around the one open factor of a product, if it has one.
 
     Raises:
         PlanError: an open leaf anywhere else.

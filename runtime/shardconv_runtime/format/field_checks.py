@@ -1,4 +1,4 @@
-"""What a field of a plan or of a manifest may hold.
+"""Checks of the fields of a plan or of a manifest.
 
 The classes check their own fields with these functions when a value is made. An error names the field within
 the value; ``typed_json`` puts the path of the value in a document in front of it.
@@ -88,22 +88,22 @@ def check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
 
 
 def is_step(text: str) -> bool:
-    """One component of a path to an attribute or a slot: an identifier, no dunder, or an index."""
+    """Return whether a text is one component of a path: an identifier without dunders, or an index."""
     is_index = text.isascii() and text.isdigit() and len(text) <= 9
     is_name = text.isidentifier() and not text.startswith("__") and len(text) <= MAX_STEP_LENGTH
     return is_index or is_name
 
 
 def is_path(steps: Sequence[str]) -> bool:
-    """A path of few components."""
+    """Return whether a text is a path of few components."""
     return len(steps) <= MAX_PATH_STEPS and all(map(is_step, steps))
 
 
 def is_importable(text: str) -> bool:
-    """The name of a module."""
+    """Return whether a text is the name of a module."""
     return len(text) <= MAX_NAME_LENGTH and _IMPORTABLE.fullmatch(text) is not None
 
 
 def is_sha256(text: str) -> bool:
-    """A sha256 in lower-case hex."""
+    """Return whether a text is a sha256 in lower-case hex."""
     return _SHA256.fullmatch(text) is not None

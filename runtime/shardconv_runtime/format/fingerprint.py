@@ -21,7 +21,8 @@ _MISSING = "missing"
 
 
 def fingerprint(module_names: Sequence[str]) -> str:
-    """sha256 (hex) over the names and the source of these modules; order and repetition do not matter.
+    """Return the sha256 (hex) over the names and the source of these modules; order and repetition do not
+    matter.
 
     Line endings are normalized. A module that is not installed, or has no source, counts as
     ``missing``. No module is imported.
@@ -39,7 +40,7 @@ def code_info(module_names: Iterable[str]) -> CodeInfo:
 
 
 def check_code(plan: Plan) -> None:
-    """Check that the installed model code is that of the plan.
+    """Check that the installed model code is the code that the plan is for.
 
     The source decides, not the versions: another build of torch with the same model code is fine.
 
@@ -78,7 +79,7 @@ def _source(name: str) -> str | None:
 
 
 def _find(name: str) -> ModuleSpec | None:
-    """The spec of a module, found from its top package down without importing any."""
+    """Return the spec of a module, found from its top package down without importing any."""
     locations: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     components = name.split(".")

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from .dims import axes_of, size
 from .field_checks import fail
 from .names import MAX_NAMES, expand_all
-from .packed_layout import tensor_name
 from .plan import WHOLE, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from .slot_steps import AllGatherStep
-from .stored_layout import is_common
+from .stored_layout import is_common, tensor_name
 
 FUSED_PARAMETERS = ("weight", "bias")
-"""Of each member of a group; those of one name lie next to each other."""
+"""Parameters of each member of a group; those of one name are next to each other."""
 
 
 def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -59,7 +58,13 @@ def check_fused(plan: Plan) -> None:
         biases = _of_members("bias", group, parameters)
         if any(biases) and not all(biases):
             fail("fused", f"some members of the group of {group[0]!r} have a bias, others have none")
-        _check_alike(group, [entry for entry in (*weights, *biases) if entry is not None])
+        entries = [entry for entry in (*weights, *biases) if entry is not None]
+        if len({size(entry.dims[1]) for entry in entries if len(entry.dims) > 1}) > 1:
+            fail("fused", f"the members of the group of {group[0]!r} have inputs of different sizes")
+        if any(entry.partial or any(map(axes_of, entry.dims[1:])) for entry in entries):
+            fail("fused", f"a member of the group of {group[0]!r} gives terms of a sum over ranks")
+        if len({is_common(entry) for entry in entries}) > 1:
+            fail("fused", f"some members of the group of {group[0]!r} are replicated, others are not")
         if bad := tied.intersection(f"{fqn}.{attribute}" for fqn in group for attribute in FUSED_PARAMETERS):
             fail("fused", f"{min(bad)!r} is tied")
 
@@ -71,18 +76,9 @@ def _of_members(
 
 
 def is_fusible(entry: ModulePlan) -> bool:
-    """Whether a module with this entry may be a member of a group: it may gather its output, and no more."""
+    """Return whether a module with this entry may be in a group: it may only gather its output."""
     gathers = all(isinstance(step, AllGatherStep) for step in entry.outputs)
     return entry.category == "column" and gathers and not (entry.inputs or entry.edits)
-
-
-def _check_alike(group: tuple[str, ...], entries: list[ParameterPlan]) -> None:
-    if len({size(entry.dims[1]) for entry in entries if len(entry.dims) > 1}) > 1:
-        fail("fused", f"the members of the group of {group[0]!r} have inputs of different sizes")
-    if any(entry.partial or any(map(axes_of, entry.dims[1:])) for entry in entries):
-        fail("fused", f"a member of the group of {group[0]!r} gives terms of a sum over ranks")
-    if len({is_common(entry) for entry in entries}) > 1:
-        fail("fused", f"some members of the group of {group[0]!r} are replicated, others are not")
 
 
 # The tensors that lie next to each other in files, as the parameters of a group of fused layers.
@@ -111,14 +107,16 @@ def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def _dtypes_by_rows(entry: ParameterPlan) -> dict[str, str]:
-    """Dtypes of the tensors as which a parameter is stored, if they run along its rows in their first dim."""
+    """Return the dtypes of the tensors as which a parameter is stored, if they run along its rows in their
+    first dim.
+    """
     if entry.packing is None:
         return {WHOLE: entry.dtype}
     return {t.name: t.dtype for t in entry.packing.tensors if t.dims and t.dims[0].of == 0}
 
 
 def in_units(names: Iterable[str], adjacent: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Names in their order, but for those that lie next to each other: these follow the first one at once.
+    """Yield names in their order, except that adjacent ones directly follow the first of them.
 
     Args:
         names: all of them.

@@ -76,7 +76,7 @@ MAX_NAME_LENGTH = 1000
 """Most characters of a tensor's name."""
 
 MAX_DIMS = 64
-"""Most dims of a tensor, as torch has it."""
+"""Most dims of a tensor in torch."""
 
 _LENGTH_BYTES = 8
 
@@ -97,21 +97,21 @@ class ShardFile:
 
     path: Path
     num_bytes: int
-    """Of the file, up to the end of the last tensor."""
+    """The number of bytes of the file, up to the end of the last tensor."""
     tensors: dict[str, StoredTensor]
     """In the order of their bytes."""
 
     @property
     def start(self) -> int:
-        """Where the bytes of the tensors begin."""
+        """Return the byte where the tensors begin."""
         return data_start(self.num_bytes, self.tensors)
 
 
 def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
-    """Where in a file the bytes of its tensors begin: they are without a gap, and the file ends with them.
+    """Return the byte of a file where its tensors begin; there are no gaps, and the file ends with them.
 
     Args:
-        num_bytes: of the file, up to the end of the last tensor.
+        num_bytes: the number of bytes of the file, up to the end of the last tensor.
         tensors: in the order of their bytes.
     """
     last = next(reversed(tensors.values()), None)
@@ -146,8 +146,8 @@ def parse_header(
     """Return the metadata and tensors of a safetensors file, wherever it is, as ``read_header``.
 
     Args:
-        read: gives bytes of the file, from an offset on, at most so many; called in the order of the bytes.
-        num_bytes: of the file.
+        read: gives bytes of the file, from an offset on, at most this many; called in the order of the bytes.
+        num_bytes: the number of bytes of the file.
         name: for messages.
 
     Raises:
@@ -191,7 +191,7 @@ def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, St
 
 
 def _plain_entry(value: Any) -> _Entry | None:
-    """An entry without fault, read without the care that names one: there may be a hundred thousand."""
+    """Read a valid entry fast, without naming faults: there may be a hundred thousand entries."""
     if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
         return None
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

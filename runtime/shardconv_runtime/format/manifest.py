@@ -34,7 +34,7 @@ MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 COMMON_DIRECTORY = "common"
 UNUSED_NAME = "unused.tensors"
-"""A safetensors file of what the model does not use, which no rank reads; its name is none of a shard."""
+"""A safetensors file of tensors that the model does not use; no rank reads it, and no shard has its name."""
 
 MAX_PATH_LENGTH = 1000
 
@@ -56,15 +56,16 @@ class FileEntry:
     """Relative to the directory, with ``/``."""
     num_bytes: int
     checksum: str
-    """Of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other files.
+    """The checksum of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other
+    files.
 
-    A CRC-32 can be put together from those of stretches that are written in any order, in parallel, and
+    The CRC-32 of a file follows from those of its stretches, which are written in any order, in parallel, and
     costs a fraction of the time of a copy.
     """
     rank: int | None = None
     """The rank that reads it; None: every rank does."""
     sample: str = ""
-    """Of a shard: the checksum of some blocks, see ``samples``; empty in older directories."""
+    """The checksum of some blocks of a shard, see ``samples``; empty in older directories."""
 
     def __post_init__(self) -> None:
         if problem := _path_problem(self.path):
@@ -87,7 +88,7 @@ class SourceFile:
     """Its name in the repository or directory."""
     num_bytes: int
     sha256: str = ""
-    """Of the bytes, in hex, where the hub cache knows it; empty for local directories."""
+    """The sha256 of the bytes, in hex, where the hub cache knows it; empty for local directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,15 @@ class Manifest:
 
     tp: int
     plan_sha256: str
-    """Of the bytes of ``plan.json``, in hex."""
+    """The sha256 of the bytes of ``plan.json``, in hex."""
     source: Source
     tools: Mapping[str, str]
     """Versions of the programs that wrote it, by name."""
     files: tuple[FileEntry, ...]
     """Sorted by path."""
     sha256: str = ""
-    """Of this document with the field left out, in hex; ``manifest_writing`` fills it in and checks it."""
+    """The sha256 of this document with the field left out, in hex; ``manifest_writing`` fills it in and
+    checks it."""
     numerics: Numerics | None = None
     """How the ranks compare with the unsharded model; None: that was not measured for these files."""
     version: int = field(default=VERSION, kw_only=True)
@@ -126,7 +128,16 @@ class Manifest:
             if not is_sha256(digest) and (name, digest) != ("sha256", ""):
                 fail(name, "expected 64 hex digits in lower case")
         for index, entry in enumerate(self.files):
-            self._check_reader(f"files[{index}]", entry)
+            # A file is in the directory of the rank that reads it, or outside of all of these.
+            where = f"files[{index}]"
+            if entry.rank is not None and not 0 <= entry.rank < self.tp:
+                fail(f"{where}.rank", f"{entry.rank} is not one of {self.tp} ranks")
+            top = entry.path.split("/")[0]
+            owner = top if _RANK_DIRECTORY.fullmatch(top) else None
+            if owner != (None if entry.rank is None else rank_directory(entry.rank, self.tp)):
+                reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+                problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
+                fail(f"{where}.path", problem)
         texts = [self.source.name, self.source.revision or "", *chain(*self.tools.items())]
         if any(len(text) > MAX_TEXT_LENGTH for text in texts):
             fail("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")
@@ -140,17 +151,6 @@ class Manifest:
             if other != path:
                 fail("files", f"{path!r} and {other!r} differ in case only")
 
-    def _check_reader(self, where: str, entry: FileEntry) -> None:
-        """A file lies in the directory of the rank that reads it, or in none of a rank's."""
-        if entry.rank is not None and not 0 <= entry.rank < self.tp:
-            fail(f"{where}.rank", f"{entry.rank} is not one of {self.tp} ranks")
-        top = entry.path.split("/")[0]
-        owner = top if _RANK_DIRECTORY.fullmatch(top) else None
-        if owner != (None if entry.rank is None else rank_directory(entry.rank, self.tp)):
-            reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
-            problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
-            fail(f"{where}.path", problem)
-
     def files_of(self, rank: int) -> Iterator[FileEntry]:
         """Yield the files that ``rank`` reads: its own and those for every rank."""
         files = (entry for entry in self.files if entry.path != UNUSED_NAME)
@@ -158,12 +158,12 @@ class Manifest:
 
 
 def rank_directory(rank: int, tp: int) -> str:
-    """``rank-00000-of-00008``."""
+    """Return the name of a rank's directory, such as ``rank-00000-of-00008``."""
     return f"rank-{rank:05d}-of-{tp:05d}"
 
 
 def shard_path(rank: int | None, tp: int, index: int, count: int) -> str:
-    """Relative path of file ``index`` (from 0) of ``count`` of a rank, or of ``common/`` for None."""
+    """Return the path of file ``index`` (from 0) of ``count`` of a rank, or of ``common/`` for None."""
     directory = COMMON_DIRECTORY if rank is None else rank_directory(rank, tp)
     return f"{directory}/model-{index + 1:05d}-of-{count:05d}.safetensors"
 
@@ -174,8 +174,8 @@ def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, s
     Args:
         rank: whose file it is; None for a file of ``common/``.
         tp: number of ranks.
-        layout_sha256: of the plan, see ``stored_layout``; a plan that was solved again for other code
-            may keep it, and with it the shards.
+        layout_sha256: the layout sha256 of the plan, see ``stored_layout``; a plan that was solved again for
+            other code may keep it, and with it the shards.
     """
     return {
         "format": "pt",
@@ -257,13 +257,13 @@ def sha256_checksum(path: str | os.PathLike[str]) -> str:
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
-    """sha256 (hex) of a file's bytes."""
+    """Return the sha256 (hex) of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def resolve(directory: str | os.PathLike[str], path: str) -> Path:
-    """Where the file ``path`` of a converted directory is.
+    """Return the path of a file of a converted directory.
 
     Symbolic links may not lead out of the directory, but those of a hub cache's snapshot into the
     cache's blobs.
@@ -338,7 +338,7 @@ def check_shard(
 
 
 def _allowed_directories(root: Path) -> list[Path]:
-    """The directories in which a file of the directory ``root`` may be.
+    """Return the directories in which a file of the directory ``root`` may be.
 
     A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
     ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
@@ -352,7 +352,7 @@ def _allowed_directories(root: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file exists.
+    """Return whether a file exists.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -364,7 +364,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _path_problem(path: str) -> str:
-    """Why a path is unsafe or not relative; empty if it is safe."""
+    """Return why a path is unsafe or not relative; empty if it is safe."""
     if not path or any(c in '\\:*?"<>|\x7f' or ord(c) < 32 for c in path):
         return 'a path must not be empty, or have a control character or one of \\ : * ? " < > |'
     if path.startswith("/"):
@@ -394,7 +394,7 @@ def dumps(manifest: Manifest) -> str:
 
 
 def is_intact(text: str) -> bool:
-    """Whether a manifest is byte for byte as ``dumps`` wrote it.
+    """Return whether a manifest has exactly the bytes that ``dumps`` wrote.
 
     Raises:
         CheckpointError: it is malformed.

@@ -1,4 +1,4 @@
-"""What was measured of a converted model: the bytes that a rank needs, and how its numbers compare."""
+"""Measurements of a converted model: the bytes that a rank needs, and how its numbers compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ENTRIES = 64
 MAX_NAME_LENGTH = 1000
 """Most characters of the name of an input."""
 MAX_DIMS = 64
-"""Of an input, as many as torch allows."""
+"""Most dims of an input, as in torch."""
 
 
 def _check_bytes(**values: int) -> None:
@@ -32,7 +32,7 @@ class CacheTerm:
     window: int = 0
     """Most tokens that are kept; 0: all."""
     source: bool = False
-    """The tokens are those that the encoder reads, not those of the decoder."""
+    """The tokens of the encoder count, not those of the decoder."""
 
     def __post_init__(self) -> None:
         _check_bytes(token_bytes=self.token_bytes, window=self.window)
@@ -49,7 +49,7 @@ class LiveBytes:
     sequence: tuple[int, int, int]
     """For each sequence of the batch."""
     once: tuple[int, int, int] = (0, 0, 0)
-    """Whatever the batch is."""
+    """Bytes that do not depend on the batch."""
 
     def __post_init__(self) -> None:
         # A part of a sum may be negative.
@@ -59,19 +59,19 @@ class LiveBytes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the rank that needs most needs beside its weights, from a run of its model without memory."""
+    """Memory that the largest rank needs in addition to its weights, from a run of its model on meta."""
 
     prefill: tuple[LiveBytes, ...]
-    """Of a prefill for the logits of the last token: the moments that may need most."""
+    """The moments of a prefill for the logits of the last token that may need most."""
     cache: tuple[CacheTerm, ...] = ()
     sequence_bytes: int = 0
-    """Of the states in the cache that each sequence has, whatever its length."""
+    """The bytes of the states in the cache that each sequence has, independent of its length."""
     fixed_bytes: int = 0
-    """Of the tensors in the cache that are there once."""
+    """The bytes of tensors that a cache has once."""
     logits_token_bytes: int = 0
-    """Of the logits of one token, gathered if the model gathers them."""
+    """The bytes of the logits of one token, gathered if the model gathers them."""
     buffer_bytes: int = 0
-    """Of the buffers that no file holds, which come on top of the weights."""
+    """The bytes of the buffers that no file holds, which come on top of the weights."""
 
     def __post_init__(self) -> None:
         for name, entries in (("prefill", self.prefill), ("cache", self.cache)):
@@ -97,7 +97,7 @@ class Numerics:
     tolerance: float
     """The largest difference that was allowed."""
     dtype: str
-    """That both were run in."""
+    """The dtype in which both were run."""
     inputs: Mapping[str, tuple[int, ...]]
     """Global shapes of the inputs by name, as ``input_ids`` ``[B, S]``."""
 
@@ -111,7 +111,7 @@ class Numerics:
                 fail(f"inputs.{name}", "expected the sizes of a tensor's dims")
 
 
-# The bytes that a rank needs beside its weights, for a batch and lengths.
+# The bytes that a rank needs in addition to its weights, for a batch and lengths.
 #
 # ``docs/plan-format.md`` has the formulas.
 
@@ -120,7 +120,7 @@ def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int 
     """Return the bytes of the cache on a rank.
 
     Args:
-        memory: of the rank.
+        memory: the memory of the rank.
         batch: number of sequences.
         length: tokens of each in the cache, as after a decoding step.
         source_length: tokens of each that an encoder has read.
@@ -133,7 +133,7 @@ def prefill_bytes(memory: MemoryPlan, batch: int, length: int) -> int:
     """Return the peak bytes of live tensors, without weights and cache, while a prompt is read.
 
     Args:
-        memory: of the rank.
+        memory: the memory of the rank.
         batch: number of sequences.
         length: tokens of each.
     """
@@ -150,6 +150,6 @@ def moment_bytes(moment: LiveBytes, batch: int, length: int) -> int:
 
 
 def _term_bytes(term: CacheTerm, length: int, source_length: int) -> int:
-    """Bytes of one sequence."""
+    """Return the bytes of one sequence."""
     num_tokens = source_length if term.source else length
     return term.token_bytes * (min(num_tokens, term.window) if term.window else num_tokens)

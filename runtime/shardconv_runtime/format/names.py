@@ -76,7 +76,7 @@ def _components(pattern: str) -> list[str]:
 
 
 def _choices(pattern: str, component: str) -> Sequence[Sequence[str | int]]:
-    """The choices for a component, as runs: one text, or the numbers in its braces."""
+    """Return the choices for a component, as runs: one text, or the numbers in its braces."""
     if not component.startswith("{"):
         return [[component]]
     spans: list[range] = []
@@ -113,7 +113,7 @@ _Key = tuple[tuple[int, int, str], ...]
 
 
 def natural_key(name: str) -> _Key:
-    """Sorts names by component, numbers by value: ``h.2`` before ``h.10``."""
+    """Return a key that sorts names by component, numbers by value: ``h.2`` before ``h.10``."""
     return tuple((0, int(c), "") if NUMBER.fullmatch(c) else (1, 0, c) for c in name.split("."))
 
 

@@ -1,7 +1,7 @@
-"""The stages of a pipeline, as a plan has them: which modules run where, and what the others are replaced by.
+"""The stages of a pipeline in a plan: which modules run where, and the placeholders of the others.
 
 On a stage, the model's own forward pass runs. Modules of other stages are placeholders without parameters:
-they return tensors of the right shape, or what another stage has sent.
+they return tensors of the right shape, or values that another stage has sent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlaceholderTensor:
 
     dims: tuple[PlaceholderDim, ...]
     dtype: str = ""
-    """Empty: that of the model's parameters."""
+    """Empty for the dtype of the model's parameters."""
 
     def __post_init__(self) -> None:
         if len(self.dims) > MAX_TENSOR_DIMS:
@@ -65,7 +65,7 @@ class PlaceholderTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderItem:
-    """An item of what a placeholder returns: a tensor, one of its arguments, or None."""
+    """An item that a placeholder returns: a tensor, one of its arguments, or None."""
 
     tensor: PlaceholderTensor | None = None
     argument: str = ""
@@ -88,9 +88,9 @@ class CacheCall:
 
     method: str
     argument: str
-    """Of the module, which is the cache."""
+    """The argument of the module, which is the cache."""
     attribute: str = ""
-    """Of that argument, if the cache consists of caches."""
+    """The attribute of that argument, if the cache consists of caches."""
     arguments: tuple[CacheArgument, ...] = ()
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class StagesPlan:
     computed_again: tuple[str, ...] = ()
     """Modules without parameters that each stage runs; for reports."""
     memory: tuple[MemoryPlan, ...] = ()
-    """Of each stage, where it was measured; for reports."""
+    """The memory of each stage, where it was measured; for reports."""
 
     def __post_init__(self) -> None:
         if self.count < 2:

@@ -119,7 +119,7 @@ class PackedDim:
     """A dim of a stored tensor of a packed parameter."""
 
     of: int | None
-    """The dim of the weight along which it runs; None: it is whole on each rank."""
+    """The dim of the weight along which it runs; None if it is replicated."""
     step: int
     """Positions of that dim for one of this; the last may have fewer. The size where ``of`` is None."""
 
@@ -159,7 +159,7 @@ class Packing:
     """The format: ``fp8``, ``gptq``, ``bnb_4bit`` ..., a file of ``packed/``."""
     tensors: tuple[PackedTensor, ...]
     settings: tuple[tuple[str, int], ...] = ()
-    """What the format needs to know beside its tensors, such as ``bits``."""
+    """Settings of the format in addition to its tensors, such as ``bits``."""
 
     def __post_init__(self) -> None:
         if not self.method or len(self.method) > MAX_STEP_LENGTH:
@@ -187,7 +187,8 @@ class ParameterPlan:
     """One tree for each dim, outermost first; global sizes."""
     dtype: str
     partial: tuple[int, ...] = ()
-    """Mesh axes over which the parameter is a Partial: its values where their coordinate is 0, else zero."""
+    """Mesh axes over which the parameter is a Partial: its values where their coordinate is 0, otherwise
+    zero."""
     reason: str = ""
     """Why it is replicated; empty where some dim is sharded or partial."""
     packing: Packing | None = None
@@ -209,24 +210,21 @@ class ParameterPlan:
                 f"mesh axis {both[0]} also shards a dim; a tensor is Partial or Shard over an axis, not both",
             )
         if self.packing is not None:
-            self._check_packing(self.packing)
-
-    def _check_packing(self, packing: Packing) -> None:
-        if self.partial:
-            fail("packing", "a packed parameter cannot be Partial: its zeros cannot be stored")
-        if any(name.endswith("}") for name in self.names):
-            fail("packing", "a packed parameter has a name of its own in its module, not a number")
-        shape = global_shape(self)
-        for index, tensor in enumerate(packing.tensors):
-            where = f"packing.tensors[{index}]"
-            for place, dim in enumerate(tensor.dims):
-                if dim.of is not None and not 0 <= dim.of < len(shape):
-                    fail(f"{where}.dims[{place}].of", f"the weight has {len(shape)} dims")
-            sizes = [
-                dim.step if dim.of is None else math.ceil(shape[dim.of] / dim.step) for dim in tensor.dims
-            ]
-            if tensor.checkpoint_shape and math.prod(tensor.checkpoint_shape) != math.prod(sizes):
-                fail(f"{where}.checkpoint_shape", f"has not as many elements as {sizes}")
+            if self.partial:
+                fail("packing", "a packed parameter cannot be Partial: its zeros cannot be stored")
+            if any(name.endswith("}") for name in self.names):
+                fail("packing", "a packed parameter has a name of its own in its module, not a number")
+            shape = global_shape(self)
+            for index, tensor in enumerate(self.packing.tensors):
+                where = f"packing.tensors[{index}]"
+                for place, dim in enumerate(tensor.dims):
+                    if dim.of is not None and not 0 <= dim.of < len(shape):
+                        fail(f"{where}.dims[{place}].of", f"the weight has {len(shape)} dims")
+                sizes = [
+                    dim.step if dim.of is None else math.ceil(shape[dim.of] / dim.step) for dim in tensor.dims
+                ]
+                if tensor.checkpoint_shape and math.prod(tensor.checkpoint_shape) != math.prod(sizes):
+                    fail(f"{where}.checkpoint_shape", f"has not as many elements as {sizes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +268,7 @@ class NormInfo:
     compute_dtype: str = "float32"
     """Dtype of the statistic, or ``input``."""
     weight_before_cast: bool = False
-    """Multiply by the weight in the compute dtype, then cast; else cast first."""
+    """Multiply by the weight in the compute dtype, then cast; otherwise cast first."""
     groups: tuple[int, ...] = (1,)
     """Local number of groups of the last dim: one for all ranks, or one for each."""
     input: str = ""
@@ -280,7 +278,7 @@ class NormInfo:
     gate_activation: str = ""
     """``silu``, ``sigmoid``, ``gelu``, ``relu`` or ``identity``."""
     gate_first: bool = False
-    """Multiply before the norm; else after it."""
+    """Multiply before the norm; otherwise after it."""
 
     def __post_init__(self) -> None:
         if self.kind not in NORM_KINDS:
@@ -424,7 +422,7 @@ class TrainingPlan:
 
     sequence: SequencePlan | None = None
     parallel_loss: bool = False
-    """The loss is computed from the ranks' shards of the logits; else from gathered ones, by the model."""
+    """The loss is computed from the ranks' shards of the logits; otherwise from full ones, by the model."""
     draws: tuple[DrawPlan, ...] = ()
     """Modules at which the stream of random numbers changes; none where all ranks draw the same."""
     extra_outputs: tuple[str, ...] = ()
@@ -466,9 +464,9 @@ class Plan:
     wrong_experts: tuple[str, ...] = ()
     """The same of experts."""
     stages: StagesPlan | None = None
-    """Of a pipeline; each stage is sharded over its own ``tp`` ranks. None: there is one stage."""
+    """The stages of a pipeline; each stage is sharded over its own ``tp`` ranks. None: there is one stage."""
     memory: MemoryPlan | None = None
-    """What a rank needs beside its weights; None where it could not be measured."""
+    """Memory that a rank needs in addition to its weights; None if it could not be measured."""
     notes: tuple[str, ...] = ()
     """For a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION

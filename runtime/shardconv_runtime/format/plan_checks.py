@@ -6,7 +6,7 @@ What one value can tell by itself, it checks when it is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from .field_checks import (
@@ -21,11 +21,9 @@ from .field_checks import (
 )
 from .fused_groups import check_fused
 from .names import MAX_NAME_LENGTH, expand_all
-from .packed_layout import check_packing
-from .pipeline_stages import PlaceholderTensor, StagedModule, StagesPlan
+from .pipeline_stages import StagedModule, StagesPlan
 from .plan import (
     DrawPlan,
-    LogitsInfo,
     ModulePlan,
     NormInfo,
     ParameterPlan,
@@ -38,6 +36,7 @@ from .plan import (
 from .slices import Mesh, num_ranges
 from .slot_steps import check_step
 from .staged_names import staged_modules
+from .stored_layout import check_packing
 
 MAX_RANGES_IN_ALL = 2**22
 """Most ranges of all ranks' parts of all parameter entries: hashing a layout visits each."""
@@ -54,7 +53,14 @@ def check_plan(plan: Plan) -> None:
     if not is_importable(path) or not is_step(name) or not name.isidentifier():
         fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
     for index, parameter in enumerate(plan.parameters):
-        _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
+        where = f"parameters[{index}]"
+        if not parameter.names or "" in parameter.names:
+            fail(f"{where}.names", "a parameter needs a name")
+        if not 0 <= parameter.grad_levels <= min(name.count(".") for name in parameter.names):
+            fail(f"{where}.grad_levels", "the parameter is inside of fewer modules")
+        check_dims(f"{where}.dims", parameter.dims, plan.mesh)
+        check_axes(f"{where}.partial", parameter.partial, plan.mesh)
+        check_axes(f"{where}.grad_axes", parameter.grad_axes, plan.mesh)
     # The work for each rank's part of each entry is bounded.
     count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
     if count * plan.tp > MAX_RANGES_IN_ALL:
@@ -68,9 +74,21 @@ def check_plan(plan: Plan) -> None:
     if plan.experts == "ep" and plan.tp > 1 and not has_experts:
         fail("experts", 'it is "ep", but no module has the category "experts"')
     parameters, modules = parameter_plans(plan), module_plans(plan)
-    _check_tied(plan.tied, parameters)
+    seen: set[str] = set()
+    for number, (alias, target) in enumerate(plan.tied):
+        if target not in parameters:
+            fail(f"tied[{number}]", f"{alias!r} is tied to {target!r}, which is not a parameter of the plan")
+        if alias in parameters or alias in seen:
+            fail(f"tied[{number}]", f"{alias!r} is a parameter or an alias already")
+        if not 1 <= len(alias) <= MAX_NAME_LENGTH:
+            fail(f"tied[{number}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
+        seen.add(alias)
     if plan.logits is not None:
-        _check_logits(plan.logits, modules)
+        head = modules.get(plan.logits.module)
+        if head is None:
+            fail("logits.module", f"the plan has no module entry for {plan.logits.module!r}")
+        if not any(step.op == "all_gather" and step.slot == plan.logits.slot for step in head.outputs):
+            fail("logits", f"{plan.logits.module!r} has no all_gather at {plan.logits.slot!r}")
     for entry in plan.parameters:
         if entry.packing is not None:
             check_packing(entry, plan.mesh)
@@ -82,16 +100,6 @@ def check_plan(plan: Plan) -> None:
             _check_sequence("training.sequence", plan.training.sequence, plan, parameters)
     if plan.stages is not None:
         _check_stages(plan.stages, plan)
-
-
-def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
-    if not entry.names or "" in entry.names:
-        fail(f"{where}.names", "a parameter needs a name")
-    if not 0 <= entry.grad_levels <= min(name.count(".") for name in entry.names):
-        fail(f"{where}.grad_levels", "the parameter is inside of fewer modules")
-    check_dims(f"{where}.dims", entry.dims, mesh)
-    check_axes(f"{where}.partial", entry.partial, mesh)
-    check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
 
 
 def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
@@ -114,26 +122,6 @@ def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
     check_axes(f"{where}.axes", norm.axes, mesh)
     if len(norm.groups) not in (1, math.prod(mesh)):
         fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
-
-
-def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, ParameterPlan]) -> None:
-    seen: set[str] = set()
-    for index, (alias, name) in enumerate(tied):
-        if name not in parameters:
-            fail(f"tied[{index}]", f"{alias!r} is tied to {name!r}, which is not a parameter of the plan")
-        if alias in parameters or alias in seen:
-            fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
-        if not 1 <= len(alias) <= MAX_NAME_LENGTH:
-            fail(f"tied[{index}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
-        seen.add(alias)
-
-
-def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None:
-    entry = modules.get(logits.module)
-    if entry is None:
-        fail("logits.module", f"the plan has no module entry for {logits.module!r}")
-    if not any(step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs):
-        fail("logits", f"{logits.module!r} has no all_gather at {logits.slot!r}")
 
 
 def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
@@ -178,7 +166,7 @@ def _check_stages(stages: StagesPlan, plan: Plan) -> None:
 
 
 def _ways(plan: Plan) -> dict[str, tuple[object, ...]]:
-    """By module where it runs, and what of its results is sent where."""
+    """Return by module where it runs, and which of its results are sent where."""
     found = staged_modules(plan)
     return {fqn: (entry.stages, [(s.item, s.to) for s in entry.sent]) for fqn, (entry, _) in found.items()}
 
@@ -191,23 +179,19 @@ def _check_staged_module(where: str, entry: StagedModule, stages: StagesPlan, pl
     tensors += [argument.tensor for call in entry.cache for argument in call.arguments]
     for tensor in tensors:
         if tensor is not None:
-            _check_tensor(where, tensor, plan)
+            for dim in tensor.dims:
+                if len(dim.of) > MAX_TENSOR_DIMS:
+                    fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
+                for each in dim.of:
+                    check_slot(where, each.slot, "input")
+                if max(dim.times, dim.over) > plan.tp:
+                    fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
+                if dim.size is not None:
+                    check_dims(where, (dim.size,), plan.mesh)
     for sent in entry.sent:
         _check_ascending(f"{where}.sent", sent.to, stages.count)
         if len(entry.stages) != 1 or sent.to[0] <= entry.stages[0]:
             fail(f"{where}.sent", "what is sent is made on one stage, and received on later ones")
-
-
-def _check_tensor(where: str, tensor: PlaceholderTensor, plan: Plan) -> None:
-    for dim in tensor.dims:
-        if len(dim.of) > MAX_TENSOR_DIMS:
-            fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
-        for each in dim.of:
-            check_slot(where, each.slot, "input")
-        if max(dim.times, dim.over) > plan.tp:
-            fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
-        if dim.size is not None:
-            check_dims(where, (dim.size,), plan.mesh)
 
 
 def _check_ascending(where: str, stages: tuple[int, ...], count: int) -> None:

@@ -18,7 +18,7 @@ from .plan import FORMAT, VERSION, Plan, parameter_plans
 from .plan_checks import check_plan
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
-# The forms in which a plan can be used beside inference: for training, and sequence-parallel.
+# The forms of a plan other than inference: for training, and sequence-parallel.
 
 
 def require_training(plan: Plan) -> None:
@@ -136,5 +136,5 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
 
 
 def sha256(text: str) -> str:
-    """sha256 (hex) of a document as it is on disk; of a plan, its identity."""
+    """Return the sha256 (hex) of a document as it is on disk; of a plan, its identity."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

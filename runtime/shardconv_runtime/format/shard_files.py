@@ -1,4 +1,4 @@
-"""The shard files of a plan, laid out to the byte before anything is written.
+"""The shard files of a plan, whose layout is known before anything is written.
 
 A safetensors file is its header and its tensors at offsets that follow from names, dtypes and shapes, so
 that its parts can be written in any order.
@@ -26,7 +26,7 @@ from .plan import Plan, local_shape
 from .stored_layout import is_common, layout_sha256, stored_plans
 
 ALIGNMENT = 64
-"""Tensors begin at a multiple of so many bytes, a cache line where they are mapped: headers are padded with
+"""Tensors begin at a multiple of this many bytes, a cache line where they are mapped: headers are padded with
 spaces."""
 
 MAX_FILE_SIZE = 5 * 10**9
@@ -35,7 +35,7 @@ MAX_FILE_SIZE = 5 * 10**9
 Key = TypeVar("Key")
 
 _LENGTH_BYTES = 8
-"""Of the length of the header, with which a file begins."""
+"""Bytes of the length of the header, with which a file begins."""
 
 assert sys.byteorder == "little", "safetensors files are little endian"
 
@@ -57,7 +57,7 @@ class PlannedShard:
     path: str
     """Relative to the converted directory, with ``/``."""
     rank: int | None
-    """Whose it is; None: of all ranks, in ``common/``."""
+    """The rank that owns it; None for ``common/``, which all ranks own."""
     layout: FileLayout
 
 
@@ -66,7 +66,7 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
 
     Args:
         plan: the tensors and their layouts.
-        ranks: whose files; None stands for ``common/``.
+        ranks: the owners of the files; None for ``common/``.
         max_file_size: bytes of tensors after which a new file is begun; those that lie next to each other
             stay in one.
     """
@@ -97,8 +97,8 @@ def lay_out(
     Args:
         declared: torch's name of the dtype and the shape of each tensor; wider dtypes go first, which
             keeps all aligned.
-        metadata: of the header.
-        alignment: of the first tensor, in bytes.
+        metadata: the metadata of the header.
+        alignment: the alignment of the first tensor, in bytes.
     """
     ordered = sorted(declared.items(), key=lambda item: -item_bytes(item[1][0]))
     fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
@@ -139,11 +139,13 @@ def item_bytes(dtype: str) -> int:
 
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 4096
-"""Of a file: read in full if it is not longer than all of these."""
+"""Blocks of a file; a file that is not longer than all of these is read in full."""
 
 
 def sample_checksum(path: str | os.PathLike[str]) -> str:
-    """``crc32:`` and 8 hex digits: of blocks at equal distances, from the first to the last of the file."""
+    """Return ``crc32:`` and 8 hex digits: of blocks at equal distances, from the first to the last of the
+    file.
+    """
     with open(path, "rb", buffering=0) as file:
         last = max(0, os.fstat(file.fileno()).st_size - BLOCK_BYTES)
         starts = dict.fromkeys(last * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS))

@@ -104,7 +104,7 @@ def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
 
 
 def num_ranges(dim: Dim) -> int:
-    """How many ranges a rank's part of the dim falls into at most."""
+    """Return how many ranges a rank's part of the dim falls into at most."""
     if isinstance(dim, Leaf):
         return 1
     if isinstance(dim, Sum):
@@ -129,7 +129,7 @@ def _refine(outer: tuple[Range, ...], inner_size: int, inner: tuple[Range, ...])
 
 
 def merged(parts: Iterable[Range]) -> tuple[Range, ...]:
-    """The same positions in the same order as maximal ranges; empty ones are left out."""
+    """Return the same positions in the same order as maximal ranges, without empty ones."""
     out: list[Range] = []
     for a, b in parts:
         if a == b:
@@ -212,7 +212,7 @@ def _repeated(groups: Iterable[Iterable[int]]) -> list[int]:
 
 
 def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozenset[int]]]:
-    """Nonempty ranges of local positions of a dim that are sharded over the same axes, and these axes."""
+    """Return ranges of local positions of a dim that are sharded over the same axes, and these axes."""
     out: list[tuple[Range, frozenset[int]]] = []
     done = 0
     for length, axes in _local_runs(dim, mesh, rank):
@@ -223,7 +223,7 @@ def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozens
 
 
 def _local_runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, frozenset[int]]]:
-    """Lengths of runs of local positions, and the axes that shard each; neighbors differ."""
+    """Return the lengths of runs of local positions, and the axes that shard each; neighbors differ."""
     if isinstance(dim, Leaf):
         return [(local_size(dim, mesh, rank), frozenset(dim.axes))]
     children = dim.factors if isinstance(dim, Product) else dim.segments
@@ -285,7 +285,7 @@ class GatherIndex:
 
 
 def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> GatherIndex:
-    """How to rebuild the global dim from the local pieces of the ranks along ``axes``.
+    """Return how to rebuild the global dim from the local pieces of the ranks along ``axes``.
 
     Args:
         axes: mesh axes of the group, at least those that shard the dim (the default). The

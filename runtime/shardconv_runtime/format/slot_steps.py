@@ -179,7 +179,7 @@ def check_step(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
 
 
 def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Mesh) -> None:
-    """Gradients are partial over no other mesh axes than the step's own."""
+    """Check that gradients are partial only over the step's own mesh axes."""
     for name in ("grad_axes", "local_grad_axes"):
         axes = getattr(step, name, ())
         check_axes(f"{where}.{name}", axes, mesh)
@@ -188,7 +188,7 @@ def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Me
 
 
 def _check_layout(where: str, step: ReshardingStep | LocalRowsStep | LocalRowsOrEndStep, mesh: Mesh) -> None:
-    """The layout of a step may have an open factor, where the step does not need its size."""
+    """Check that only steps that do not need the size have a layout with an open factor."""
     layout, is_lookup = step.layout, isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
     try:
         parts = open_parts(layout)

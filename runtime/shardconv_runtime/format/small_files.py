@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .manifest import MANIFEST_NAME, UNUSED_NAME, FileEntry, Manifest, resolve, sha256_checksum
 
-# Converted directories of one model beside each other: for other numbers of ranks, and for its stages.
+# Converted directories of one model in one folder: for other numbers of ranks, and for its stages.
 #
 # model/
 #   tp-8/  tp-16/                   converted directories
@@ -20,11 +20,11 @@ from .manifest import MANIFEST_NAME, UNUSED_NAME, FileEntry, Manifest, resolve, 
 
 STAGE_DIRECTORY = re.compile(r"stage-([0-9]{5})-of-([0-9]{5})")
 VARIANT = re.compile(r"(?:pp-([1-9][0-9]{0,4})-)?tp-([1-9][0-9]{0,4})")
-"""A folder beside those for other numbers of ranks: ``tp-8``, or ``pp-2-tp-8`` with directories of stages."""
+"""A folder next to those for other numbers of ranks: ``tp-8``, or ``pp-2-tp-8`` with stages."""
 
 
 def variant(path: Path, world_size: int) -> Path:
-    """What was converted for so many ranks in a directory: itself, or its ``tp-N/`` or else ``pp-P-tp-N/``.
+    """Return the converted directory for this number of ranks: itself, ``tp-N/`` or ``pp-P-tp-N/`` in it.
 
     Raises:
         CheckpointError: several with stages are for as many ranks.
@@ -44,7 +44,7 @@ def variant_name(tp: int, stages: int = 1) -> str:
 
 
 def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str | None:
-    """That of the folders which has stages for so many ranks in all; None if there is none.
+    """Return the folder with stages for this number of ranks in all; None if there is none.
 
     Raises:
         CheckpointError: there are several in ``where``.
@@ -62,12 +62,12 @@ def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str |
 
 
 def stage_directory(stage: int, count: int) -> str:
-    """``stage-00000-of-00002``, a converted directory of its own."""
+    """Return the name of a stage's directory, such as ``stage-00000-of-00002``."""
     return f"stage-{stage:05d}-of-{count:05d}"
 
 
 def stages_in(path: Path) -> int:
-    """How many stages the directories in a directory are of; 0 if it has none.
+    """Return the number of stages of the directories in a directory; 0 if it has none.
 
     Raises:
         CheckpointError: they are of several numbers of stages.
@@ -84,7 +84,7 @@ def stages_in(path: Path) -> int:
 
 
 def stage_directories(path: Path) -> list[Path]:
-    """The directories of the stages in a directory, in order, there or missing; none if it holds no stages.
+    """Return the directories of the stages in a directory, in order, even if missing; none without stages.
 
     Raises:
         CheckpointError: they are of several numbers of stages.
@@ -94,10 +94,10 @@ def stage_directories(path: Path) -> list[Path]:
 
 
 def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
-    """The converted directory of the stage of a rank, in a directory of several stages; else the path itself.
+    """Return the converted directory of a rank's stage in a directory of stages; otherwise the path itself.
 
     Args:
-        path: of a directory.
+        path: the path of a directory.
         rank: among all processes.
         world_size: number of processes.
     """
@@ -144,7 +144,7 @@ def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
     """Return the files to copy from a model's directory along with its weights; relative paths, sorted.
 
     Args:
-        directory: of an ordinary model.
+        directory: the directory of an ordinary model.
         code: it runs its repository's code.
     """
     patterns = COPIED + (COPIED_CODE if code else ())
@@ -169,7 +169,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
 
     Args:
         directory: a converted directory.
-        manifest: of it.
+        manifest: its manifest.
         target: directory to copy to.
 
     Returns:
@@ -183,7 +183,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
 
 
 def copy_unused(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
-    """Copy what the model does not use, where there is such a file; see ``copy_small_files``."""
+    """Copy the file of unused tensors if there is one; see ``copy_small_files``."""
     return _copied(directory, [entry for entry in manifest.files if entry.path == UNUSED_NAME], target)
 
 

@@ -1,4 +1,4 @@
-"""The plan of what one stage of a pipeline holds."""
+"""The plan of one stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from .staged_names import Stages, absent_modules, held_names, is_inside, own_par
 
 
 def of_stage(plan: Plan, stages: Stages) -> Plan:
-    """The plan with the parameters of one stage, or process, by their names in its model, and groups of its
-    fused layers.
+    """Return the plan of one stage, or of one process, by the names in its model, with its fused groups.
 
     The modules are those of all stages.
     """

@@ -18,12 +18,12 @@ Stages = int | Collection[int]
 
 
 def num_stages(plan: Plan) -> int:
-    """How many stages a plan has; 1 for a plan without any."""
+    """Return the number of stages of a plan; 1 if it has none."""
     return 1 if plan.stages is None else plan.stages.count
 
 
 def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
-    """By FQN the entry of each module that has stages, and its position among the names of the entry.
+    """Return the entry of each module that has stages by FQN, with its position among the entry's names.
 
     Raises:
         PlanError: two entries claim one name, or the patterns expand to too many names.
@@ -38,11 +38,11 @@ def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
 
 
 def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
-    """The stages of a process, ascending: of as many processes one after another, each has the next one.
+    """Return the stages of a process, ascending: consecutive stages belong to consecutive processes.
 
     Args:
         plan: with stages, or without any.
-        place: of the process among those of a pipeline.
+        place: the place of the process among those of a pipeline.
         num_places: how many these are.
     """
     return tuple(range(place, num_stages(plan), num_places))
@@ -55,8 +55,7 @@ def absent_modules(plan: Plan, stages: Stages) -> frozenset[str]:
 
 
 def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None) -> dict[str, str]:
-    """The parameters that a stage, or a process, holds: the first of the names of each -> the name by which
-    it is in the model there, which is another one where the module of the first name is elsewhere.
+    """Return the parameters that a stage or process holds: first name -> name in its model.
 
     Args:
         plan: with stages, or without any.
@@ -77,12 +76,12 @@ def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None)
 
 
 def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T]:
-    """What a stage, or a process, holds, by the names in its model.
+    """Return the values of what a stage or process holds, by the names in its model.
 
     Args:
         plan: with stages.
         stages: of which it is.
-        tensors: of all stages, by the first of their names.
+        tensors: the tensors of all stages, by the first of their names.
     """
     held = held_names(plan, stages, tensors.keys())
     return {name: tensors[first] for first, name in held.items()}
@@ -96,7 +95,7 @@ def held_before(plan: Plan, place: int, num_places: int) -> dict[str, str]:
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a parameter or module is in one of these modules, or is one."""
+    """Return whether a parameter or module is one of these modules, or inside of one."""
     while name:
         if name in modules:
             return True
@@ -105,7 +104,7 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 
 
 def own_parameters(plan: Plan, stages: Stages) -> tuple[ParameterPlan, ...]:
-    """The parameters that a stage, or a process, holds, by their names in its model, one entry for each."""
+    """Return the parameters of a stage or process by the names in its model, one entry for each."""
     entries = parameter_plans(plan)
     held = held_names(plan, stages)
     return tuple(replace(entries[first], names=(name,)) for first, name in held.items())

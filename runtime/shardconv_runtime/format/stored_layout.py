@@ -1,31 +1,145 @@
-"""The tensors in the files of a plan, and a hash of each rank's positions, which binds shards to their plan.
-
-The hash covers the contents of the files and nothing else: a plan that was solved again for other model code
-has the same hash where each rank's positions of each tensor are the same, and then keeps the files.
-"""
+"""The positions of tensors that ranks hold: in files, also of packed parameters, and in sums of gradients."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
 
-from .dims import axes_of, size
+from ..errors import PlanError
+from .dims import Dim, Leaf, Product, Sum, axes_of, leaves, segments, size, to_text
 from .names import expand_all
-from .packed_layout import packed_entries
-from .plan import ParameterPlan, Plan, by_name
-from .slices import Mesh, coordinates, ranges
+from .plan import WHOLE, Packing, ParameterPlan, Plan, by_name
+from .slices import Mesh, Range, coordinates, local_segments, ranges
 from .staged_names import own_parameters
+
+# The stored tensors of a packed parameter are laid out like the weight, in their own steps.
+
+
+def packed_entries(entry: ParameterPlan) -> Iterator[ParameterPlan]:
+    """Yield the stored tensors of a packed parameter, each as its own entry."""
+    assert entry.packing is not None
+    for tensor in entry.packing.tensors:
+        names = tuple(tensor_name(name, tensor.name) for name in entry.names)
+        dims = tuple(
+            Leaf(dim.step) if dim.of is None else stepped(entry.dims[dim.of], dim.step) for dim in tensor.dims
+        )
+        yield ParameterPlan(names, dims, tensor.dtype, reason=entry.reason)
+
+
+def tensor_name(parameter: str, name: str) -> str:
+    """Return the name of a stored tensor next to a parameter, for FQNs or for patterns.
+
+    Args:
+        parameter: FQN or pattern.
+        name: the name of the tensor in a ``Packing``.
+    """
+    owner, dot, own = parameter.rpartition(".")
+    return owner + dot + name.replace(WHOLE, own)
+
+
+def granularity(packing: Packing, num_dims: int) -> tuple[int, ...]:
+    """Return the steps in which each dim of the weight may be cut, so that each stored tensor can be, too."""
+    steps = [1] * num_dims
+    for tensor in packing.tensors:
+        for dim in tensor.dims:
+            if dim.of is not None:
+                steps[dim.of] = math.lcm(steps[dim.of], dim.step)
+    return tuple(steps)
+
+
+def check_packing(entry: ParameterPlan, mesh: Mesh) -> None:
+    """Check that each rank's part of a packed parameter begins and ends between the steps of its tensors.
+
+    Raises:
+        PlanError: it does not in some dim.
+    """
+    assert entry.packing is not None
+    for tensor in entry.packing.tensors:
+        for dim in tensor.dims:
+            along = None if dim.of is None else entry.dims[dim.of]
+            if along is not None and not is_sharded_between(along, dim.step, mesh):
+                raise PlanError(
+                    f"{entry.names[0]}: dim {to_text(along)} is sharded inside of the {dim.step} positions "
+                    f"for which {tensor.name} ({entry.packing.method}) has one"
+                )
+
+
+def is_sharded_between(dim: Dim, step: int, mesh: Mesh) -> bool:
+    """Return whether each rank's part of a dim, and each of its segments, begins and ends between steps."""
+    steps = stepped(dim, step)
+    extent = size(dim)
+    if size(steps) != math.ceil(extent / step):
+        return False
+    for rank in range(math.prod(mesh)):
+        spans = ranges(steps, mesh, rank)
+        if tuple((a * step, min(b * step, extent)) for a, b in spans) != ranges(dim, mesh, rank):
+            return False
+    return True
+
+
+def stepped(dim: Dim, step: int) -> Dim:
+    """Return a dim of one position for each ``step`` of another one; sharded alike only where
+    ``is_sharded_between`` accepts the dim."""
+    if step == 1:
+        return dim
+    if any(_divided(segment, step) is None for segment in segments(dim)):
+        parts = [_blocks(segment, step) for segment in segments(dim)]
+    else:
+        parts = [part for segment in segments(dim) if (part := _divided(segment, step)) is not None]
+    return parts[0] if len(parts) == 1 else Sum(tuple(parts))
+
+
+def _divided(dim: Dim, step: int) -> Dim | None:
+    """Return the dim without its innermost ``step`` positions; None if these are not a factor of it."""
+    factors: list[Dim] = [dim]
+    while step > 1 and factors:
+        inner = factors.pop()
+        if isinstance(inner, Product):
+            factors.extend(inner.factors)
+        elif isinstance(inner, Leaf) and step % inner.size == 0 and not inner.axes:
+            step //= inner.size
+        elif isinstance(inner, Leaf) and inner.size % step == 0:
+            factors.append(Leaf(inner.size // step, inner.axes))
+            step = 1
+        else:
+            return None
+    if step > 1:
+        return None
+    return factors[0] if len(factors) == 1 else Product(tuple(factors) or (Leaf(1),))
+
+
+def _blocks(segment: Dim, step: int) -> Dim:
+    axes = dict.fromkeys(axis for leaf in leaves(segment) for axis in leaf.axes)
+    return Leaf(math.ceil(size(segment) / step), tuple(axes))
+
+
+# A hash of each rank's positions binds shards to their plan.
+#
+# It covers the contents of the files and nothing else: a plan that was solved again for other model code has
+# the same hash if each rank's positions of each tensor are the same, and then keeps the files.
 
 
 def layout_sha256(plan: Plan) -> str:
-    """sha256 (hex) over tp, the stage, ties, and each tensor's name, dtype, shape and positions on ranks."""
+    """Return the sha256 (hex) over tp, the stage, ties, and each tensor's name, dtype, shape and positions on
+    ranks.
+    """
     digest = hashlib.sha256(f"shardconv layout 1\ntp {plan.tp}\n".encode())
     if plan.stages is not None and plan.stages.own is not None:
         digest.update(f"stage {plan.stages.own} of {plan.stages.count}\n".encode())
     lines = [f"{alias} = {name}\n" for alias, name in plan.tied]
     for parameter in stored_entries(plan):
-        text = _describe(parameter, plan.mesh)
+        shape = ",".join(str(size(dim)) for dim in parameter.dims)
+        positions = "common"
+        if not is_common(parameter):
+            held = hashlib.sha256()
+            for rank in range(math.prod(plan.mesh)):
+                spans = [ranges(dim, plan.mesh, rank) for dim in parameter.dims]
+                held.update(f"{rank} {holds_values(parameter, plan.mesh, rank)} {spans}\n".encode())
+            positions = held.hexdigest()
+        text = f"{parameter.dtype} [{shape}] {positions}"
         lines += [f"{name} {text}\n" for name in expand_all(parameter.names)]
     for line in sorted(lines):
         digest.update(line.encode())
@@ -33,29 +147,14 @@ def layout_sha256(plan: Plan) -> str:
 
 
 def is_common(parameter: ParameterPlan) -> bool:
-    """Whether the tensor is replicated over all ranks, and so stored once, for all of them."""
+    """Return whether the tensor is replicated over all ranks, and so stored once, for all of them."""
     return not parameter.partial and not any(axes_of(dim) for dim in parameter.dims)
 
 
 def holds_values(parameter: ParameterPlan, mesh: Mesh, rank: int) -> bool:
-    """Whether ``rank`` holds a Partial tensor's values (coordinate 0 on its axes), not zeros."""
+    """Return whether ``rank`` holds a Partial tensor's values (coordinate 0 on its axes), not zeros."""
     coords = coordinates(mesh, rank)
     return all(coords[axis] == 0 for axis in parameter.partial)
-
-
-def _describe(parameter: ParameterPlan, mesh: Mesh) -> str:
-    shape = ",".join(str(size(dim)) for dim in parameter.dims)
-    positions = "common" if is_common(parameter) else _positions(parameter, mesh)
-    return f"{parameter.dtype} [{shape}] {positions}"
-
-
-def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:
-    digest = hashlib.sha256()
-    for rank in range(math.prod(mesh)):
-        held = holds_values(parameter, mesh, rank)
-        spans = [ranges(dim, mesh, rank) for dim in parameter.dims]
-        digest.update(f"{rank} {held} {spans}\n".encode())
-    return digest.hexdigest()
 
 
 def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
@@ -79,3 +178,41 @@ def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
         PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     return by_name("parameters", tuple(stored_entries(plan)))
+
+
+# The ranks over which the gradient of a parameter is summed, and at which of its positions.
+
+
+@dataclass(frozen=True, slots=True)
+class GradSum:
+    """Positions of a local tensor, ranges in each dim, and the mesh axes over which gradients are summed."""
+
+    axes: tuple[int, ...]
+    positions: tuple[tuple[Range, ...], ...]
+    is_full: bool
+
+
+def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[GradSum, ...]:
+    """Return the sums that a parameter's local gradient needs, which is Partial over ``axes``.
+
+    The positions of a sum are replicated along its axes.
+    """
+    wanted = {a for a in axes if mesh[a] > 1}
+    if not wanted:
+        return ()
+    dims = [by_axes(dim, mesh, rank) for dim in entry.dims]
+    cells = list(product(*(each.items() for each in dims)))
+    found = []
+    for cell in cells:
+        left = tuple(sorted(wanted.difference(*(sharded for sharded, _ in cell))))
+        if left:
+            found.append(GradSum(left, tuple(spans for _, spans in cell), len(cells) == 1))
+    return tuple(sorted(found, key=lambda each: (each.axes, each.positions)))
+
+
+def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
+    """Return the ranges of local positions of a dim, by the axes over which they are sharded."""
+    out: dict[frozenset[int], tuple[Range, ...]] = {}
+    for span, sharded in local_segments(dim, mesh, rank):
+        out[sharded] = (*out.get(sharded, ()), span)
+    return out

@@ -28,7 +28,7 @@ from .dims import Dim, Leaf, Product, Sum, parse, to_text
 
 
 def dump_document(value: Any, format_name: str) -> str:
-    """One JSON object, a dataclass with a ``version``; long lists have one item per line."""
+    """Write a dataclass with a ``version`` as one JSON object; long lists have one item per line."""
     fields = {"format": format_name, "version": value.version} | _fields(value)
     lines = (f"  {json.dumps(key)}: {_dump_field(item)}" for key, item in fields.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -216,7 +216,7 @@ def _no_constant(text: str) -> NoReturn:
 
 @cache
 def _schema(kind: Any) -> Mapping[str, tuple[Any, bool]]:
-    """For each field its hint, and whether it is required."""
+    """Return for each field its hint, and whether it is required."""
     hints = get_type_hints(kind)
     return {
         field.name: (hints[field.name], field.default is dataclasses.MISSING)
@@ -227,7 +227,7 @@ def _schema(kind: Any) -> Mapping[str, tuple[Any, bool]]:
 
 @cache
 def _tags(kinds: tuple[Any, ...]) -> tuple[str, Mapping[str, Any]]:
-    """For the dataclasses of a union: the name of the field that tells them apart, and the class by tag."""
+    """Return the name of the field that tells the dataclasses of a union apart, and the class by tag."""
     (name,) = {field.name for kind in kinds for field in dataclasses.fields(kind) if not field.init}
     return name, {kind.__dataclass_fields__[name].default: kind for kind in kinds}
 

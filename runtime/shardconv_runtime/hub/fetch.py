@@ -47,9 +47,9 @@ class Repository:
     repo_id: str
     commit: str
     path: str
-    """Of the directory in the repository: ``"tp-8/"``, or empty for its root."""
+    """The path of the directory in the repository: ``"tp-8/"``, or empty for its root."""
     directory: Path
-    """Of its copy in the cache."""
+    """The directory of its copy in the cache."""
     hub: Hub
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
@@ -116,8 +116,8 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
         rank: among these, of which the directory of the stage is taken, if there are several.
 
     Raises:
-        SourceError: the repository cannot be read, or holds no directory for so many ranks.
-        CheckpointError: the manifest is malformed, or several models are for so many processes.
+        SourceError: the repository cannot be read, or holds no directory for this many ranks.
+        CheckpointError: the manifest is malformed, or several models are for this many processes.
     """
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, world_size)
@@ -125,11 +125,11 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
 
 
 def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
-    """A directory beside another one in a repository, at the same commit, with its manifest and plan.
+    """Return a directory next to another one in a repository, at the same commit, with its manifest and plan.
 
     Args:
         found: of the other one.
-        name: of the directory.
+        name: the name of the directory.
 
     Raises:
         SourceError: it cannot be downloaded.
@@ -160,7 +160,7 @@ def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Man
 
 @contextmanager
 def _explained(where: str, hub: Hub) -> Iterator[None]:
-    """Errors of the client are raised as ours."""
+    """Raise errors of the client as our own within this context."""
     try:
         yield
     except ShardconvError:
@@ -170,7 +170,7 @@ def _explained(where: str, hub: Hub) -> Iterator[None]:
 
 
 def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, list[tuple[str, Path | None]]]:
-    """The id of a repository, and a model's directories in it: one, or one for each stage.
+    """Return the id of a repository, and a model's directories in it: one, or one for each stage.
 
     Each has its path, and the file of its manifest where that was downloaded to find it.
     """
@@ -187,18 +187,18 @@ def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, lis
     names = _names(repo_id, hub)
     stages = stages_for(repo_id, names, world_size)
     if not stages:
-        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, says what the cache lacks
+        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, names the file that the cache lacks
         raise SourceError(nothing_for(repo_id, names, world_size))
     return repo_id, [(path, None) for path in stages]
 
 
 def _inside(path: str, name: str) -> str:
-    """The path of a file of a directory, which is empty for the root."""
+    """Return the path of a file of a directory, which is empty for the root."""
     return f"{path}/{name}" if path else name
 
 
 def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
-    """The path of a plan's file; a plan on the Hub is downloaded.
+    """Return the path of a plan's file; a plan on the Hub is downloaded.
 
     Args:
         plan: a file, a converted directory, or ``user/repo/path/in/it.json`` on the Hub.
@@ -224,7 +224,7 @@ def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
 
 
 def _with_plan(repo_id: str, path: str, file: Path | None, hub: Hub) -> tuple[Repository, Manifest]:
-    """The converted directory at ``path`` of a repository, with its manifest and plan in the cache."""
+    """Return the converted directory at ``path`` of a repository, with its manifest and plan in the cache."""
     file = file or Path(_download(repo_id, _inside(path, MANIFEST_NAME), hub))
     commit = file.parts[-2 - _inside(path, "").count("/")]
     _download(repo_id, _inside(path, PLAN_NAME), replace(hub, revision=commit))
@@ -235,8 +235,8 @@ def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | Non
     """Download a file; None if the repository (or, offline, the cache) lacks it.
 
     Args:
-        repo_id: of the repository.
-        path: of the file.
+        repo_id: the id of the repository.
+        path: the path of the file.
         hub: how to reach it.
         is_last: raise if the file is missing from the cache offline; no other path is left to try.
     """
@@ -251,7 +251,7 @@ def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | Non
 
 
 def _names(repo_id: str, hub: Hub) -> list[str]:
-    """The files of a repository; offline, those in the cache."""
+    """Return the files of a repository; offline, those in the cache."""
     if not hub.local_files_only:
         try:
             with bounded():
@@ -285,7 +285,7 @@ def _download(repo_id: str, path: str, hub: Hub) -> str:
 
 
 def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
-    """Whether another try to download may help, after ``seconds`` of tries.
+    """Return whether another try to download may help, after ``seconds`` of tries.
 
     The client repeats requests that time out by itself, some for minutes.
     """
@@ -300,5 +300,5 @@ def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
 
 
 def _is_offline(hub: Hub, error: Exception) -> bool:
-    """Whether no request was sent."""
+    """Return whether no request was sent."""
     return hub.local_files_only or isinstance(error.__cause__, OfflineModeIsEnabled)

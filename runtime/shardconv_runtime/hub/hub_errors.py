@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from ..errors import brief
-from ..wording import again, option
+from ..hub_options import again, option
 from .time_limits import NoAnswerError, NotReachedError
 
 # Contexts without the logs, warnings and progress bars of transformers and of the Hub client.
@@ -69,7 +69,7 @@ HTTP_ERROR = HfHubHTTPError.__bases__[0]
 """The base of all errors of the client's HTTP library, which differs between its major versions."""
 
 TIMEOUT_ERROR: type[Exception] = sys.modules[HTTP_ERROR.__module__].TimeoutException
-"""Of the same library."""
+"""The time-out error of the same library."""
 
 FINAL = (GatedRepoError, RevisionNotFoundError, RepositoryNotFoundError, EntryNotFoundError)
 """Errors after which a retry cannot help."""
@@ -79,7 +79,9 @@ TEMPORARY = (408, 412, 429, 500, 502, 503, 504)
 
 
 def hub_error(error: BaseException) -> Exception | None:
-    """The first error of the Hub or of the network in the chain of causes of ``error``; None without one."""
+    """Return the first error of the Hub or of the network in the chain of causes of ``error``; None without
+    one.
+    """
     for found in _chain(error):
         if isinstance(found, HTTP_ERROR | OfflineModeIsEnabled | NoAnswerError | NotReachedError):
             return found  # type: ignore[return-value]
@@ -87,18 +89,18 @@ def hub_error(error: BaseException) -> Exception | None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the Hub's answer; None without an answer."""
+    """Return the HTTP status of the Hub's answer; None without an answer."""
     found = hub_error(error)
     return found.response.status_code if isinstance(found, HfHubHTTPError) else None
 
 
 def has_timed_out(error: BaseException) -> bool:
-    """Whether a request timed out."""
+    """Return whether a request timed out."""
     return isinstance(hub_error(error), TIMEOUT_ERROR | NoAnswerError)
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether a retry may help."""
+    """Return whether a retry may help."""
     found = hub_error(error)
     if found is None or isinstance(found, OfflineModeIsEnabled | NoAnswerError):
         return False
@@ -106,7 +108,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def explain(repo_id: str, revision: str | None, error: BaseException, *, writing: bool = False) -> str:
-    """One line that names an error and its remedy.
+    """Return one line that names an error and its remedy.
 
     Args:
         repo_id: id of the repository.
@@ -152,7 +154,7 @@ def explain(repo_id: str, revision: str | None, error: BaseException, *, writing
 
 
 def _of_status(repo_id: str, status: int, error: BaseException, go_on: str, *, writing: bool) -> str:
-    """Explain an answer by its status alone."""
+    """Explain an answer by its status only."""
     if status == 401:
         token = option("token")
         return f"the Hub does not know the token ({repo_id}); run hf auth login, or pass another with {token}"

@@ -26,8 +26,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from ..errors import SourceError, brief
 from ..format.header import StoredTensor, parse_header
-from ..hub_options import Hub
-from ..wording import again
+from ..hub_options import Hub, again
 from .hub_errors import FINAL, explain, has_timed_out
 from .time_limits import bounded
 
@@ -35,7 +34,7 @@ TRIES = 6
 """Requests for a range in a row that bring no byte before that is an error."""
 
 TIMEOUT_S = 30.0
-"""Of a request that receives no byte."""
+"""Seconds until a request that receives no byte fails."""
 
 SILENT_TRIES = 3
 """Of these tries, those that time out before that is an error: 90 s without a byte."""
@@ -58,12 +57,12 @@ class RemoteFile:
     """In the repository."""
     num_bytes: int
     sha256: str
-    """Of the bytes, in hex; empty where the Hub does not record it."""
+    """The sha256 of the bytes, in hex; empty where the Hub does not record it."""
     hub: Hub = field(compare=False, repr=False)
 
     @property
     def suffix(self) -> str:
-        """``".safetensors"``."""
+        """Return ``".safetensors"``."""
         return self.name[self.name.rfind(".") :]
 
     def __str__(self) -> str:
@@ -76,9 +75,9 @@ def remote_files(
     """Look up files of a repository without downloading them.
 
     Args:
-        repo_id: of the repository.
-        commit: of the repository.
-        names: of the files.
+        repo_id: the id of the repository.
+        commit: the commit of the repository.
+        names: the names of the files.
         hub: how to reach it.
         must_exist: raise if a file is missing; otherwise missing files are left out.
 
@@ -106,7 +105,7 @@ def remote_files(
 
 @cache
 def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """The metadata and the tensors of a safetensors file, read with two requests.
+    """Return the metadata and the tensors of a safetensors file, read with two requests.
 
     Raises:
         CheckpointError: the file is not a safetensors file.
@@ -158,7 +157,7 @@ class RemoteReader:
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
 
     def _try(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
-        """The number of bytes received, and the error if a retry may help."""
+        """Return the number of bytes received, and the error if a retry may help."""
         received = 0
         try:
             address = self._address()
@@ -209,7 +208,7 @@ class RemoteReader:
         raise SourceError(f"{self._file}: the server answers with status {status}")
 
     def _address(self) -> _Address:
-        """The address of the bytes, cached until it expires."""
+        """Return the address of the bytes, cached until it expires."""
         with self._lock:
             if self._known is None:
                 file = self._file

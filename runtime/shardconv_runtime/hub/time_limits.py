@@ -20,7 +20,7 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from ..errors import brief
 
 ANSWER_S = 120.0
-"""For requests without a time-out of their own; the Hub may take a minute to commit many files."""
+"""For requests without their own time-out; the Hub may take a minute to commit many files."""
 
 PATIENCE_S = 60.0
 """Without an answer for this long, a request that has timed out is not repeated."""
@@ -41,14 +41,14 @@ class NotReachedError(Exception):
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """In this context every request of the client, on any thread of the process, ends in bounded time.
+    """Bound the time of every request of the client, on any thread of the process, within this context.
 
     Requests without a time-out get one of ``ANSWER_S``. Other time-outs are left to the client, which may use
     its cache or repeat the request, until no answer has come for ``PATIENCE_S``.
 
     Raises:
         NoAnswerError: no answer came; another try would take as long again.
-        NotReachedError: the connection for a request without a time-out of its own failed. The client would
+        NotReachedError: the connection for a request without its own time-out failed. The client would
             replace its session by an unwatched one and try again.
     """
     global _num_uses
@@ -85,12 +85,13 @@ def _begin(request: Any) -> None:
 
 
 def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
-    """Trace of a request: a step of it has begun, is complete or has failed.
+    """Trace a request: one of its steps has begun, is complete or has failed.
 
     Args:
-        is_open: the request had no time-out of its own.
+        is_open: the request did not have its own time-out.
         event: such as ``"http11.receive_response_headers.complete"``.
-        info: of a failed step, with its ``exception``, raised by the library below the HTTP library.
+        info: the description of a failed step, with its ``exception``, raised by the library below the HTTP
+            library.
     """
     if event.endswith("receive_response_headers.complete"):
         _thread.since = None

@@ -9,40 +9,40 @@ from ..comm import other_launcher
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
 from ..format.small_files import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
-from ..wording import is_command, option
+from ..hub_options import is_command, option
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Folder:
-    """What was converted for one number of ranks."""
+    """A conversion for one number of ranks."""
 
     tp: int
     stages: int = 1
 
     @classmethod
     def named(cls, name: str) -> Folder | None:
-        """The folder of a name; None of others."""
+        """Return the folder of a name; None of others."""
         match = VARIANT.fullmatch(name)
         return None if match is None else cls(int(match[2]), int(match[1] or 1))
 
     @property
     def name(self) -> str:
-        """As ``tp-8``, or ``pp-2-tp-8`` with a directory for each stage."""
+        """Return the name: ``tp-8``, or ``pp-2-tp-8`` with a directory for each stage."""
         return variant_name(self.tp, self.stages)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The paths of its converted directories: itself, or one for each stage."""
+        """Return the paths of its converted directories: itself, or one for each stage."""
         if self.stages == 1:
             return (self.name,)
         return tuple(f"{self.name}/{stage_directory(k, self.stages)}" for k in range(self.stages))
 
 
 def folders(names: Iterable[str]) -> list[Folder]:
-    """The folders that are complete, sorted by ranks and stages.
+    """Return the folders that are complete, sorted by ranks and stages.
 
     Args:
-        names: of all files.
+        names: the names of all files.
     """
     there = set(names)
     named = filter(None, {Folder.named(name.partition("/")[0]) for name in there})
@@ -50,15 +50,15 @@ def folders(names: Iterable[str]) -> list[Folder]:
 
 
 def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, ...]:
-    """The directories of the stages of a model for so many processes; none if it has no stages.
+    """Return the directories of the stages of a model for this many processes; none if it has no stages.
 
     Args:
         where: the files are; for errors.
-        names: of all files.
+        names: the names of all files.
         world_size: number of processes.
 
     Raises:
-        CheckpointError: several models have stages for so many processes.
+        CheckpointError: several models have stages for this many processes.
     """
     there = list(names)
     by_name = {folder.name: folder for folder in folders(there) if folder.stages > 1}
@@ -74,18 +74,20 @@ def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, 
 
 
 def folder_in(where: str) -> tuple[str, Folder | None]:
-    """The id of a repository and the folder behind it, as in ``user/model/pp-2-tp-8``; None without one."""
+    """Return the id of a repository and the folder behind it, as in ``user/model/pp-2-tp-8``; None without
+    one.
+    """
     repo_id, _, last = where.rpartition("/")
     folder = Folder.named(last)
     return (where, None) if folder is None or "/" not in repo_id else (repo_id, folder)
 
 
 def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
-    """The directories of the only model that was converted: one, or one for each stage.
+    """Return the directories of the only model that was converted: one, or one for each stage.
 
     Args:
         where: for errors.
-        names: of all files, relative to the directory or repository.
+        names: the names of all files, relative to the directory or repository.
 
     Returns:
         Their paths, such as ``"tp-8"``; empty for the directory or repository itself.
@@ -109,7 +111,7 @@ def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def nothing_for(where: str, names: Iterable[str], world_size: int) -> str:
-    """The message that a directory or repository lacks a model for ``world_size`` ranks."""
+    """Return the message that a directory or repository lacks a model for ``world_size`` ranks."""
     start = f"{where} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
     found = folders(names)
     if not found:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..comm.agreement import agree, exchange, share_rng_state
 from ..comm.mesh import Launch
@@ -24,15 +25,15 @@ FAILED = -1
 
 
 def vocabulary_of_draft(draft: Any | None) -> int | None:
-    """What ranks tell each other of the draft models that they have."""
+    """Return the vocabulary size of the draft models, which the ranks exchange."""
     return None if draft is None else int(draft.config.get_text_config().vocab_size)
 
 
 def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[str, Any]:
-    """Arguments of ``generate``, with a stand-in for the draft model on ranks that have none.
+    """Return the arguments of ``generate``, with a proxy for the draft model on ranks that have none.
 
     Args:
-        kwargs: of this rank.
+        kwargs: the arguments of this rank.
         drafts: ``vocabulary_of_draft`` of each rank.
 
     Raises:
@@ -55,14 +56,12 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
     if found.get(ARGUMENT) is None:
         # What ``generate`` looks at in a draft model before it asks for candidates.
         vocabulary_size = drafts[0]
-        from transformers import PreTrainedConfig
-
         found[ARGUMENT] = SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
     return found
 
 
 def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
-    """A model's ``_get_candidate_generator``, for a draft model on rank 0 and perhaps others."""
+    """Return a model's ``_get_candidate_generator``, for a draft model on rank 0 and perhaps others."""
 
     def get(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = kwargs.get(ARGUMENT)
@@ -72,7 +71,7 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
         if not isinstance(draft, SimpleNamespace):
             try:
                 own = type(self)._get_candidate_generator(self, *args, **kwargs)
-            except Exception as failure:  # where this rank alone has a draft, the others would wait for it
+            except Exception as failure:  # if only this rank has a draft, the others would wait for it
                 error = failure
         agree(start, error)
         # Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft.
@@ -91,7 +90,7 @@ class _Candidates:
     """A candidate generator of transformers' form; tokens that follow ``[1, S]``.
 
     Args:
-        own: of this rank; None where it has no draft model.
+        own: the candidates of this rank; None if it has no draft model.
         start: the ranks.
         is_sampling: the draft's logits are needed, too.
     """
@@ -104,7 +103,7 @@ class _Candidates:
         self.model_kwargs_overrides = getattr(own, "model_kwargs_overrides", {})
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None, those of rank 0 on every rank.
+        """Return rank 0's candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None on every rank.
 
         Raises:
             LaunchError: rank 0 has failed to make them.
@@ -120,7 +119,10 @@ class _Candidates:
         new = ids[:, input_ids.shape[1] :].to(self._start.device)
         has_logits = self._is_sampling and logits is not None
         width = logits.shape[-1] if has_logits else 0
-        num_new, width = self._sizes_of_rank_0(new.shape[1] if error is None else FAILED, width)
+        # All ranks take the sizes of rank 0, and learn whether it failed.
+        sizes = torch.tensor([new.shape[1] if error is None else FAILED, width], device=self._start.device)
+        dist.broadcast(sizes, group_src=0, group=self._start.group)
+        num_new, width = sizes.tolist()
         if error is not None:
             raise error
         if num_new == FAILED:
@@ -137,12 +139,6 @@ class _Candidates:
         """Tell this rank's draft how many candidates were right."""
         if self._own is not None:
             self._own.update_candidate_strategy(input_ids, scores, num_matches)
-
-    def _sizes_of_rank_0(self, num_new: int, width: int) -> tuple[int, int]:
-        sizes = torch.tensor([num_new, width], device=self._start.device)
-        dist.broadcast(sizes, group_src=0, group=self._start.group)
-        found: list[int] = sizes.tolist()
-        return found[0], found[1]
 
     def _of_rank_0(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._start.rank == 0:

@@ -80,7 +80,21 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             return
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
-        self._take_ranks()
+        # The model, and other managers of these ranks, refuse to run meanwhile.
+        group = self._start.group
+        if group is not None and self._start.world_size > 1:
+            require_idle(self._start)
+            _running[group] = self
+
+            def refuse(module: nn.Module, args: object) -> None:
+                is_paused = bool(getattr(self.background_thread_status, "_paused", False))
+                if not PAGED.get() and self.is_running() and not is_paused:
+                    raise LaunchError(
+                        "the model was called while its ranks answer requests of continuous batching, which "
+                        "use the same process group; stop the manager first"
+                    )
+
+            self._refusal = self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
         share_rng_state(self._start)
         super().start()
 
@@ -141,19 +155,19 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def room(self) -> int | None:
-        """The most tokens of one request, with those to come; None if nothing limits them."""
+        """Return the most tokens of one request, with those to come; None if nothing limits them."""
         limit = self._check.limit  # of those that are computed with, as the last new one is not
         limits = (self._room, None if limit is None else limit + 1)
         return min((each for each in limits if each is not None), default=None)
 
     @property
     def waker(self) -> Any:
-        """The event that is set when there is something to do."""
+        """Return the event that is set when there is something to do."""
         return getattr(self, _name_of_waker(self))
 
     @property
     def cache_use(self) -> float | None:
-        """The share of the cache that requests hold; None where the installed transformers hides it."""
+        """Return the share of the cache that requests hold; None if transformers does not tell."""
         cache = getattr(self.batch_processor, "cache", None)
         allocators = getattr(cache, "cache_allocators", None)
         if not allocators:
@@ -173,19 +187,19 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def failure(self) -> BaseException | None:
-        """The error with which the loop has ended."""
+        """Return the error with which the loop has ended."""
         error: BaseException | None = self.background_thread_status.fatal_error
         return error
 
     def require_running(self) -> None:
-        """Raises the error of the loop, or ``LaunchError`` if it has ended without."""
+        """Raise the error of the loop, or ``LaunchError`` if it has ended without one."""
         if self.failure is not None:
             raise self.failure
         if not self.is_running():
             raise LaunchError("the manager was stopped before all requests were answered")
 
     def _create_batch_processor(self) -> Any:
-        """The cache and what goes with it: an error of one rank is raised on all."""
+        """Return the cache and what goes with it: an error of one rank is raised on all."""
         if self.batch_processor is not None:
             return super()._create_batch_processor()
         made, failure = attempt(super()._create_batch_processor)
@@ -200,7 +214,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         return made
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        """The loop failed: fail the requests, keep the error for the caller, and tell the other ranks."""
+        """Fail the requests, keep the error for the caller, and tell the other ranks."""
         rank, status = self._start.rank, self.background_thread_status
         if isinstance(error, RuntimeError):
             try:
@@ -208,31 +222,11 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             except LaunchError as lost:
                 error = lost
         status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
-        # Recorded first: whoever reads the answer of a failed request looks for the error of the loop then.
+        # Recorded first: a reader of the answer of a failed request then looks for the error of the loop.
         status.record_fatal_error(error)
         self._fail_all_remaining_requests(error, batch_processor)
         if isinstance(self.distributed_helper, StepCoordinator):
             self.distributed_helper.tell_failure()
-
-    def _take_ranks(self) -> None:
-        """Have the model and other managers of these ranks refuse to run meanwhile."""
-        group = self._start.group
-        if group is None or self._start.world_size == 1:
-            return
-        require_idle(self._start)
-        _running[group] = self
-
-        def refuse(module: nn.Module, args: object) -> None:
-            if not PAGED.get() and self.is_running() and not self._is_paused():
-                raise LaunchError(
-                    "the model was called while its ranks answer requests of continuous batching, which use "
-                    "the same process group; stop the manager first"
-                )
-
-        self._refusal = self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
-
-    def _is_paused(self) -> bool:
-        return bool(getattr(self.background_thread_status, "_paused", False))
 
 
 def require_idle(start: Launch) -> None:
@@ -270,17 +264,18 @@ class _AlwaysSet(threading.Event):
         self.set()
 
     def clear(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _name_of_waker(manager: Any) -> str:
-    """The attribute with the event for which the loop waits; transformers renamed it after 5.17."""
+    """Return the attribute with the event for which the loop waits; transformers renamed it after 5.17."""
     names = ("_wake_up_loop", "_has_new_requests")
     return next(name for name in names if hasattr(manager, name))
 
 
 def _tokens_of_one_request(cache: Any) -> int:
-    """For how many tokens of one request an empty cache has room."""
+    """Return the most tokens of one request for which an empty cache has room."""
+    # Not all supported versions have the function.
     from transformers.generation.continuous_batching import model_runner
 
     if hasattr(model_runner, "infer_max_single_request_tokens"):

@@ -43,12 +43,17 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     call: Callable[..., Any] = model._call_impl
 
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
-        """A function of ours around torch's: Dynamo skips torch's own first function, and the hooks in it."""
+        """Return a function of ours around torch's: Dynamo skips torch's own first function, and the hooks in
+        it.
+        """
         return call(*args, **kwargs)
 
     compile = partial(as_one_graph, same_bits=same_bits)
     general = compile(with_hooks)
-    decoder = _decoder(model, with_hooks, compile, records=cuda_graphs)
+    decoder: Decoder | None = None
+    if hasattr(model, "generate") and getattr(model, "_can_compile_fullgraph", False):
+        decoder = Decoder(model, with_hooks, compile, records=cuda_graphs)
+        vars(model)[DECODER] = decoder  # where `generate` looks for it
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if decoder is not None and decoder.runs_plain:
@@ -68,17 +73,6 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
 
     model._compiled_call_impl = compiled
     decode_from_static_cache(model)
-
-
-def _decoder(
-    model: nn.Module, forward: Callable[..., Any], compile: Callable[[Any], Any], *, records: bool
-) -> Decoder | None:
-    """What decodes for the model, which ``generate`` finds as its attribute; None for one without caches."""
-    if not hasattr(model, "generate") or not getattr(model, "_can_compile_fullgraph", False):
-        return None
-    decoder = Decoder(model, forward, compile, records=records)
-    vars(model)[DECODER] = decoder
-    return decoder
 
 
 def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None:
@@ -101,7 +95,9 @@ def as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[.
 
 
 def _own_limit() -> dict[str, Any]:
-    """Options of ``torch.compile``: other models that share Python code do not count toward the limit."""
+    """Return the options of ``torch.compile``: other models that share Python code do not count toward the
+    limit.
+    """
     options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if options.keys() <= inspect.signature(torch.compile).parameters.keys():
         return options
@@ -110,7 +106,7 @@ def _own_limit() -> dict[str, Any]:
 
 
 def is_allocated(cache: Any) -> bool:
-    """Whether a cache has its memory; the cache of an encoder and a decoder consists of two."""
+    """Return whether a cache has its memory; the cache of an encoder and a decoder consists of two."""
     parts = [part for part in vars(cache).values() if hasattr(part, "is_compileable")]
     return all(map(is_allocated, parts)) if parts else bool(cache.is_initialized)
 

@@ -1,7 +1,7 @@
 """``generate_batch`` and the manager of continuous batching on every rank, see transformers' documentation.
 
 ``generate_batch`` is called alike on every rank, as ``generate`` is. A manager is made on every rank, too;
-rank 0 alone adds requests, and the others take the steps that these need until rank 0 stops.
+only rank 0 adds requests, and the others take the steps that these need until rank 0 stops.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 from torch import nn
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils.logging import tqdm
 
 from ..comm.agreement import agree, brief_digest, exchange, require_same_call
 from ..comm.mesh import Launch
@@ -25,7 +28,7 @@ from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kin
 from .staged_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
-"""Of a machine's memory, for the caches of all ranks on its processors; transformers' for one process."""
+"""Share of a machine's memory for the caches of all ranks on its CPUs; transformers' for one process."""
 
 NOT_IN_BATCHES = {
     "num_beams": (None, 1),
@@ -54,7 +57,7 @@ def prepare_batches(
     """Have continuous batching know that the model is one of several ranks, in place.
 
     Args:
-        model: of this rank; unchanged if its class has no continuous batching.
+        model: the model of this rank; unchanged if its class has no continuous batching.
         start: the ranks.
         gather_logits: if False, it is refused.
         link: to the other stages of a pipeline; None where there is one stage.
@@ -67,7 +70,7 @@ def prepare_batches(
 
 
 def _context(self: Any, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-    """transformers' context of a manager, which makes one by the model's ``init_continuous_batching``."""
+    """Return transformers' context of a manager, made with the model's ``init_continuous_batching``."""
     make = partial(self.init_continuous_batching, num_microbatches=num_microbatches)
     maker = SimpleNamespace(init_continuous_batching=make)
     return type(self).continuous_batching_context_manager(maker, *args, **kwargs)
@@ -88,7 +91,21 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         config = _with_memory_of_rank(continuous_batching_config, start)
         given = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
         require_same_call(start, "init_continuous_batching", given | {"num_microbatches": num_microbatches})
-        in_flight = _microbatches(num_microbatches, link, config)
+        if link is None:
+            if num_microbatches is not None:
+                raise PlanError("num_microbatches is about the stages of a pipeline; leave it out")
+            in_flight = 1
+        else:
+            if num_microbatches is not None and num_microbatches < 1:
+                raise PlanError(
+                    f"num_microbatches={num_microbatches}: at least one group of requests is computed at a "
+                    "time"
+                )
+            if name := _asked(config, NOT_ON_STAGES):
+                raise PlanError(
+                    f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out"
+                )
+            in_flight = link.count if num_microbatches is None else num_microbatches
         if start.world_size > 1:
             _record_nothing(config, generation_config)
         heads, error = attempt(lambda: cached_heads(self, link))
@@ -101,7 +118,14 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
         if isinstance(manager, RankBatchingManager):
-            error = _other_config(manager, generation_config, in_flight)
+            # A manager that was kept must generate in the way that is asked for now.
+            asked, error = (generation_config.to_dict(), in_flight), None
+            if (manager.generation_config.to_dict(), manager.num_microbatches) != asked:
+                error = PlanError(
+                    "the manager of an earlier call was kept (persistent_manager=True), with another "
+                    "generation config or num_microbatches; call "
+                    "model.destroy_cached_continuous_batching_manager() first"
+                )
         elif manager is not None:
             if link is None:
                 manager = RankBatchingManager.adopt(manager, start)
@@ -151,12 +175,14 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
         check = RequestCheck.of(self)
         for prompt in prompts:
             check.require(prompt, limit)
+        num_each = config.num_return_sequences or 1
+        hints = WorkloadHints(max(map(len, prompts)), limit or 0, len(prompts) * num_each)
         managing = self.continuous_batching_context_manager(
             config,
             continuous_batching_config=continuous_batching_config,
             persistent_manager=persistent_manager,
             warmup=warmup,
-            workload_hints=_hints(prompts, limit, config.num_return_sequences or 1),
+            workload_hints=hints,
             num_microbatches=num_microbatches,
         )
         with managing as manager:
@@ -168,27 +194,18 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
     return generate_batch
 
 
-def _hints(prompts: list[list[int]], max_new_tokens: int | None, num_each: int) -> Any:
-    """What transformers sizes its buffers by."""
-    from transformers.generation.continuous_batching.utils import WorkloadHints
-
-    return WorkloadHints(max(map(len, prompts)), max_new_tokens or 0, len(prompts) * num_each)
-
-
 def _with_children(name: str, config: Any) -> list[str]:
-    """Names of the answers to a request, as transformers gives them."""
+    """Return the names of the answers to a request, as transformers gives them."""
     return [*(f"{name}__child#{i}" for i in range((config.num_return_sequences or 1) - 1)), name]
 
 
 def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool) -> dict[str, Any]:
-    """All answers in the order of ``names``; an error instead of a part of them.
+    """Return all answers in the order of ``names``; an error instead of a part of them.
 
     Raises:
         ShardconvError: a request failed.
         Exception: the error of the loop.
     """
-    from transformers.utils.logging import tqdm
-
     found: dict[str, Any] = {}
     with tqdm(total=len(names), disable=not show_progress, unit="request") as progress:
         while len(found) < len(names):
@@ -205,31 +222,12 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
 
 
 def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
-    """A copy of the config; ranks that share the memory of a machine each take their share of it."""
-    from transformers import ContinuousBatchingConfig
-
+    """Return a copy of the config; ranks that share the memory of a machine each take their share of it."""
     config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
     if start.device.type == "cpu" and config.max_memory_percent is None:
         hosts = exchange(start, platform.node())
         config.max_memory_percent = CPU_MEMORY / max(map(hosts.count, hosts))
     return config
-
-
-def _microbatches(number: int | None, link: StageLink | None, config: Any) -> int:
-    """How many groups of requests are computed at a time, on different stages.
-
-    Raises:
-        PlanError: an option does not go with stages, or only with them.
-    """
-    if link is None:
-        if number is not None:
-            raise PlanError("num_microbatches is about the stages of a pipeline; leave it out")
-        return 1
-    if number is not None and number < 1:
-        raise PlanError(f"num_microbatches={number}: at least one group of requests is computed at a time")
-    if name := _asked(config, NOT_ON_STAGES):
-        raise PlanError(f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out")
-    return link.count if number is None else number
 
 
 def _record_nothing(config: Any, generation_config: Any) -> None:
@@ -253,32 +251,21 @@ def _record_nothing(config: Any, generation_config: Any) -> None:
 
 
 def _asked(config: Any, names: Sequence[str]) -> str | None:
-    """The first of these options that asks for something."""
+    """Return the first of these options that asks for something."""
     nothing = (None, False, 0, (False, False))
     return next((name for name in names if getattr(config, name, None) not in nothing), None)
 
 
 def _records(compiling: Any) -> bool:
-    """Whether a ``CompileConfig`` has the compiler record CUDA graphs."""
-    from torch._inductor import list_mode_options
+    """Return whether a ``CompileConfig`` has the compiler record CUDA graphs."""
+    from torch._inductor import list_mode_options  # takes seconds
 
     options = {**list_mode_options().get(compiling.mode or "default", {}), **(compiling.options or {})}
     return bool(options.get("triton.cudagraphs"))
 
 
-def _other_config(manager: RankBatchingManager, config: Any, num_microbatches: int) -> PlanError | None:
-    """The error if a manager that was kept generates otherwise than is asked for now."""
-    asked = config.to_dict(), num_microbatches
-    if (manager.generation_config.to_dict(), manager.num_microbatches) == asked:
-        return None
-    return PlanError(
-        "the manager of an earlier call was kept (persistent_manager=True), with another generation config "
-        "or num_microbatches; call model.destroy_cached_continuous_batching_manager() first"
-    )
-
-
 def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:
-    """The error if the manager would ignore what the generation config asks for."""
+    """Return an error if the manager would ignore an option of the generation config."""
     kept = list(manager.logit_processor.logits_processor)
     asked = list(model._get_logits_processor(config))
     if len(kept) < len(asked):

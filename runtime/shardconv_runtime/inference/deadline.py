@@ -29,7 +29,7 @@ _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Sock
 
 
 def raise_lost_rank(error: RuntimeError, start: Launch) -> None:
-    """Raises ``LaunchError`` if a collective failed because of another rank; returns for other errors."""
+    """Raise ``LaunchError`` if a collective failed because of another rank; return for other errors."""
     if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
         return
     first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -43,7 +43,7 @@ GRACE_S = 30
 """How long the host may take to notice that the communicators were aborted."""
 
 EXIT_CODE = 70
-"""Of a process that did not notice."""
+"""Exit code of a process that did not notice."""
 
 _running: list[Deadline] = []
 
@@ -73,7 +73,7 @@ def deadline(start: Launch) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Say that the host got on, such as with the next token.
+    """Note that the host made progress, such as the next token.
 
     Raises:
         LaunchError: it is too late, see ``deadline``.
@@ -83,7 +83,7 @@ def progress() -> None:
 
 
 def pause() -> None:
-    """Say that the next step is compiled first: the time starts anew with the next ``progress``."""
+    """Note that the next step is compiled first: the time starts again with the next ``progress``."""
     for watched in _running:
         watched.pause()
 
@@ -92,7 +92,7 @@ class Deadline:
     """A limit of time from each call of ``progress`` to the next one, or to the end, as a context.
 
     Args:
-        rank: of this process, for the message.
+        rank: the rank of this process, for the message.
         timeout_s: the limit.
         abort: makes the wait end, and does not wait itself; it is called in another thread.
         end: ends the process, if that did not help.
@@ -133,10 +133,10 @@ class Deadline:
         self._left.set()
         _running.remove(self)
         if self._expired.is_set() and not isinstance(error, LaunchError):
-            raise LaunchError(self._message) from error  # what was computed since then is of no use
+            raise LaunchError(self._message) from error  # results since then are of no use
 
     def progress(self) -> None:
-        """Start the time anew.
+        """Start the time again.
 
         Raises:
             LaunchError: it has passed.

@@ -1,7 +1,7 @@
 """The cache of decoding steps: buffers that stay where they are, filled from the cache of a prefill.
 
 A prefill runs with transformers' own growing cache. What it left there is copied into these buffers, and each
-step adds one token. Shapes and addresses are those of the bucket, whatever the prompt was.
+step adds one token. Shapes and addresses depend on the bucket, not on the prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Buffers:
 
     Attributes:
         device: where it is.
-        generation: counts how often memory moved; whatever has recorded addresses is void then.
+        generation: counts how often memory moved, which makes recorded addresses invalid.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Buffers:
         self.generation = 0
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor; of undefined content, since other buckets write there."""
+        """Return a contiguous tensor; of undefined content, since other buckets write there."""
         key = (name, dtype)
         count = math.prod(shape)
         flat = self._flat.get(key)
@@ -52,7 +52,7 @@ class Buffers:
 
     @property
     def num_bytes(self) -> int:
-        """All memory held."""
+        """Return all memory held."""
         return sum(flat.nbytes for flat in self._flat.values())
 
 
@@ -63,7 +63,7 @@ def repeat_first(buffer: Tensor, num_rows: int) -> None:
 
 
 _EMPTY: type = getattr(cache_utils, "DummyLayer", type(None))
-"""Of layers that keep nothing; older versions of transformers have no such class."""
+"""The class of layers that keep nothing; older versions of transformers lack it."""
 
 _ATTENTION = (
     DynamicLayer,
@@ -109,7 +109,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self.batch_size = keys.shape[0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the buffers are there."""
+        """Do nothing: the buffers exist."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add ``[B, local heads, 1, head dim]``; returns the buffers."""
@@ -126,7 +126,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         return self.length + self.num_added
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The slots, and the position of the first."""
+        """Return the slots, and the position of the first."""
         return self.slots, 0
 
     def get_max_length(self) -> int:
@@ -134,7 +134,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         return self.slots
 
     def reaching(self, reach: int) -> OneTokenLayer:
-        """The same layer, of which calls read more slots."""
+        """Return the same layer, of which calls read more slots."""
         wide = copy.copy(self)
         if not self.is_ring:
             wide.keys, wide.values = (buffer[..., :reach, :] for buffer in self.buffers)
@@ -142,12 +142,12 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         return wide
 
     def written(self, num_calls: int) -> Iterator[Tensor]:
-        """What so many calls write from an empty cache on."""
+        """Yield the parts of buffers that this many calls write, from an empty cache on."""
         for buffer in (self.keys, self.values):
             yield buffer[..., :num_calls, :]
 
     def fill(self, layer: Any) -> None:
-        """Take over what a prefill left in its layer (each ``[rows, local heads, n, head dim]``)."""
+        """Copy the cache of a prefill's layer (each ``[rows, local heads, n, head dim]``)."""
         stop = int(layer.get_seq_length())
         for buffer, found in zip(self.buffers, (layer.keys, layer.values), strict=True):
             buffer.zero_()  # what is masked must be finite
@@ -170,11 +170,11 @@ class _States(LinearAttentionLayer):  # type: ignore[misc]
             self.__dict__[name] = _place(value, buffers, batch, f"{prefix}.{name}")
 
     def reaching(self, reach: int) -> Self:
-        """The same states: they do not grow with the text."""
+        """Return the same states: they do not grow with the text."""
         return copy.copy(self)
 
     def written(self, num_calls: int) -> Iterator[Tensor]:
-        """What any call writes."""
+        """Yield the parts of buffers that any call writes."""
         for name, value in vars(self).items():
             if name not in ("keys", "values", "buffers"):
                 yield from (tensor for tensor, _ in _pairs(value, value))
@@ -193,7 +193,7 @@ class LinearStates(_States):
     """The cache of a layer without attention."""
 
     def fill(self, layer: Any) -> None:
-        """Take over what a prefill left."""
+        """Copy the state of a prefill."""
         self.fill_states(layer)
 
 
@@ -210,7 +210,7 @@ class HybridLayer(OneTokenLayer, _States):
         yield from _States.written(self, num_calls)
 
     def fill(self, layer: Any) -> None:
-        """Take over what a prefill left."""
+        """Copy the state of a prefill."""
         OneTokenLayer.fill(self, layer)
         self.fill_states(layer)
 
@@ -223,7 +223,7 @@ class OneTokenCache(Cache):  # type: ignore[misc]
         self.length = length
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where the token is among the slots of a layer: of a ring, no further than its last slot.
+        """Return where the token is among the slots of a layer: of a ring, no further than its last slot.
 
         A mask of positions then lets it see all slots once the ring is full, as it should.
         """
@@ -232,24 +232,24 @@ class OneTokenCache(Cache):  # type: ignore[misc]
         return offset.clamp(max=layer.slots - 1) if getattr(layer, "is_ring", False) else offset
 
     def reaching(self, reach: int) -> OneTokenCache:
-        """The same cache, of which calls read more slots."""
+        """Return the same cache, of which calls read more slots."""
         layers = [layer if isinstance(layer, _EMPTY) else layer.reaching(reach) for layer in self.layers]
         return OneTokenCache(layers, self.length)
 
     def written(self, num_calls: int) -> Iterator[Tensor]:
-        """What so many calls write from an empty cache on."""
+        """Yield the parts of buffers that this many calls write, from an empty cache on."""
         for layer in self.layers:
             if not isinstance(layer, _EMPTY):
                 yield from layer.written(num_calls)
 
     def begin_call(self) -> None:
-        """No layer has added the next token yet."""
+        """Note that no layer has added the next token yet."""
         for layer in self.layers:
             if isinstance(layer, OneTokenLayer):
                 layer.num_added = 0
 
     def fill(self, prefilled: Cache) -> None:
-        """Take over what a prefill left in its cache."""
+        """Copy the cache of a prefill."""
         self.length.fill_(num_tokens(prefilled))
         for mine, found in zip(self.layers, prefilled.layers, strict=True):
             if not isinstance(mine, _EMPTY):
@@ -257,7 +257,7 @@ class OneTokenCache(Cache):  # type: ignore[misc]
 
 
 def is_known(cache: Any) -> bool:
-    """Whether all layers of a prefill's cache are of kinds that can be taken over, and are filled."""
+    """Return whether all layers of a prefill's cache are of kinds that can be taken over, and are filled."""
     if not isinstance(cache, Cache) or not cache.layers or getattr(cache, "offloading", False):
         return False
     return all(
@@ -269,27 +269,27 @@ def is_known(cache: Any) -> bool:
 
 
 def num_tokens(cache: Cache) -> int:
-    """Tokens in a prefill's cache; 0 if it only has states, which do not count them."""
+    """Return tokens in a prefill's cache; 0 if it only has states, which do not count them."""
     counts = [int(layer.get_seq_length()) for layer in cache.layers if type(layer) in _ATTENTION]
     return max(counts, default=0)
 
 
 def windows(cache: Cache) -> list[int]:
-    """The windows of those layers that have one."""
+    """Return the windows of those layers that have one."""
     return [layer.sliding_window for layer in cache.layers if hasattr(layer, "sliding_window")]
 
 
 def make_cache(
     prefilled: Cache, buffers: Buffers, batch: int, slots: int, reach: int, *, rings: bool
 ) -> OneTokenCache:
-    """A cache for steps of a bucket, not filled.
+    """Return a cache for steps of a bucket, not filled.
 
     Args:
         prefilled: after a prefill, see ``is_known``.
         buffers: where it lies.
         batch: number of rows.
         slots: number of tokens that it can hold.
-        reach: of the slots, how many calls read.
+        reach: the number of slots that calls read.
         rings: layers with a window hold that window only. Masks that go by position, of padded prompts or
             of chunks, do not allow this.
     """
@@ -339,7 +339,7 @@ def _place(value: Any, buffers: Buffers, batch: int, name: str) -> Any:
 
 
 def _pairs(mine: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
-    """Buffers and the tensors that go there, of an attribute that is a tensor or a dict of them."""
+    """Return buffers and the tensors to copy there, of an attribute that is a tensor or a dict of tensors."""
     if isinstance(found, dict):
         return [pair for key in found for pair in _pairs(mine[key], found[key])]
     return [(mine, found)] if isinstance(found, Tensor) and found.dim() else []

@@ -1,4 +1,4 @@
-"""What decoding steps read and write: tensors that stay where they are from call to call."""
+"""Tensors that decoding steps read and write, which stay where they are from call to call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Bucket:
 
     Attributes:
         batch: number of rows, B; a call may have fewer.
-        slots: number of tokens, L; the memory is for so many.
+        slots: number of tokens, L; the memory is for this many.
         reach: number of slots that a step reads, R, at most ``slots``: the text is no longer yet.
         rings: layers with windows hold no more than these.
-        inputs: names of the model's tensor arguments beside the ids.
+        inputs: names of the model's tensor arguments in addition to the ids.
         constants: the model's other arguments.
         choice: how tokens are chosen.
         stops: there are tokens that end a row.
@@ -53,9 +53,9 @@ class StepState:
     Attributes:
         bucket: shapes.
         cache_name: the model's argument for the cache.
-        cache: of the tokens so far.
+        cache: the cache of the tokens so far.
         token: the ids that the next step takes, int64 ``[B, 1]``.
-        new_tokens: what was chosen, int64 ``[B, L]``, and ``count`` (``[]``) of them.
+        new_tokens: the chosen tokens, int64 ``[B, L]``, and ``count`` (``[]``) of them.
         position_ids: of ``token``, int64 ``[B, 1]``, if the model takes them.
         inputs: other tensor arguments by name: masks ``[B, R]`` and types of tokens ``[B, 1]``, constant.
         masks: of these inputs the masks, ``[B, L]``.
@@ -63,7 +63,7 @@ class StepState:
         done: whether there are none, bool ``[]``.
         pad: id that follows a stop token, int64 ``[]``.
         stop_ids: int64 ``[MOST_STOP_TOKENS]``, -1 where there are fewer.
-        numbers: of the processors, by name.
+        numbers: the numbers of the processors, by name.
         seen, stops: see ``History``.
     """
 
@@ -85,7 +85,7 @@ class StepState:
     stops: Tensor | None = None
 
     def history(self) -> History:
-        """What processors know of the text."""
+        """Return what processors know of the text."""
         return History(self.count, self.seen, self.stops)
 
     def arguments(self) -> dict[str, Any]:
@@ -109,14 +109,14 @@ class StepState:
             self.done.copy_(self.unfinished.max() == 0)
 
     def reaching(self, reach: int) -> StepState:
-        """The same state, whose steps read more slots: all tensors keep their places."""
+        """Return the same state, whose steps read more slots: all tensors keep their places."""
         inputs = self.inputs | {name: mask[:, :reach] for name, mask in self.masks.items()}
         bucket, cache = replace(self.bucket, reach=reach), self.cache.reaching(reach)
         return replace(self, bucket=bucket, cache=cache, inputs=inputs)
 
     @contextmanager
     def kept(self, num_steps: int) -> Iterator[None]:
-        """A context in which so many steps may run from rewound counters; the state is then as before."""
+        """Run this many steps from rewound counters within this context; then the state is as before."""
         own = (self.token, self.new_tokens, self.count, self.unfinished, self.done, self.cache.length)
         more = (x for x in (self.position_ids, self.seen) if x is not None)
         tensors = [*own, *more, *self.cache.written(num_steps)]
@@ -126,7 +126,7 @@ class StepState:
             tensor.copy_(before)
 
     def rewind(self) -> None:
-        """Let the next steps write within the buffers, whatever they hold."""
+        """Let the next steps write within the buffers, independent of their contents."""
         for counter in (self.cache.length, self.count, self.position_ids):
             if counter is not None:
                 counter.zero_()
@@ -141,7 +141,7 @@ class StepState:
 def make_state(
     bucket: Bucket, cache_name: str, cache: OneTokenCache, buffers: Buffers, vocabulary: int
 ) -> StepState:
-    """The tensors of a bucket, of undefined content."""
+    """Return the tensors of a bucket, of undefined content."""
     batch, slots = bucket.batch, bucket.slots
 
     def ints(name: str, *shape: int) -> Tensor:
@@ -189,10 +189,10 @@ def start_call(
     """Set all but the cache for a call.
 
     Args:
-        state: of the call's bucket.
+        state: the state of the call's bucket.
         ids: the prompt, int64 ``[rows, n]``.
-        arguments: what ``generate`` would give to the model in its first step.
-        numbers: of the processors.
+        arguments: the arguments that ``generate`` would give to the model in its first step.
+        numbers: the numbers of the processors.
         pad: id of padding.
         stop_ids: ids that end a row.
     """
@@ -246,7 +246,7 @@ def _fill_rows(buffer: Tensor, found: Tensor) -> None:
 
 ORDINARY = "sdpa"
 NAME = "shardconv_decode"
-"""Of this attention function, in the registries of transformers."""
+"""Name of this attention function in the registries of transformers."""
 
 _MODIFIERS = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments that change the scores, or where keys come from. Such calls are left to the ordinary function."""
@@ -271,7 +271,7 @@ def decode_attention(
         value: local ``[B, G, L, E]``.
         attention_mask: ``[B or 1, H or 1, 1, L]``; bool (whether a query sees a key), or added to the scores.
         dropout: 0 in inference.
-        scaling: of the scores; 1 / sqrt(D) by default.
+        scaling: the scaling of the scores; 1 / sqrt(D) by default.
 
     Returns:
         local ``[B, 1, H, E]``, and None for the weights.
@@ -300,7 +300,7 @@ def decode_attention(
 
 @contextmanager
 def attending_once(model: nn.Module) -> Iterator[None]:
-    """In this context calls of a model attend with ``decode_attention`` where they would with sdpa."""
+    """Use ``decode_attention`` in place of sdpa in calls of a model within this context."""
     configs = {id(c): c for c in _configs(model) if c._attn_implementation == ORDINARY}
     for config in configs.values():
         _set(config, NAME)
@@ -312,7 +312,7 @@ def attending_once(model: nn.Module) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configs that modules look at for the name of their attention function."""
+    """Yield the configs that modules look at for the name of their attention function."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) is not None:
@@ -354,7 +354,7 @@ NOT_OPTIONS = (
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Any:
-    """The generation config of a call of ``model.generate``."""
+    """Return the generation config of a call of ``model.generate``."""
     given = {name: value for name, value in arguments.items() if name not in NOT_OPTIONS}
     # Private, but nothing public tells how the arguments and two configs go together.
     options, _ = model._prepare_generation_config(arguments.get("generation_config"), **given)
@@ -362,7 +362,7 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Any:
 
 
 def may_take(model: Any, arguments: dict[str, Any], options: Any) -> bool:
-    """Whether a call of ``model.generate`` may be decoded here; the rest is known once it is prepared."""
+    """Return whether a call of ``generate`` may be decoded here; more is known once it is prepared."""
     return (
         all(arguments.get(name) is None for name in OTHER_WAYS)
         and options.get_generation_mode(None) in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -377,12 +377,12 @@ class Call:
 
     Attributes:
         ids: the prompt, int64 ``[rows, n]``; n is 0 where embeddings are given in its place.
-        config: of the generation.
-        arguments: of the model.
+        config: the config of the generation.
+        arguments: the arguments of the model.
         cache_name: which of them is the cache; it is empty.
         most_new: tokens to add at most.
         choice: how they are chosen.
-        numbers: of the logits processors.
+        numbers: the numbers of the logits processors.
         pad: id of padding, and ``stop_ids`` that end a row; None if nothing does.
     """
 
@@ -400,7 +400,7 @@ class Call:
 def prepared_call(
     ids: Tensor, processors: Any, criteria: Any, config: Any, arguments: dict[str, Any]
 ) -> Call | None:
-    """A call as ``generate`` hands it to a decoding method; None if it is decoded in another way."""
+    """Return a call as ``generate`` hands it to a decoding method; None if it is decoded in another way."""
     cache_name = given_cache(arguments)
     chosen = choice_of(processors, config.do_sample, ids.shape[-1])
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]

@@ -62,7 +62,7 @@ CONSTANT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_tok
 """Tensor arguments of a step that count its tokens, or stay as they are (a mask, as long as the cache)."""
 
 NOT_ONE_GRAPH = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
-"""What Dynamo raises where code cannot be captured as one graph."""
+"""Errors of Dynamo if code cannot be captured as one graph."""
 
 Forward = Callable[..., Any]
 
@@ -71,7 +71,7 @@ class Decoder:
     """Decodes for one model.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         forward: its forward pass with all hooks, not compiled.
         compile: compiles a function as one graph.
         records: steps are recorded as CUDA graphs.
@@ -99,11 +99,11 @@ class Decoder:
         self.num_recordings = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a model is not compiled."""
+        """Return None: a copy of a model is not compiled."""
 
     @contextmanager
     def options_for(self, arguments: dict[str, Any]) -> Iterator[Callable[..., Any] | None]:
-        """Gives the decoding method of a call, for ``generate``'s ``custom_generate``; None: its own.
+        """Yield the decoding method for ``generate``'s ``custom_generate``; None for its own.
 
         The model's default of a static cache is left out where ``generate`` would refuse the call for it.
         """
@@ -151,7 +151,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is kept from call to call."""
+        """Return the bytes of memory that is kept from call to call."""
         return self._buffers.num_bytes
 
     def warm_up(self, batch: int, length: int) -> bool:
@@ -183,16 +183,20 @@ class Decoder:
         return bool(self._recorded)
 
     def _decode(self, call: Call, streamer: Any) -> Tensor | None:
-        """The text with its continuation; None if the model cannot be decoded this way."""
+        """Return the text with its continuation; None if the model cannot be decoded this way."""
         model = self._model
-        # What decides, besides the model, whether a call can be decoded step by step.
+        # The options that decide, in addition to the model, whether a call can be decoded step by step.
         given = {name: value for name, value in call.arguments.items() if value is not None}
         kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
         kind = tuple(sorted(kinds.items()))
         if kind in self._unfit:
             return None
         refresh_fused(model)
-        self._forget_moved()
+        # Recorded graphs know addresses: record again if a parameter or buffer was moved.
+        addresses = tuple(x.data_ptr() for x in (*self._model.parameters(), *self._model.buffers()))
+        if addresses != self._addresses:
+            self._recorded.clear()
+            self._addresses = addresses
         prefilled = DynamicCache(config=model.config.get_text_config(decoder=True))
         arguments = {**call.arguments, call.cache_name: prefilled}
         with self._plain():
@@ -213,23 +217,17 @@ class Decoder:
         self._unfit.add(kind)
         return None
 
-    def _forget_moved(self) -> None:
-        """Record again if a parameter or buffer is elsewhere than it was: recorded graphs know addresses."""
-        found = tuple(x.data_ptr() for x in (*self._model.parameters(), *self._model.buffers()))
-        if found != self._addresses:
-            self._recorded.clear()
-            self._addresses = found
-
     def _begin(
         self, call: Call, arguments: dict[str, Any], prefilled: Cache, logits: Tensor
     ) -> tuple[StepState, Replay] | None:
-        """The state after the first token, and the step that goes on from there; None if there can be none.
+        """Return the state after the first token, and the step that goes on from there; None if there can be
+        none.
 
         Args:
-            call: what is decoded.
-            arguments: of the model in the next step.
+            call: the call to decode.
+            arguments: the arguments of the model in the next step.
             prefilled: its cache after the prefill; void afterwards.
-            logits: of the prefill, float32 ``[rows, V]``.
+            logits: the logits of the prefill, float32 ``[rows, V]``.
         """
         inputs = self._inputs_of_step(call, arguments, prefilled)
         if inputs is None:
@@ -248,7 +246,7 @@ class Decoder:
                 if replay.holds():
                     return state, replay
             try:
-                got = self._logits(state)[: len(logits)]
+                got = _logits_of_step(state, self._model, self._forward)[: len(logits)]
             except (RuntimeError, TypeError, ValueError, AttributeError) as error:
                 # The ordinary step will do.
                 warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)
@@ -269,7 +267,7 @@ class Decoder:
     def _inputs_of_step(
         self, call: Call, arguments: dict[str, Any], prefilled: Cache
     ) -> dict[str, Any] | None:
-        """Arguments of the next step beside ids and cache; None if some change in an unknown way."""
+        """Return the arguments of the next step except ids and cache; None for unknown changes."""
         if not is_known(prefilled):
             return None
         ids = call.ids if call.ids.shape[1] else call.ids.new_zeros((len(call.ids), 1))
@@ -311,13 +309,12 @@ class Decoder:
             self._recorded.clear()
         return state
 
-    def _logits(self, state: StepState) -> Tensor:
-        return _logits_of_step(state, self._model, self._forward)
-
     # Recording -----------------------------------------------------------------------------------
 
     def _record(self, state: StepState) -> Replay | None:
-        """The step, compiled and recorded; it ran, so that the state is void. None if it is not one graph."""
+        """Return the step, compiled and recorded; it ran, so that the state is void. None if it is not one
+        graph.
+        """
         state.rewind()
         devices = [self._buffers.device] if self._records else []
         try:
@@ -331,7 +328,7 @@ class Decoder:
         return replay
 
     def _wider(self, state: StepState) -> tuple[StepState, Callable[[], None]]:
-        """The same state with steps of twice the reach, and what runs one of them."""
+        """Return the same state with steps of twice the reach, and a function that runs one of them."""
         reach = min(state.bucket.slots, 2 * state.bucket.reach)
         wide, replays = self._recorded.get(replace(state.bucket, reach=reach)) or (state.reaching(reach), [])
         for replay in replays:
@@ -347,7 +344,7 @@ class Decoder:
         return wide, made.steps_of_call()
 
     def _is_ordinary(self, got: Tensor, call: Call, arguments: dict[str, Any], tokens: Tensor) -> bool:
-        """Whether the step's logits are those of the ordinary step, which changes the prefill's cache."""
+        """Return whether logits are those of an ordinary step, which changes the prefill's cache."""
         ids = torch.cat([call.ids, tokens[:, None]], dim=1)
         prepared = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
         want = self._forward(**prepared, return_dict=True).logits[:, -1].to(torch.float32)
@@ -363,7 +360,7 @@ class Decoder:
         return False
 
     def _attention(self) -> AbstractContextManager[None]:
-        """The attention of steps: in one look at the cache, unless that gave other logits."""
+        """Return the attention of steps: in one look at the cache, unless that gave other logits."""
         return attending_once(self._model) if self._attends_once else nullcontext()
 
     @contextmanager
@@ -385,7 +382,7 @@ def _fill(state: StepState, call: Call, arguments: dict[str, Any], prefilled: Ca
 
 
 def _logits_of_step(state: StepState, model: Any, forward: Forward) -> Tensor:
-    """The logits of the next token, float32 ``[B, V]``; the cache takes the token."""
+    """Return the logits of the next token, float32 ``[B, V]``; the cache takes the token."""
     state.cache.begin_call()
     prepared = model.prepare_inputs_for_generation(state.token, next_sequence_length=1, **state.arguments())
     logits: Tensor = forward(**prepared, return_dict=True).logits
@@ -393,7 +390,7 @@ def _logits_of_step(state: StepState, model: Any, forward: Forward) -> Tensor:
 
 
 def _step(state: StepState, model: Any, forward: Forward) -> None:
-    """From one token to the next."""
+    """Compute the next token from the last one."""
     logits = _logits_of_step(state, model, forward)
     state.advance()
     state.append(choose(state.bucket.choice, logits, state.numbers, state.history()))
@@ -406,12 +403,12 @@ def _loop(
     wider: Callable[[StepState], tuple[StepState, Callable[[], None]]],
     streamer: Any,
 ) -> Tensor:
-    """The text with its continuation ``[rows, n]``, from a state after the first token.
+    """Return the text with its continuation ``[rows, n]``, from a state after the first token.
 
     Args:
-        call: what is decoded.
+        call: the call to decode.
         state: after the first token.
-        replay: of its step.
+        replay: replays its step.
         wider: gives a state of more reach, and its step.
         streamer: the user's.
     """

@@ -42,7 +42,7 @@ _READ_SCORES = (
 
 
 def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own ``generate``; the stages choose tokens together."""
+    """Return the model's own ``generate``; the stages choose tokens together."""
     with link.calling(), ExitStack() as until_end:
         if args or any(kwargs.get(name) is not None for name in _READ_SCORES):
             return type(model).generate(model, *args, **kwargs)
@@ -52,14 +52,16 @@ def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _processors(link: StageLink, until_end: ExitStack) -> Any:
-    """A model's ``_get_logits_processor``, private, but whatever is done to scores passes through it.
+    """Return a model's ``_get_logits_processor``, private, but all processing of scores passes through it.
 
     It is the first to know how the call chooses its tokens.
     """
 
     def processors(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         found = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
-        if _chooses_alone(generation_config):
+        returned = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        is_plain = generation_config.get_generation_mode().value in ("greedy_search", "sample")
+        if is_plain and not any(getattr(generation_config, name, None) for name in returned):
             until_end.enter_context(link.keeping_results())
             found.append(_TokensOfLastStage(link, draws=generation_config.do_sample))
         return found
@@ -67,15 +69,8 @@ def _processors(link: StageLink, until_end: ExitStack) -> Any:
     return processors
 
 
-def _chooses_alone(config: Any) -> bool:
-    """Whether a call chooses one token for each sequence, and returns nothing else."""
-    returned = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-    mode = config.get_generation_mode().value
-    return mode in ("greedy_search", "sample") and not any(getattr(config, name, None) for name in returned)
-
-
 class _TokensOfLastStage:
-    """The last processor of scores: those of the tokens that the last stage chose.
+    """The last processor of scores, which selects the tokens that the last stage chose.
 
     Args:
         link: to the other stages.
@@ -87,7 +82,7 @@ class _TokensOfLastStage:
         self._draws = draws
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Zero for the chosen token of each sequence, else minus infinity, ``[B, V]``, on each stage."""
+        """Return 0 for the chosen token of each sequence and -inf for others, ``[B, V]``, on each stage."""
         tokens = torch.zeros(scores.shape[0], dtype=torch.int64, device=scores.device)
         if self._link.is_last:
             tokens = self._chosen(scores)
@@ -106,7 +101,9 @@ class _TokensOfLastStage:
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
-    """A model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between ranks."""
+    """Return a model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between
+    ranks.
+    """
 
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import StoppingCriteriaList, generation
@@ -119,7 +116,7 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
         )
 
         class Steps(StoppingCriteriaList):  # type: ignore[misc]
-            """Called once a step, whatever the way of generating."""
+            """Called once a step, with every method of generating."""
 
             def __call__(self, *args: Any, **kwargs: Any) -> Any:
                 progress()
@@ -144,7 +141,9 @@ class _DecidedByRank0:
         self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """The sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B bytes."""
+        """Return the sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B
+        bytes.
+        """
         done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
         if self._start.rank == 0:
             done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)
@@ -153,7 +152,7 @@ class _DecidedByRank0:
 
 
 DECODER = "_shardconv_decoder"
-"""Attribute of a compiled model: what decodes for it."""
+"""Attribute of a compiled model with its decoder."""
 
 BATCHED = ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch")
 """Methods of continuous batching."""
@@ -165,7 +164,7 @@ def prepare_generation(
     """Give the model its generation config, and keep the ranks in step in ``model.generate``.
 
     Args:
-        model: of this rank; unchanged if it does not generate.
+        model: the model of this rank; unchanged if it does not generate.
         config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
@@ -206,7 +205,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
-    """A method of continuous batching, whose code is imported when it is called."""
+    """Return a method of continuous batching, whose code is imported when it is called."""
 
     from .continuous_batching import prepare_batches
 
@@ -254,7 +253,7 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
 
 
 def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own ``generate``; of a compiled model, with the decoding method that suits the call."""
+    """Return the model's own ``generate``, with the decoding method of a compiled model."""
     decoder = vars(model).get(DECODER)
     if decoder is None or args:
         return type(model).generate(model, *args, **kwargs)
@@ -267,7 +266,7 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _by_name(
     generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with positional arguments by name, for errors and to replace a streamer."""
+    """Return the same call with positional arguments by name, for errors and to replace a streamer."""
     parameters = list(inspect.signature(generate).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
@@ -277,7 +276,7 @@ def _by_name(
 
 @contextmanager
 def _printing_once(start: Launch, streamer: Any) -> Iterator[None]:
-    """In this context a streamer that prints the text does so on rank 0 only.
+    """Let a streamer that prints the text do so on rank 0 only within this context.
 
     Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only what
     ``TextStreamer`` prints would be a line for each rank.

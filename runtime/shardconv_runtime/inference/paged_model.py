@@ -1,4 +1,4 @@
-"""What transformers' continuous batching sees of a loaded model: its local heads, and eager calls.
+"""A proxy of a loaded model for transformers' continuous batching: local heads, and eager calls.
 
 Its cache has pages, from which each layer reads the keys and values of all requests of a batch. The pages are
 sized by the config, which describes the full model; how many heads a rank has follows from the plan, and is
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..comm.agreement import PAGED
 from ..comm.stage_link import StageLink
@@ -28,10 +29,10 @@ from .paged_check import PagedCheck, ordinary_attention
 
 @dataclass(frozen=True)
 class CachedHeads:
-    """What each layer of a rank's model caches for a token."""
+    """The values that each layer of a rank's model caches for a token."""
 
     layers: tuple[int, ...]
-    """Those that are on the rank's stage."""
+    """The layers that are on the rank's stage."""
     number: int
     """Local."""
     width: int
@@ -42,7 +43,7 @@ class PagedModel:
     """Stands for a loaded model in transformers' continuous batching.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         heads: that the model caches.
         link: to the other stages of a pipeline; None where there is one stage.
         kinds: of attention, of the layers that the cache of a stage is made for; see ``kinds_of_stages``.
@@ -78,7 +79,7 @@ class PagedModel:
 
     @property
     def config(self) -> Any:
-        """A copy of the text model's config, with local numbers of heads and the layers of this stage."""
+        """Return a copy of the text model's config with local numbers of heads and this stage's layers."""
         local = copy.copy(self.unwrapped.config.get_text_config(decoder=True))
         local._attn_implementation = self.unwrapped.config._attn_implementation
         local.num_key_value_heads = self._heads.number
@@ -92,7 +93,14 @@ class PagedModel:
         """Have a cache of this stage's layers, which counts them from 0, take the numbers of the model."""
         update = cache.update
         signature = inspect.signature(update)
-        places = dict(zip(self._heads.layers, self._places(), strict=True))
+        layers = self._heads.layers
+        found: Sequence[int] = range(len(layers))
+        if self._kinds:  # the cache has a place for each layer, by its kind of attention
+            free: dict[str, list[int]] = {kind: [] for kind in self._kinds}
+            for place, kind in enumerate(self._kinds):
+                free[kind].append(place)
+            found = [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, layers)]
+        places = dict(zip(layers, found, strict=True))
 
         @functools.wraps(update)
         def numbered(*args: Any, **kwargs: Any) -> Any:
@@ -100,15 +108,6 @@ class PagedModel:
             return update(**{**given, "layer_idx": places[given["layer_idx"]]})
 
         cache.update = numbered
-
-    def _places(self) -> Sequence[int]:
-        """In the cache, of each layer of this stage."""
-        if not self._kinds:
-            return range(len(self._heads.layers))
-        free: dict[str, list[int]] = {kind: [] for kind in self._kinds}
-        for place, kind in enumerate(self._kinds):
-            free[kind].append(place)
-        return [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, self._heads.layers)]
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, uncompiled: a graph of ``load(compile=True)`` knows no pages."""
@@ -126,7 +125,7 @@ class PagedModel:
         return self.unwrapped._call_impl(**inputs)
 
     def _counted_call(self, inputs: dict[str, Any]) -> Any:
-        """The first call: each layer has to attend through the pages, once."""
+        """Return the first call: each layer has to attend through the pages, once."""
         cache, layers = inputs["cache"], []
         update, replaced = cache.update, vars(cache).get("update")
         signature = inspect.signature(update)
@@ -159,13 +158,13 @@ class PagedModel:
 
 
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
-    """The kinds of attention of a model's layers; none where all are of one kind."""
+    """Return the kinds of attention of a model's layers; none where all are of one kind."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return [kinds[layer] for layer in layers] if kinds else []
 
 
 def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
-    """The kinds of layers for which the cache of a stage is made.
+    """Return the kinds of layers for which the cache of a stage is made.
 
     Where there are several, all stages have as many of each as the one with most: a page is divided between
     the layers of a kind, and the stages have to agree on how many requests there is room for.
@@ -182,17 +181,15 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
 
 @torch.no_grad()
 def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
-    """What a rank's model caches, from a call of one token; all ranks call this.
+    """Find out what a rank's model caches, by a call of one token; all ranks call this.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         link: to the other stages of a pipeline; None where there is one stage.
 
     Raises:
         PlanError: the model cannot decode from pages of keys and values.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     name = f"{type(model).__name__} does not support continuous batching"
     if "position_ids" not in forward_signature(model).parameters:
         raise PlanError(f"{name}: its forward pass takes no position_ids; use generate")
@@ -215,7 +212,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
 
 
 def _same_of_all_layers(layers: dict[int, tuple[Tensor | None, Tensor | None]], name: str) -> CachedHeads:
-    """Keys and values of each layer, local ``[1, heads, 1, head_dim]``."""
+    """Check that all layers cache alike; keys and values of each are local ``[1, heads, 1, head_dim]``."""
     found = {}
     for index, (keys, values) in layers.items():
         if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:
@@ -235,7 +232,7 @@ def _same_of_all_layers(layers: dict[int, tuple[Tensor | None, Tensor | None]], 
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``make`` returns, or an error of ours, for all ranks to agree on."""
+    """Return the result of ``make``, or its error, on which all ranks agree later."""
     try:
         return make(), None
     except ShardconvError as error:

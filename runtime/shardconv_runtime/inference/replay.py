@@ -34,11 +34,11 @@ class CompiledStep:
         self._compiled = compile(self._function)
 
     def __call__(self, *args: Any) -> None:
-        """Evaluates the guards; captures a graph if those of no other one hold."""
+        """Evaluate the guards; capture a graph if the guards of no other one hold."""
         self._compiled(*args)
 
     def captured(self, *args: Any) -> CapturedStep | None:
-        """The graph whose guards hold for these arguments now; None if there is none."""
+        """Return the graph whose guards hold for these arguments now; None if there is none."""
         # Private, but nothing public tells which graph a call would run.
         for entry in _debug_get_cache_entry_list(self._function.__code__):
             found = CapturedStep(self._function, entry.code, entry.guard_manager)
@@ -60,7 +60,7 @@ class CapturedStep:
         self._guards = guards
 
     def holds(self, *args: Any) -> bool:
-        """Whether the guards hold."""
+        """Return whether the guards hold."""
         return bool(self._guards.check(dict(zip(self._names, args, strict=False))))
 
     def __call__(self, *args: Any) -> None:
@@ -92,19 +92,20 @@ class Replay:
             run()
 
     def begins_calls(self) -> None:
-        """Say that the arguments are now as they are at the beginning of a call, see ``holds``."""
+        """Note that the arguments are now as they are at the beginning of a call, see ``holds``."""
         if self._graph is not None:
             self._recorded = self._step.captured(*self._args)
 
     def holds(self) -> bool:
-        """Whether the step is still this one, at the beginning of a call: not with another adapter, say.
+        """Return whether the step is still this one, at the beginning of a call: not with another adapter,
+        say.
 
         What was recorded would not notice that. A compiled function evaluates its guards itself.
         """
         return self._recorded is None or self._recorded.holds(*self._args)
 
     def steps_of_call(self) -> Callable[[], None]:
-        """What runs one step, again and again, while nothing but values of tensors changes.
+        """Return a function that runs a step, again and again, while only values of tensors change.
 
         Guards are evaluated before the first step and after it, since that one may differ.
         """
@@ -124,7 +125,7 @@ class Replay:
 
 
 def _record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Collectives of nccl can be recorded; its watchdog must be left out of the capture's error mode."""
+    """Record a CUDA graph; the watchdog of nccl must be left out of the capture's error mode."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -145,7 +146,7 @@ class StopFlag:
     turns out to be too many is dropped by the caller.
 
     Args:
-        tensors: what is read after each step.
+        tensors: the tensors that are read after each step.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
@@ -160,7 +161,7 @@ class StopFlag:
             self._turn = 0
 
     def after_step(self) -> tuple[Tensor, ...] | None:
-        """The values after the last step that is known to have run; None if none is."""
+        """Return the values after the last step that is known to have run; None if none is."""
         if not self._is_late:
             return self._tensors
         before = self._pending
@@ -173,7 +174,7 @@ class StopFlag:
         return self._read(before)
 
     def last(self) -> tuple[Tensor, ...] | None:
-        """The values that ``after_step`` has not returned yet."""
+        """Return the values that ``after_step`` has not returned yet."""
         pending, self._pending = self._pending, None
         return self._read(pending)
 

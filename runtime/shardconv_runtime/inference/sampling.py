@@ -46,7 +46,7 @@ class SamplingMode:
     """How tokens are chosen: what differs between graphs.
 
     Attributes:
-        samples: draws tokens, else takes the likeliest.
+        samples: draws tokens, otherwise takes the likeliest.
         numbers: names of processors' numbers, in the order in which they are applied.
         most: the largest ``top_k``, a power of two; 0 without one.
     """
@@ -59,11 +59,12 @@ class SamplingMode:
 def choice_of(
     processors: Sequence[Any], samples: bool, prompt_length: int
 ) -> tuple[SamplingMode, dict[str, float]] | None:
-    """How ``generate`` would choose, with the numbers; None if the graph has no such processor."""
+    """Return how ``generate`` would choose, with the numbers; None if the graph has no such processor."""
     found: dict[str, float] = {}
     for processor in processors:
         name = NUMBERS.get(type(processor))
-        if name is None or name in found or not _is_default(processor):
+        is_default = all(getattr(processor, n, value) == value for n, value in _DEFAULTS.items())
+        if name is None or name in found or not is_default:
             return None
         number = getattr(processor, name)
         if name == "top_p":
@@ -75,13 +76,9 @@ def choice_of(
     return SamplingMode(samples, tuple(found), most), found
 
 
-def _is_default(processor: Any) -> bool:
-    return all(getattr(processor, name, value) == value for name, value in _DEFAULTS.items())
-
-
 @dataclass(frozen=True)
 class History:
-    """What processors know of the text.
+    """The text as processors know it.
 
     Attributes:
         count: tokens chosen so far, int64 ``[]``.
@@ -96,13 +93,13 @@ class History:
 
 
 def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], history: History) -> Tensor:
-    """The next token of each row.
+    """Return the next token of each row.
 
     Args:
         choice: how.
         logits: float32 ``[B, V]``.
         numbers: by name, each ``[]``: float32, or int64 for those in INTEGERS.
-        history: of the text.
+        history: the history of the text.
 
     Returns:
         int64 ``[B]``.

@@ -45,15 +45,17 @@ class StepsInFlight:
         scheduler.clear_cancelled_requests = self._clear_cancelled_requests
 
     def reset(self) -> None:
-        """No step is in flight."""
+        """Forget all steps."""
         self._requests.clear()
 
     def end(self, requests: Iterable[Any]) -> None:
-        """The step of these requests is over."""
+        """Note that the step of these requests is over."""
         self._requests.difference_update(each.state.request_id for each in requests)
 
     def _next_step(self, *budgets: int) -> tuple[Any, ...]:
-        """The next step, of a share of the requests that are in none; as transformers' ``schedule_batch``."""
+        """Return the next step, of a share of the requests that are in none; as transformers'
+        ``schedule_batch``.
+        """
         scheduler, busy = self._scheduler, self._requests
         active, most = scheduler.active_requests, scheduler.max_requests_per_batch
         share = -(-(len(active) + len(scheduler.waiting_requests)) // self._most_steps)
@@ -71,7 +73,7 @@ class StepsInFlight:
         return requests, *sizes
 
     def _clear_cancelled_requests(self) -> list[Any]:
-        """Those in flight are cancelled when their step is over."""
+        """Cancel requests; those that are in flight when their step is over."""
         scheduler = self._scheduler
         later = scheduler._requests_to_cancel & self._requests
         scheduler._requests_to_cancel -= later
@@ -174,7 +176,13 @@ class StagedBatchingManager(RankBatchingManager):
                 if self._link.is_last:
                     super()._generation_step()
                 else:
-                    self._forward()
+                    inputs_and_outputs = self.batch_processor.inputs_and_outputs
+                    inputs = inputs_and_outputs.get_model_kwargs()
+                    if self._model._supports_logits_to_keep():
+                        inputs["logits_to_keep"] = inputs["logits_indices"]
+                    with torch.no_grad(), torch.cuda.stream(inputs_and_outputs.compute_stream):
+                        self._model(**inputs)
+                    inputs_and_outputs.retrieve_device_outputs()
         except Exception:
             if self._link.is_last:  # the others wait for tokens
                 self._send_tokens(torch.full(shape, -1 - self._start.rank, dtype=torch.int32))
@@ -194,19 +202,9 @@ class StagedBatchingManager(RankBatchingManager):
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
         self._flight.append(_Step(requests, own, messages, transport))
 
-    def _forward(self) -> None:
-        """Call the model without choosing tokens."""
-        inputs_and_outputs = self.batch_processor.inputs_and_outputs
-        inputs = inputs_and_outputs.get_model_kwargs()
-        if self._model._supports_logits_to_keep():
-            inputs["logits_to_keep"] = inputs["logits_indices"]
-        with torch.no_grad(), torch.cuda.stream(inputs_and_outputs.compute_stream):
-            self._model(**inputs)
-        inputs_and_outputs.retrieve_device_outputs()
-
     @property
     def _peers(self) -> range:
-        """The ranks of this one's place, on each stage."""
+        """Return the ranks of this one's place, on each stage."""
         tp = self._start.world_size // self._link.count
         return range(self._start.rank % tp, self._start.world_size, tp)
 
@@ -230,7 +228,7 @@ class StagedBatchingManager(RankBatchingManager):
         processor.update_batch()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        """As of every rank; messages of steps in flight stay behind, so that the model is of no more use."""
+        """Handle the error as every rank does; messages in flight are lost, so refuse further calls."""
         super()._handle_critical_error(error, batch_processor)
         self._flight.clear()
 

@@ -1,6 +1,6 @@
 """``load(compile=True)`` on a stage of a pipeline: one graph of its forward pass, between receives and sends.
 
-A graph holds no messages between stages. What a stage receives comes in before, what it sends goes out after.
+A graph holds no messages between stages. They are received before it runs, and sent afterwards.
 Which messages a call has is seen in the first call of its shapes, which runs uncompiled.
 """
 
@@ -28,7 +28,7 @@ COMPILE_TIMEOUT_S = 3600
 
 
 class HeldTransport(Transport):
-    """Gives what was received before the call, and holds what is to be sent after it.
+    """Returns values that were received before the call, and holds those to be sent after it.
 
     Args:
         received: the tensors, in the order in which the call takes them.
@@ -37,7 +37,7 @@ class HeldTransport(Transport):
     def __init__(self, received: list[Tensor]) -> None:
         self._received = received
         self.held: list[tuple[Crossing, Tensor, tuple[int, ...]]] = []
-        """What is to be sent: each value, its tensor, and to which stages."""
+        """Values to be sent: each value, its tensor, and the stages to which it goes."""
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Hold a value."""
@@ -48,7 +48,7 @@ class HeldTransport(Transport):
         return self._received.pop(0)
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Results are shared by a hook of the model, which is outside of the graph."""
+        """Do nothing: a hook of the model, outside of the graph, shares the results."""
         raise AssertionError("no result is shared within a graph")
 
 
@@ -59,7 +59,7 @@ def compile_stage(model: nn.Module, start: Launch, link: StageLink, *, same_bits
     allocates a cache of fixed size.
 
     Args:
-        model: of this rank.
+        model: the model of this rank.
         start: the ranks of all stages.
         link: to the other stages.
         same_bits: on each rank, see ``compile_model``.
@@ -94,7 +94,7 @@ class _StagedForward:
         self._compiled: set[Any] = set()
 
         def between(received: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-            """What is computed between the messages; and what is to be sent."""
+            """Compute what is between the messages, and return what is to be sent."""
             transport = HeldTransport(received)
             with link.through(transport):
                 output = plain(*args, **kwargs)
@@ -130,7 +130,7 @@ class _StagedForward:
         return output
 
     def _first_graph(self, traffic: Traffic, args: Any, kwargs: Any) -> Any:
-        """The first call that runs as a graph: an error of one stage is raised on all."""
+        """Return the first call that runs as a graph: an error of one stage is raised on all."""
         output, error = None, None
         try:
             output = self._graph(traffic, args, kwargs)
@@ -148,7 +148,7 @@ class _StagedForward:
 
 
 def _shapes(args: Any, kwargs: Any) -> Any:
-    """What the messages of a call depend on; alike on all stages."""
+    """Return what the messages of a call depend on, which is alike on all stages."""
     leaves, _ = pytree.tree_flatten((args, sorted(kwargs.items())), is_leaf=_is_cache)
     return tuple(map(_shape, leaves))
 

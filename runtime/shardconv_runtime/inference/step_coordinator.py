@@ -1,4 +1,4 @@
-"""What the ranks of all stages tell each other while requests are answered, some steps ahead of each other.
+"""Messages between the ranks of all stages while requests are answered, some steps ahead of each other.
 
 Rank 0 decides on each step and tells the others, which report to it; it waits for what they reported some
 steps ago. The last stage sends the tokens that it chose to the earlier ones. All of it goes over gloo: it is
@@ -28,7 +28,7 @@ from .deadline import raise_lost_rank
 
 # What the ranks tell each other while transformers' continuous batching runs: requests, sizes, the end.
 #
-# The loop runs in a thread of its own, with a process group of its own: the control messages of another
+# The loop runs in its own thread, with its own process group: the control messages of another
 # thread must not come between its messages.
 
 TELL_S = 5
@@ -59,12 +59,12 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         self._heard_of_failure = False
 
     def destroy_cpu_comm_group(self) -> None:
-        """Nothing: the group is kept for the next manager of these ranks."""
+        """Do nothing: the group is kept for the next manager of these ranks."""
 
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, ...]:
-        """Once for each step: the largest of each number over ranks, as many as transformers expects.
+        """Return the largest of each number over ranks, once for each step, as transformers expects.
 
         Raises:
             LaunchError: a rank failed or ended, or the ranks' random states differ.
@@ -74,7 +74,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         return self._agreed(self._or_lost(lambda: _largest(numbers, self.cpu_comm_group)))
 
     def _agreed(self, found: list[int]) -> tuple[int, ...]:
-        """What transformers wants to know of the largest numbers."""
+        """Return what transformers wants to know of the largest numbers."""
         if failed := found[5]:
             self._heard_of_failure = True
             raise LaunchError(f"rank {failed - 1} failed while it answered requests; its own output says why")
@@ -87,7 +87,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         return tuple(found[: len(self._cpu_int_acc)])
 
     def tell_failure(self) -> None:
-        """Have the others raise at their next step, if they have not heard of it."""
+        """Let the other ranks raise at their next step, unless they know already."""
         if self._heard_of_failure:
             return
         numbers = torch.tensor([0, 0, 0, 0, 0, self._start.rank + 1])
@@ -98,11 +98,11 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
             return
 
     def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
-        """Requests of rank 0, on every rank."""
+        """Return requests of rank 0, on every rank."""
         return self._or_lost(lambda: DistributedHelper.tp_broadcast_object_from_rank_0(self, obj))
 
     def tp_all_reduce_min(self, value: Tensor, on_cpu: bool = False) -> Tensor:
-        """Sizes of the cache, before the loop runs; an error of one rank is raised on all."""
+        """Return the smallest sizes of the cache, before the loop runs; all ranks raise the error of one."""
         agree(self._start, None)
         sizes = exchange(self._start, value.tolist())
         return value.copy_(torch.tensor(sizes).amin(0))
@@ -149,7 +149,7 @@ class Message:
     content: Tensor
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """Its content, when it has come, or may be changed."""
+        """Return its content, when it has come, or may be changed."""
         self.work.wait(timeout)
         return self.content
 
@@ -179,7 +179,7 @@ class StageCoordinator(StepCoordinator):
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, ...]:
-        """Once for each step: the largest of each number, of rank 0 now, and of what others reported.
+        """Return the largest of each number, of rank 0 now and of what the others reported.
 
         Raises:
             LaunchError: a rank failed or ended, or the random states of those that draw differ.
@@ -214,7 +214,7 @@ class StageCoordinator(StepCoordinator):
         return super()._agreed(found)
 
     def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
-        """Requests of rank 0, on every rank; rank 0 does not wait."""
+        """Return requests of rank 0, on every rank; rank 0 does not wait."""
         return self._or_lost(lambda: self._requests(obj))
 
     def _requests(self, obj: Any) -> Any:
@@ -228,7 +228,7 @@ class StageCoordinator(StepCoordinator):
         return obj
 
     def close(self) -> None:
-        """The loop has ended, on all ranks after the same step: no message is left behind."""
+        """End the loop on all ranks after the same step, so that no message is left behind."""
         self._or_lost(self._close)
 
     def _close(self) -> None:
@@ -243,7 +243,7 @@ class StageCoordinator(StepCoordinator):
         self._expected, self._num_steps, self._paused = {}, 0, 0
 
     def tell_failure(self) -> None:
-        """Have the others raise at their next step, if they have not heard of it."""
+        """Let the other ranks raise at their next step, unless they know already."""
         if self._heard_of_failure:
             return
         numbers = torch.tensor([0, 0, 0, _NONE, _NONE, self._start.rank + 1])
@@ -256,7 +256,7 @@ class StageCoordinator(StepCoordinator):
     # Tokens ---------------------------------------------------------------------------------------------
 
     def send_tokens(self, tokens: Tensor, ranks: Sequence[int]) -> list[Message]:
-        """Begin to send what the last stage chose: int32, on the CPU."""
+        """Begin to send the tokens of the last stage: int32, on the CPU."""
         return [self._deliver(tokens, rank, _TOKENS) for rank in ranks]
 
     def receive_tokens(self, shape: Sequence[int], rank: int) -> Message:
@@ -264,7 +264,7 @@ class StageCoordinator(StepCoordinator):
         return self._receive(torch.zeros(tuple(shape), dtype=torch.int32), rank, _TOKENS)
 
     def await_message(self, message: Message) -> Tensor:
-        """Its content.
+        """Return its content.
 
         Raises:
             LaunchError: another rank ended, or did not answer.
@@ -281,13 +281,13 @@ class StageCoordinator(StepCoordinator):
         return sent
 
     def _forget_sent(self, most: int) -> None:
-        """Wait for what was sent before the last ``most`` messages, which all have come by now."""
+        """Wait for messages before the last ``most`` ones, which have all arrived by now."""
         while len(self._sent) > most:
             for message in self._sent.popleft():
                 message.wait(self._timeout)
 
     def _expect(self, ranks: Sequence[int]) -> None:
-        """Be ready for the next message of each rank: gloo sends none before."""
+        """Prepare to receive the next message of each rank: gloo sends none before."""
         tag = _DECISION if self._start.rank else _REPORT
         for rank in ranks:
             self._expected[rank] = self._receive(torch.zeros(6, dtype=torch.int64), rank, tag)

@@ -4,7 +4,7 @@
         --model shardconv --model_args pretrained=out/ --tasks hellaswag
 
 All arguments are those of ``lm_eval``. Every rank runs all requests, since all compute each of them together;
-rank 0 alone has results, prints them and writes files. Needs ``pip install 'shardconv-runtime[lm-eval]'``.
+only rank 0 has results, prints them and writes files. Needs ``pip install 'shardconv-runtime[lm-eval]'``.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
 
     @property
     def rank(self) -> int:
-        """This process, once requests have run: who is not 0 then has no results to print or write.
+        """Return this process, once requests have run: who is not 0 then has no results to print or write.
 
         Before, it is 0 everywhere, since lm-eval shares out requests by it.
         """
         return dist.get_rank() if self._has_run and dist.is_initialized() else 0
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """As ``hf``."""
+        """Answer as ``hf`` does."""
         return self._run(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """As ``hf``."""
+        """Answer as ``hf`` does."""
         return self._run(super().loglikelihood_rolling, requests, disable_tqdm)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """As ``hf``."""
+        """Answer as ``hf`` does."""
         return self._run(super().generate_until, requests, disable_tqdm)
 
     def _run(self, method: Any, requests: Any, disable_tqdm: bool) -> Any:

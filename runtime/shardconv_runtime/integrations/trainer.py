@@ -48,7 +48,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     Args:
         model: with ``data_parallel=``, if there are several copies.
         args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
-        mesh: of all processes; "tp" is its last dim.
+        mesh: the mesh of all processes; "tp" is its last dim.
         options: as for the Trainer.
     """
 
@@ -79,7 +79,8 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         super().__init__(model=model, args=args, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As the Trainer. All processes resume from the same checkpoint, from whose ``model`` the model is.
+        """Train as the Trainer does. All processes resume from one checkpoint, from whose ``model`` the model
+        is.
 
         Raises:
             LaunchError: they do not: some would wait for the others.
@@ -93,7 +94,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         return super().train(resume_from_checkpoint, *args, **options)
 
     def get_tp_size(self) -> int:
-        """Processes with the same data; the Trainer uses it to count the tokens and the size of a batch."""
+        """Return the number of processes with the same data, by which the Trainer counts tokens."""
         return self.mesh["tp"].size()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -171,7 +172,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The caller has loaded the model from the checkpoint."""
+        """Do nothing: the caller has loaded the model from the checkpoint."""
         _require_weights_of(self.model, Path(resume_from_checkpoint) / "model")
 
 

@@ -114,7 +114,7 @@ class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
         super().__init__(model, args, mesh=mesh, **options)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As TRL, which gathers what all ranks have alike: here each token and each answer counts once."""
+        """Log as TRL does, but count each token and each answer once, since all ranks have the same."""
         tp, answers = self.get_tp_size(), self.args.generation_batch_size
         # A standard deviation divides by the number of values less one, of which there are tp times as many.
         once = math.sqrt((tp * answers - 1) / (tp * (answers - 1))) if answers > 1 else 1.0
@@ -132,7 +132,7 @@ class ShardedRewardTrainer(_Sharded, RewardTrainer):  # type: ignore[misc]
 
 
 def _base(model: Any) -> Any:
-    """The model of transformers in a ``PeftModel``; others as they are."""
+    """Return the model of transformers in a ``PeftModel``; others as they are."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -141,11 +141,11 @@ def _has_full_logits(model: nn.Module) -> bool:
 
 
 def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
-    """Let a model return the log-probabilities of labels where TRL asks for them, else what it returns.
+    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise what it returns.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
-        forward: of the model, before TRL replaced it.
+        forward: the forward method of the model, before TRL replaced it.
         temperature: by which logits are divided.
     """
 
@@ -177,7 +177,7 @@ def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> 
 
 
 def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausalLMOutput:
-    """What TRL's trainers read of each position; 0 where it has no label.
+    """Return what TRL's trainers read of each position; 0 for positions without a label.
 
     Args:
         logits: ``[B, T, V]``.

@@ -1,14 +1,14 @@
-"""What a user does to a loaded model with adapters: new adapters, merging, saving."""
+"""Operations of a user on a loaded model with adapters: adding, merging, saving."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
 from ..parallel.default_modes import in_default_modes
+from ..parallel.model_changes import refuse_method
 from ..saving.saved_adapters import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
@@ -37,11 +38,10 @@ _REFUSED = {
     "add_weighted_adapter": "combine the adapters in one process with peft, and run `shardconv adapt`",
     "push_to_hub": "each rank has a part; call save_pretrained(DIR) on all ranks, then `hf upload`",
 }
-"""Methods of ``PeftModel`` that would take this rank's part for the model -> the remedy."""
-
+"""Methods of ``PeftModel`` that assume they hold the full model -> the remedy."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Of a layer's outputs with merged adapters, relative to the largest one."""
+"""Largest difference of a layer's outputs after merging, relative to the largest output, by dtype."""
 
 
 @in_default_modes
@@ -80,40 +80,30 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     if name in known:
         raise PlanError(f"the model has an adapter {name!r}; give another name")
     adapter = Adapter(config, None, seed)
-    text = _planned_by_rank_0(building, adapter)
+
+    def plan_on_rank_0() -> str:
+        if building.start.rank:
+            return ""
+        plan_adapter = converter_function("plan_adapter", "a new adapter needs a plan with its layers")
+        return plan_json.dumps(plan_adapter(building.checked.directory, building.checked.plan, adapter))
+
+    own: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
+    text = agreement.exchange(building.start, own)[0]
     planned = PlannedAdapter(adapter, plan_json.loads(text), plan_json.sha256(text))
     build = partial(unsharded, building.checked, building.wanted)
     adapters = AdapterSet.of({**known, name: planned}, building.checked.plan, build)
-    stored = None if loaded(model).packed else _with_present(model, adapters, building)
+    stored: Stored | None = None
+    if not loaded(model).packed:  # modules of packed formats have other tensors than the files
+        present, base = named_tensors(model), _base_tensors(model)
+
+        def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
+            """Yield the tensors of ``model`` and those of the new adapter, without copying the former."""
+            assert attached is not None, "the model has adapters"
+            for fqn, tensor in adapters.tensors(lambda rows: _each(base), attached, building.start, {}):
+                is_present = any(is_of_adapter(fqn, each) for each in known)
+                yield fqn, present[fqn].detach() if is_present else tensor
+
     return guard_adapters(building.with_adapters(adapters).model(stored))
-
-
-def _planned_by_rank_0(building: ModelBuilder, adapter: Adapter) -> str:
-    """The plan of the model with an adapter, as JSON."""
-
-    def plan() -> str:
-        if building.start.rank:
-            return ""
-        planned = converter_function("plan_adapter", "a new adapter needs a plan with its layers")
-        return plan_json.dumps(planned(building.checked.directory, building.checked.plan, adapter))
-
-    text: str = agreement.together(building.start, plan, agreement.READ_TIMEOUT_S)
-    return agreement.exchange(building.start, text)[0]
-
-
-def _with_present(model: nn.Module, adapters: AdapterSet, building: ModelBuilder) -> Stored:
-    """The tensors of a model with more adapters: those of the present one are shared."""
-    present, base = named_tensors(model), _base_tensors(model)
-    known = building.checked.adapters.adapters if building.checked.adapters is not None else {}
-
-    def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
-        assert attached is not None, "the model has adapters"
-        tensors = adapters.tensors(lambda rows: _each(base), attached, building.start, {})
-        for name, tensor in tensors:
-            is_present = any(is_of_adapter(name, each) for each in known)
-            yield name, present[name].detach() if is_present else tensor
-
-    return stored
 
 
 def _each(tensors: Mapping[str, Tensor]) -> Generator[tuple[str, Tensor]]:
@@ -121,7 +111,7 @@ def _each(tensors: Mapping[str, Tensor]) -> Generator[tuple[str, Tensor]]:
 
 
 def _base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's local tensors by their names without adapters, laid out as without; every rank calls it."""
+    """Return local tensors by their names without adapters, laid out as without; every rank calls it."""
     source = loaded(model)
     building: ModelBuilder = source.building
     before, entries = parameter_plans(building.checked.plan), parameter_plans(source.plan)
@@ -136,7 +126,10 @@ def _base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _summed(tensor: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
-    """A term of a sum over ranks, as it is without adapters: the same on all ranks."""
+    """Return the sum of a parameter of which an adapter made each rank hold a term.
+
+    Without adapters all ranks hold the sum; with them one rank of each group does, and the others zeros.
+    """
     parts = agreement.exchange(source.launch, tensor.cpu())
     mesh, own = source.plan.mesh, coordinates(source.plan.mesh, source.launch.rank)
     wanted = tuple(0 if axis in entry.partial else own[axis] for axis in range(len(mesh)))
@@ -145,24 +138,20 @@ def _summed(tensor: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
 
 
 def guard_adapters(wrapper: Any) -> Any:
-    """Have the methods of a ``PeftModel`` do what they say on sharded parameters, or refuse; in place.
+    """Make the methods of a ``PeftModel`` correct for sharded parameters, or refuse them, in place.
 
     Args:
-        wrapper: of a loaded model.
+        wrapper: the ``PeftModel`` around a loaded model.
     """
     packed = loaded(wrapper).packed
     for name, remedy in _REFUSED.items():
-        setattr(wrapper, name, partial(_refuse, name, remedy))
+        setattr(wrapper, name, partial(refuse_method, name, remedy))
     wrapper.save_pretrained = MethodType(_save_pretrained, wrapper)
     for module in (wrapper, wrapper.base_model):
         module.merge_and_unload = partial(_merge_and_unload, wrapper, packed)
         module.unload = partial(_unload, wrapper)
         module.merge_adapter = partial(_merge_adapter, wrapper, packed)
     return wrapper
-
-
-def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
 
 
 def _save_pretrained(
@@ -205,28 +194,33 @@ def _merge_and_unload(
     safe_merge: bool = False,
     adapter_names: list[str] | None = None,
 ) -> Any:
-    """The model without adapters, with their products added to its weights; every rank calls it."""
+    """Return the model without adapters, whose products are added to its weights; every rank calls it."""
     _merge_adapter(wrapper, packed, adapter_names, safe_merge)
     model = _rebuilt(wrapper)
     is_untied = loaded(model).plan.tied != loaded(wrapper).building.checked.plan.tied
     if is_untied and getattr(model.config, "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False  # as peft does: what is saved now has a head of its own
+        model.config.tie_word_embeddings = False  # as peft does: what is saved now has its own head
     return model
 
 
 def _unload(wrapper: Any) -> Any:
-    """The model without adapters; every rank calls it."""
-    if any(layer.merged for layer in _layers(wrapper)):
+    """Return the model without adapters; every rank calls it."""
+    if any(isinstance(module, _layer_class()) and module.merged for module in wrapper.modules()):
         raise PlanError("unload: adapters are merged into the weights; call unmerge_adapter() first")
     return _rebuilt(wrapper)
 
 
 def _rebuilt(wrapper: Any) -> Any:
-    """The model without adapters, but for the active ones' copies of modules, which stay, as peft has it."""
+    """Return the model without adapters. As in peft, copies of modules of active adapters stay."""
     source = loaded(wrapper)
     building: ModelBuilder = source.building
     _require_unsplit(wrapper, "unloading")
-    copied = _active_copies(source.attached, wrapper.active_adapters)
+    # FQN of a tensor in an active adapter's copy of a module -> FQN, without adapters, of the original.
+    copied: dict[str, str] = {}
+    for module, original in source.attached.copied_modules().items():
+        if any(is_of_adapter(module, adapter) for adapter in wrapper.active_adapters):
+            prefix, names = source.attached.base_names[original], source.attached.copies
+            copied |= {n: prefix + n.removeprefix(module) for n in names if n.startswith(f"{module}.")}
     if source.packed:
         if copied:
             raise PlanError(
@@ -239,7 +233,7 @@ def _rebuilt(wrapper: Any) -> Any:
     entries = parameter_plans(plan)
     values = {alias: base[first] for alias, first in plan.tied} | base
     values |= {old: present[name] for name, old in copied.items()}
-    # What was one tensor is several where a copy of one of the tied modules stays. They are laid out alike.
+    # Tied parameters are several tensors if a copy of one of their modules stays. They are laid out alike.
     together: dict[str, list[str]] = {name: [name] for name in entries}
     for alias, first in plan.tied:
         together[first].append(alias)
@@ -259,20 +253,11 @@ def _rebuilt(wrapper: Any) -> Any:
     return building.with_adapters(None).model(lambda attached: _each(tensors))
 
 
-def _active_copies(attached: Attached, active: Collection[str]) -> dict[str, str]:
-    """FQN of a tensor in an active adapter's copy of a module -> FQN, without adapters, of the one copied."""
-    found: dict[str, str] = {}
-    for module, original in attached.copied_modules().items():
-        if any(is_of_adapter(module, adapter) for adapter in active):
-            prefix = attached.base_names[original]
-            found |= {
-                n: prefix + n.removeprefix(module) for n in attached.copies if n.startswith(f"{module}.")
-            }
-    return found
-
-
 def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
-    """Raises ``PlanError`` if the plan sums a gradient of tied parameters, which it does for both at once."""
+    """Raise ``PlanError`` if the plan sums a gradient of parameters that are no longer tied.
+
+    The plan sums the gradient of tied parameters once, for both.
+    """
     plan = building.checked.plan
     sequence = plan.training and plan.training.sequence
     summed = {n for e in plan.parameters if e.grad_axes for n in expand_all(e.names)}
@@ -289,7 +274,7 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
     """Try on a copy of each layer whether it computes the same with the adapters merged into its weight.
 
     Raises:
-        PlanError: it does not on this rank's part, or it cannot be tried.
+        PlanError: it computes something else on this rank's part, or it cannot be tried.
     """
     if packed:
         raise PlanError("merging: the weights are packed; load the model with dequantize=True")
@@ -310,9 +295,9 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
 
 @torch.no_grad()
 def _stays_the_same(layer: Any, names: list[str]) -> bool:
-    """Whether a layer of adapters computes the same once they are merged."""
+    """Return whether a layer with adapters computes the same once they are merged."""
     base = layer.get_base_layer()
-    if hasattr(layer, "parameter_name"):  # of a stack of experts: the shapes, whose layouts are pinned
+    if hasattr(layer, "parameter_name"):  # a stack of experts: compare shapes, since its layouts are pinned
         shape = getattr(base, layer.parameter_name).shape
         known = [name for name in names if name in layer.lora_A]
         return all(layer.get_delta_weight(name).shape == shape for name in known)
@@ -328,13 +313,9 @@ def _stays_the_same(layer: Any, names: list[str]) -> bool:
 
 
 def _layer_class() -> Any:
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
 
     return BaseTunerLayer
-
-
-def _layers(wrapper: Any) -> Iterator[Any]:
-    return (module for module in wrapper.modules() if isinstance(module, _layer_class()))
 
 
 def _require_unsplit(model: nn.Module, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The model of this rank, from what the ranks agreed to load."""
+"""The model of this rank, built from the model that the ranks agreed to load."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch
+from ..errors import PlanError
 from ..format import plan_json as codec
 from ..format.fused_groups import adjacent_tensors
 from ..format.header import ShardFile
 from ..format.manifest import Manifest
 from ..format.plan import Plan
+from ..format.plan_json import of_sequence
 from ..format.slices import Rows
 from ..format.staged_names import held_by
 from ..hub.fetch import Repository
@@ -33,11 +36,11 @@ from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
 from . import rank_files
 from .data_sharding import DataSharding
-from .load_checks import remote_class
 from .reading import Span, with_rows
 
 if TYPE_CHECKING:
-    # Here and in functions: what a job may not need. All of it would add 0.2 s to the start.
+    # Imported here and in functions: modules that a job may not need. All of them would add 0.2 s to the
+    # start.
     from ..adapters.adapter_set import AdapterSet
     from ..adapters.attaching import Attached
     from ..comm.stage_processes import StageProcesses
@@ -46,10 +49,10 @@ if TYPE_CHECKING:
     from .staged_models import StagedBuilder
 
 AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-"""One, or several by the names that the adapters get."""
+"""The directory of one adapter, or directories by the names that the adapters get."""
 
 Stored = Callable[["Attached | None"], Generator[tuple[str, Tensor]]]
-"""What gives a rank's tensors by their names in the model with the adapters that were attached."""
+"""A function that yields a rank's tensors by their names in the model with the attached adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +71,18 @@ class LoadOptions:
     verify: bool
     dequantize: bool
     all_reduce: str | None
-    """Its name, to be compared between the ranks."""
+    """The name of the function, which is compared between the ranks."""
     fuse: bool
     adapter: AdapterDirectories | None
     data_parallel: DataSharding | None
     over_mesh: bool
-    """The ranks are those along a dim of a device mesh."""
+    """The ranks are the processes along a dim of a device mesh."""
     compiled: bool = False
     stages_per_process: int = 1
 
     @property
     def unknown_to_stages(self) -> dict[str, bool]:
-        """The arguments that a model with stages cannot be loaded with, and whether they were given."""
+        """Return the arguments that a model with stages does not support, and whether they were given."""
         return {
             "all_reduce=": self.all_reduce is not None,
             "compile=True with training=True": self.compiled and self.training,
@@ -87,13 +90,13 @@ class LoadOptions:
 
     @property
     def computed_dtype(self) -> torch.dtype | None:
-        """In which modules compute; None: that of the parameters."""
+        """Return the dtype in which modules compute; None for the dtype of the parameters."""
         settings = None if self.data_parallel is None else self.data_parallel.settings
         return (settings and settings.param_dtype) or self.dtype
 
     @property
     def form(self) -> dict[str, bool]:
-        """The form, if it is another one than that for plain inference."""
+        """Return the options of the form of the plan; empty for plain inference."""
         wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
         return wanted if any(wanted.values()) else {}
 
@@ -104,10 +107,10 @@ class CheckedSource:
 
     directory: Path
     manifest: Manifest
-    """Of an ordinary model: one of its small files."""
+    """For an ordinary model, a manifest of its small files."""
     plan: Plan
     repository: Repository | None = None
-    """Set where this rank's files are still to be downloaded from it."""
+    """The repository from which this rank's files are still to be downloaded."""
     files: rank_files.RankFiles | None = None
     """This rank's files, checked."""
     checkpoint: Mapping[str, LazyTensor] | None = None
@@ -116,7 +119,7 @@ class CheckedSource:
     """The weights of ``checkpoint`` have the dtypes in which the model is loaded, not those of the plan."""
     adapters: AdapterSet | None = None
     more: tuple[CheckedSource, ...] = ()
-    """The directories of further stages of this process."""
+    """The directories of this process's other stages."""
 
     @property
     def full_plan(self) -> Plan:
@@ -130,7 +133,7 @@ class CheckedSource:
 
     @property
     def common_manifest(self) -> Manifest:
-        """What is equal on all ranks; each stage has a directory, and with it a manifest, of its own."""
+        """Return the manifest without what differs between stages, each of which has its own directory."""
         if self.plan.stages is None:
             return self.manifest
         plan = replace(self.plan, stages=replace(self.plan.stages, own=None))
@@ -139,11 +142,11 @@ class CheckedSource:
 
     @property
     def model(self) -> tuple[Path, Any, Plan, Repository | None]:
-        """What is known of the model before it is built."""
+        """Return the directory, manifest, plan and repository, which are known before the model is built."""
         return self.directory, self.manifest, self.plan, self.repository
 
     def spans(self, sharding: DataSharding | None) -> Sequence[Span]:
-        """The bytes of files that this process will read, as far as that is known."""
+        """Return the byte ranges of files that this process will read, as far as they are known."""
         if self.files is None:
             return ()
         own = self.files.spans if sharding is None else sharding.spans(self.files.shards)
@@ -152,7 +155,7 @@ class CheckedSource:
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """All that the model of a rank is made of, at first, and again with other adapters."""
+    """Builds the model of a rank, and later the same model with other adapters."""
 
     checked: CheckedSource
     wanted: LoadOptions
@@ -164,11 +167,11 @@ class ModelBuilder:
     check_inputs: bool
 
     def with_adapters(self, adapters: AdapterSet | None) -> ModelBuilder:
-        """The same model with other adapters."""
+        """Return a builder of the same model with other adapters."""
         return replace(self, checked=replace(self.checked, adapters=adapters))
 
     def unsharded_wrapper(self) -> nn.Module:
-        """A ``peft.PeftModel`` of the whole model, global, on meta, with new adapters of the same configs."""
+        """Return a ``peft.PeftModel`` of global shapes on meta, with new adapters of the same configs."""
         from ..adapters.attaching import Adapter, attach
 
         assert self.checked.adapters is not None, "it has some"
@@ -178,10 +181,10 @@ class ModelBuilder:
         return attach(model, new, trainable=True, initialized=False).wrapper
 
     def model(self, stored: Stored | None = None) -> nn.Module:
-        """The model; every process calls it, and all raise if one has an error.
+        """Build the model. Every process calls it, and all raise if one has an error.
 
         Args:
-            stored: the tensors of this rank; None: those of the files.
+            stored: yields the tensors of this rank; None to read the files.
         """
         start, checked = self.start, self.checked
         place: StageProcesses | None = None
@@ -199,7 +202,15 @@ class ModelBuilder:
         )
         model = unwrapped(built)
         if self.compiled:
-            self._compile(model, place)
+            if place is None:
+                from ..inference.compiling import compile_model
+
+                records = launching.can_capture(start)
+                compile_model(model, cuda_graphs=records, same_bits=start.world_size > 1)
+            else:
+                from ..inference.staged_compiling import compile_stage
+
+                compile_stage(model, start, place.link, same_bits=place.ranks.world_size > 1)
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
             from .several_ranks import guard
 
@@ -211,30 +222,18 @@ class ModelBuilder:
         settle_hooks(model)
         return built
 
-    def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:
-        if place is None:
-            several = self.start.world_size > 1
-            from ..inference.compiling import compile_model
-
-            compile_model(model, cuda_graphs=launching.can_capture(self.start), same_bits=several)
-            return
-
-        from ..inference.staged_compiling import compile_stage
-
-        compile_stage(model, self.start, place.link, same_bits=place.ranks.world_size > 1)
-
     def _built(self, comm: Communicator, given: Stored | None, place: StageProcesses | None) -> nn.Module:
-        """The model, or its wrapper of the peft library; without a message to other ranks."""
+        """Build the model, or the ``PeftModel`` around it, without a message to other ranks."""
         checked, wanted, adapters = self.checked, self.wanted, self.checked.adapters
         start = self.start if place is None else place.ranks
         # The unsharded model, on meta, with its adapters.
         config, model = _unsharded(checked, wanted)
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
-        # It was built in the wanted dtype: what its code keeps in another one is so here as well.
+        # It was built in the wanted dtype, so other dtypes are those that its code keeps.
         dtypes = {} if wanted.dtype is None else {n: t.dtype for n, t in stored_tensors(model)}
         if attached is not None:
             dtypes |= attached.dtypes_of_model(checked.plan, dtypes)
-        # Its plan, with adapters: of all stages, and of what this process holds.
+        # Its plan, with adapters: `plan` covers all stages, `held_plan` what this process holds.
         plan = held_plan = checked.full_plan
         staged: StagedBuilder | None = None
         if place is not None:
@@ -282,7 +281,7 @@ class ModelBuilder:
                 sequence_parallel=wanted.sequence_parallel,
                 local_logits=not full_logits,
             )
-        # Its tensors.
+        # Fill it with tensors.
         if wanted.verify:
             for part in (checked, *checked.more):
                 rank_files.verify_checksums(part.directory, part.manifest, start.rank)
@@ -294,7 +293,7 @@ class ModelBuilder:
                 wanted.data_parallel.read(model, held_plan, stored, start, dtypes)
             else:
                 rank_files.read(model, held_plan, stored({}), start, dtypes, packed)
-        # What is called on it.
+        # Attach `generate` and the record of loading.
         generation_config = read_generation_config(checked.directory, checked.manifest)
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
@@ -310,19 +309,19 @@ class ModelBuilder:
     def _stored(
         self, held_plan: Plan, staged: StagedBuilder | None, attached: Attached | None, start: Launch
     ) -> Callable[[Rows], Generator[tuple[str, Tensor]]]:
-        """What gives the local tensors of this process by their names in its model, or rows of them.
+        """Return a function that yields this process's local tensors, by their names in its model.
 
         Args:
-            held_plan: of what the process holds, with adapters.
-            staged: builds its stages; None: the model has none.
+            held_plan: the plan of the stages of this process, with adapters.
+            staged: builds its stages; None for a model without stages.
             attached: the adapters.
-            start: the ranks of the model or of the stages.
+            start: the ranks of the model, or of the stages.
         """
         checked, adapters = self.checked, self.checked.adapters
         plan = checked.plan
         if staged is not None and checked.checkpoint:
             checked = replace(checked, checkpoint=held_by(plan, staged.stages, checked.checkpoint))
-        # The files have the names of the model without adapters, whose groups of fused layers are others.
+        # The files have the names of the model without adapters, which has other groups of fused layers.
         stored_plan = held_plan
         if adapters is not None:
             stored_plan = replace(plan if staged is None else staged.own(plan), fused=())
@@ -336,7 +335,7 @@ class ModelBuilder:
 
 
 def unsharded(checked: CheckedSource, wanted: LoadOptions) -> nn.Module:
-    """The model with global shapes, on meta.
+    """Build the model with global shapes on the meta device.
 
     Raises:
         PlanError: it cannot be built.
@@ -345,7 +344,7 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> nn.Module:
 
 
 def _unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Module]:
-    """The config as it was stored, and the unquantized model."""
+    """Return the config as it was stored, and the unquantized model."""
     plan, directory = checked.plan, checked.directory
     stored = config = read_config(directory, checked.manifest, plan)
     if any(entry.packing is not None for entry in plan.parameters):
@@ -354,35 +353,50 @@ def _unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Mod
         config = without_quantization(config)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     try:
-        return stored, build_model(_model_class(directory, plan), config, dtype, dict(plan.tied))
+        find = partial(remote_class, directory) if plan.model.trust_remote_code else find_class
+        return stored, build_model(find(plan.model.class_name), config, dtype, dict(plan.tied))
     except Exception as error:
         raise building_failed(directory, error) from error
 
 
+def remote_class(directory: Path, class_name: str) -> type[nn.Module]:
+    """Import a class from Python code in a directory.
+
+    Raises:
+        PlanError: the code is in another repository.
+    """
+    reference = class_name.replace(":", ".")
+    if "--" in reference:
+        raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
+    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
+    return found
+
+
 def stays_packed(plan: Plan, wanted: LoadOptions) -> bool:
-    """Whether packed parameters are computed with as they are stored."""
+    """Return whether modules compute with packed parameters as they are stored."""
     return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
 
 
 def _connect(
     plan: Plan, wanted: LoadOptions, start: Launch, all_reduce: AllReduce | str | None
 ) -> ProcessCommunicator:
-    """The process groups of all collectives that the wanted form of the model issues."""
+    """Make the process groups of all collectives that the wanted form of the model issues."""
     if isinstance(all_reduce, str):
         from ..comm.symmetric import connect_by_name
 
         return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
         return launching.connect(plan, start, all_reduce)
-    from .load_checks import connect
+    from ..training.prepare import backward_axes
 
-    return connect(plan, start, all_reduce, **wanted.form)
+    used = of_sequence(plan) if wanted.sequence_parallel else plan
+    return launching.connect(used, start, all_reduce, backward_axes(used) if wanted.training else ())
 
 
 def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Generator[tuple[str, Tensor]]:
-    """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint.
+    """Yield local tensors of this rank, from its own files or sliced from an ordinary checkpoint.
 
-    Of the tensors in ``rows``, these positions of the first dim.
+    Only the positions in ``rows`` of the first dim are read of the tensors that it names.
     """
     if checked.checkpoint is not None:
         weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
@@ -397,10 +411,3 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
     if rows:
         shards = with_rows(shards, rows)
     return rank_files.tensors(shards, start.device, adjacent)
-
-
-def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
-    if not plan.model.trust_remote_code:
-        return find_class(plan.model.class_name)
-
-    return remote_class(directory, plan.model.class_name)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.checkpoint_weights import lazy_weights, select
 from ..checkpoint.packed_plan import as_planned, flatten, shard
-from ..checkpoint.resolve import ModelSpec, resolve
+from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
 from ..format import plan_json as codec
 from ..format.fused_groups import adjacent_tensors, in_units
@@ -31,7 +31,7 @@ from ..tensors.copying import read_into
 from ..tensors.lazy_tensor import FileLeaf, LazyTensor, item_bytes, take
 from .reading import map_file
 
-# Tensors that a file holds as they are wanted: they are mapped, and nothing is copied.
+# Tensors that are contiguous in a file are mapped, and nothing is copied.
 
 
 class Windows:
@@ -42,8 +42,9 @@ class Windows:
         self._given: dict[FileLeaf, list[tuple[int, int]]] = {}
 
     def window(self, tensor: LazyTensor) -> Tensor | None:
-        """The tensor, of its shape and dtype, on the CPU; None if its elements have to be gathered, cast,
-        computed or fetched, or another window has some of them.
+        """Return the tensor on the CPU as a window of its mapped file.
+
+        Returns None if elements have to be gathered, cast, computed or fetched, or are in another window.
 
         Raises:
             SourceError: the file cannot be mapped.
@@ -63,33 +64,29 @@ class Windows:
             return None
         others.append((begin, end))
         dtype = getattr(torch, tensor.dtype)
-        return tensor_at(self._file(leaf.path), begin, tensor.num_bytes, dtype, tensor.shape)
-
-    def _file(self, path: Path) -> Any:
-        if path not in self._files:
+        if leaf.path not in self._files:
             try:
-                self._files[path] = map_file(path, path.stat().st_size)
+                self._files[leaf.path] = map_file(leaf.path, leaf.path.stat().st_size)
             except OSError as error:
                 raise SourceError(
-                    f"{path}: cannot be mapped into memory ({error}); check that nobody changes it"
+                    f"{leaf.path}: cannot be mapped into memory ({error}); check that nobody changes it"
                 ) from error
-        return self._files[path]
+        return tensor_at(self._files[leaf.path], begin, tensor.num_bytes, dtype, tensor.shape)
 
 
 BATCH_BYTES = 1 << 28
 """Most bytes of tensors that are read at once; larger tensors, and larger fused groups, are read alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ordinary:
-    """A model and a plan that fits it by names and shapes."""
+class Ordinary(TypedDict):
+    """A model and a plan that fits it by names and shapes: the fields of a ``CheckedSource``."""
 
     directory: Path
-    """Of the config; the weights may be elsewhere."""
+    """Where the config is; the weights may be elsewhere."""
     manifest: Manifest
-    """Of the files other than weights, as if the directory had been converted."""
+    """Describes the files other than weights, as if the directory had been converted."""
     plan: Plan
-    weights: Mapping[str, LazyTensor]
+    checkpoint: Mapping[str, LazyTensor]
     """Global tensors by the names under which the plan stores them; not read."""
     in_wanted_dtypes: bool
     """They have the dtypes in which the model is loaded, not those of the plan."""
@@ -103,14 +100,14 @@ def ordinary(
     trust_remote_code: bool,
     dtype: torch.dtype | None = None,
 ) -> Ordinary:
-    """Find out of which bytes of a model's files each parameter of a plan is made.
+    """Find the bytes of a model's files that make up each parameter of a plan.
 
     Args:
         model: directory or Hub id.
         plan: file, converted directory, or file on the Hub.
         hub: how to reach it; its revision is the model's.
-        trust_remote_code: allow the model to run code of its own.
-        dtype: that it is loaded in, in place of the plan's; quantized checkpoints are read in the plan's.
+        trust_remote_code: allow the model to run its own code.
+        dtype: dtype to load instead of the plan's; ignored for quantized checkpoints.
 
     Raises:
         SourceError: the model cannot be read, or its weights are not those of its config.
@@ -142,8 +139,18 @@ def ordinary(
             f"the packed weights of {spec.name} are not the ones in the plan; make a plan of this model"
         )
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
-    described = _manifest(spec, spec.directory, solved.tp, sha256_of(plan_file))
-    return Ordinary(spec.directory, described, solved, weights, has_dtype)
+    entries = [
+        entry_of(spec.directory, path) for path in files_to_copy(spec.directory, code=spec.trust_remote_code)
+    ]
+    name = spec.name if spec.revision else spec.directory.resolve().name
+    described = Manifest(solved.tp, sha256_of(plan_file), Source(name, spec.revision), {}, tuple(entries))
+    return Ordinary(
+        directory=spec.directory,
+        manifest=described,
+        plan=solved,
+        checkpoint=weights,
+        in_wanted_dtypes=has_dtype,
+    )
 
 
 def local_tensors(
@@ -155,15 +162,17 @@ def local_tensors(
     *,
     in_planned_dtypes: bool = True,
 ) -> Generator[tuple[str, Tensor]]:
-    """The local tensors of ``rank``: for the CPU mapped where a local file has them as they are, else read.
+    """Yield the local tensors of ``rank``.
+
+    On the CPU, tensors that are contiguous in a local file are mapped; all others are read.
 
     Args:
         plan: how each parameter is laid out.
         weights: global tensors by the names under which the plan stores them.
         rank: the rank.
         device: where the tensors go.
-        rows: of the tensors of these names, the only positions of the first dim that are wanted.
-        in_planned_dtypes: cast the weights as the plan says; else they keep their dtypes.
+        rows: by name, the positions of the first dim that are wanted of a tensor; of others all are.
+        in_planned_dtypes: cast the weights to the dtypes of the plan; otherwise they keep their dtypes.
 
     Yields:
         Names and local tensors.
@@ -206,15 +215,9 @@ def _read(batch: Sequence[_Unit], device: torch.device) -> Generator[tuple[str, 
 
 
 def _parts(unit: _Unit, memory: Tensor) -> Iterator[Tensor]:
-    """The tensors of a unit, one after another in its bytes, uint8 ``[n]``."""
+    """Yield the tensors of a unit, one after another in its bytes, uint8 ``[n]``."""
     begin = 0
     for part in unit.values():
         dtype = getattr(torch, part.dtype)
         yield tensor_within(memory.untyped_storage(), begin // dtype.itemsize, part.shape, dtype)
         begin += part.num_bytes
-
-
-def _manifest(spec: ModelSpec, directory: Path, tp: int, plan_sha256: str) -> Manifest:
-    entries = [entry_of(directory, path) for path in files_to_copy(directory, code=spec.trust_remote_code)]
-    name = spec.name if spec.revision else directory.resolve().name
-    return Manifest(tp, plan_sha256, Source(name, spec.revision), {}, tuple(entries))

@@ -1,8 +1,8 @@
-"""Loading for FSDP2: each process reads its chunk of its rank's parameters, and no rank's tensor is whole.
+"""Loading for FSDP2: each process reads only its chunk of its rank's parameters.
 
 A model on the meta device is sharded before anything is read. Its DTensors then say which positions of each
-parameter this process holds, along the first dim; these are read, and become their local tensors. Buffers
-are whole on each process, as FSDP2 has them.
+parameter this process holds along the first dim. These are read, and become the local tensors. As in FSDP2,
+each process holds all of its rank's buffers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .reading import Span, with_rows
 
 @dataclass(frozen=True)
 class DataSharding:
-    """The wish for data parallelism of a caller of ``load``."""
+    """The data parallelism that the caller of ``load`` asked for."""
 
     mesh: DeviceMesh = field(repr=False)
     settings: DataParallel
 
     def processes(self, start: Launch) -> Launch:
-        """All processes that load the model: if one has an error, all raise.
+        """Return all processes that load the model together: if one has an error, all raise.
 
         Raises:
             LaunchError: one of them did not join, or the mesh is for another kind of device.
@@ -49,9 +49,9 @@ class DataSharding:
         return mesh_processes(self.mesh, start.device)
 
     def spans(self, shards: Sequence[ShardFile]) -> list[Span]:
-        """The bytes that this process will read of its rank's files, to read them ahead.
+        """Return the byte ranges of its rank's files that this process will read, for reading ahead.
 
-        Before there is a model it is not known which tensors are buffers: of those this is a part.
+        Buffers are not known before there is a model, so of these only a part is included.
         """
         along = data_dims(self.mesh)[-1]
         part, parts = self.mesh.get_local_rank(along), self.mesh[along].size()
@@ -75,8 +75,8 @@ class DataSharding:
 
         Args:
             model: see ``rank_files.read``.
-            plan: of it, without packed parameters.
-            stored: gives the local tensors of this rank, or rows of them.
+            plan: its plan, without packed parameters.
+            stored: yields the local tensors of this rank, or rows of them.
             start: this rank.
             dtypes: see ``rank_files.read``.
 
@@ -84,28 +84,26 @@ class DataSharding:
             PlanError: FSDP2 cannot shard the model.
             CheckpointError: see ``rank_files.read``.
         """
-        for (
-            name,
-            parameter,
-        ) in model.named_parameters():  # FSDP2 wants to know them before it has their values
+        # FSDP2 reads the dtypes when it shards, before the parameters have values.
+        for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
         shard_parameters(model, plan, self.mesh, self.settings)
         sharded = {name: tensor for name, tensor in stored_tensors(model) if isinstance(tensor, DTensor)}
         rows = {name: local_window(name, tensor)[0][0] for name, tensor in sharded.items()}
         rank_files.read(model, plan, _distributed(stored(rows), sharded), start, dtypes)
-        # Not to load: it is the only public call after which FSDP2 looks at parameters that were replaced.
+        # Loads nothing: it is the only public call after which FSDP2 looks at replaced parameters.
         nn.Module.load_state_dict(model, {}, strict=False)
 
 
 def data_sharding(
     mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool, compiled: bool
 ) -> DataSharding:
-    """What ``load`` was asked for.
+    """Check the data parallelism that ``load`` was asked for.
 
     Raises:
-        PlanError: it is not for training, there is no mesh, the forward pass is to be one graph, or the
-            settings are of another kind.
-        LaunchError: the mesh has no dims for it.
+        PlanError: the model is not for training, there is no mesh, the forward pass is to be one graph, or
+            the settings have another type.
+        LaunchError: the mesh has no dim for data parallelism.
     """
     if settings is True:
         settings = DataParallel()
@@ -125,7 +123,7 @@ def data_sharding(
 def _distributed(
     stored: Generator[tuple[str, Tensor]], sharded: Mapping[str, DTensor]
 ) -> Generator[tuple[str, Tensor]]:
-    """The same tensors; those of which a process has a part as DTensors, placed as those in ``sharded``."""
+    """Yield the same tensors; those in ``sharded`` as DTensors with the same placements."""
     with closing(stored) as tensors:
         for name, tensor in tensors:
             if (whole := sharded.get(name)) is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,65 +16,181 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import agreement
 from ..comm import mesh as launching
+from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
-from ..comm.own_gpus import require_own_gpus
-from ..errors import CheckpointError, PlanError, ShardconvError
+from ..errors import CheckpointError, LaunchError, PlanError, ShardconvError
 from ..format import fingerprint, manifest
+from ..format.manifest import Manifest
+from ..format.plan import Plan
+from ..format.plan_json import of_sequence, require_training
 from ..format.small_files import of_stage_of, stage_directory, variant
 from ..format.staged_names import num_stages, stages_of
-from ..hub.fetch import beside
-from ..hub_options import Hub
+from ..hub.fetch import beside, find
+from ..hub.tp_folders import folder_in
+from ..hub_options import Hub, looks_like_path
 from ..loaded import unwrapped
 from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
 from . import rank_files
 from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
-from .load_checks import find_converted, refuse_options, require_form, require_same
 from .reading import ReadAhead
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_set import AdapterSet
     from ..training.fsdp import DataParallel
 
-# The directories of the stages that a process has beside its first one.
+# All ranks must load the same model: ranks of different ones would run, and compute nonsense.
+
+FORM = (
+    "dtype",
+    "training",
+    "data_parallel",
+    "sequence_parallel",
+    "regather",
+    "stages_per_process",
+    "gather_logits",
+    "dequantize",
+    "all_reduce",
+)
+"""Arguments of ``load`` that decide what the ranks compute."""
+
+
+def require_same(
+    start: Launch, manifest: Manifest, wanted: object, adapters: AdapterSet | None = None
+) -> None:
+    """Compare what the ranks load; every rank calls it.
+
+    Args:
+        start: the ranks.
+        manifest: the manifest of this rank's directory. Copies of it in other places have the same checksums.
+        wanted: has the arguments of ``load``.
+        adapters: the adapters of the model.
+
+    Raises:
+        LaunchError: a rank loads another conversion, or the same one in another form.
+    """
+    content = sha256(repr((manifest.plan_sha256, manifest.files, manifest.source.revision)).encode())
+    form = ", ".join(f"{name}={getattr(wanted, name)}" for name in FORM)
+    own = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
+    if adapters is not None:
+        own["adapters"] = adapters.content
+    found = exchange(start, own)
+    for what in own:
+        for rank, theirs in enumerate(found):
+            if theirs.get(what) != found[0].get(what):
+                raise LaunchError(
+                    f"the ranks must load the same {what}: rank 0 loads {found[0].get(what)}, and rank "
+                    f"{rank} loads {theirs.get(what)}; give all ranks the same files and arguments"
+                )
+
+
+# Options of transformers' ``from_pretrained`` that people pass to ``load`` get an error with a remedy.
+
+_CONVERTED = "it was decided when the model was converted; leave it out, or convert with another setting"
+_REMEDIES = {
+    "torch_dtype": "pass dtype=",
+    "device_map": "each rank loads its own part to its own device; leave it out, or pass device=",
+    "max_memory": "each rank loads its own part; `shardconv plan --device-memory` says what fits",
+    "low_cpu_mem_usage": "no rank builds the full model; leave it out",
+    "tp_plan": "the converted directory has a plan; leave it out",
+    "tp_size": "convert with --tp, or `shardconv reshard`",
+    "distributed_config": "pass mesh=; the converted directory has a plan",
+    "device_mesh": "pass mesh=",
+    "attn_implementation": "call model.set_attn_implementation(...) on every rank after loading",
+    "quantization_config": _CONVERTED,
+    "load_in_8bit": _CONVERTED,
+    "load_in_4bit": _CONVERTED,
+    "config": _CONVERTED,
+    "use_auth_token": "pass token=",
+    "force_download": "remove the files from the cache, or pass cache_dir=",
+    "subfolder": "pass the path of the directory itself",
+}
+"""Options -> the remedy."""
+
+
+def refuse_options(names: Collection[str]) -> NoReturn:
+    """Raise ``PlanError`` with the first option and what to do instead."""
+    name = sorted(names)[0]
+    remedy = _REMEDIES.get(name, "see help(shardconv_runtime.load) for its arguments")
+    raise PlanError(f"load does not take {name}=: {remedy}")
+
+
+WITH_BACKWARD = frozenset({"bnb_4bit"})
+"""Methods of packings whose modules compute gradients of their inputs."""
+
+
+def require_form(
+    plan: Plan,
+    *,
+    training: bool,
+    sequence_parallel: bool,
+    stays_packed: bool,
+    in_parts: bool,
+    adapted: bool = False,
+) -> None:
+    """Check that a plan has the wanted form.
+
+    Args:
+        plan: the plan of the model.
+        training: the model is to have a backward pass.
+        sequence_parallel: activations are to be sharded over the sequence.
+        stays_packed: packed parameters are to stay packed.
+        in_parts: each process is to read a part of a rank's tensors.
+        adapted: the model has adapters, and only these are trained.
+
+    Raises:
+        PlanError: the plan lacks that form, or has packed parameters that do not support it.
+    """
+    packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
+    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= WITH_BACKWARD):
+        raise PlanError(
+            f"packed weights ({', '.join(packings)}) are for inference, without sequence parallelism, and of "
+            f"{', '.join(WITH_BACKWARD)} under adapters that are trained; pass dequantize=True"
+        )
+    if in_parts and packings:
+        raise PlanError(
+            f"data_parallel=: packed weights ({', '.join(packings)}) are dequantized as whole tensors of a "
+            "rank; leave it out, and call shardconv_runtime.data_parallel afterwards; or convert the model "
+            "with --dtype bfloat16"
+        )
+    if training:
+        require_training(plan)
+    if sequence_parallel:
+        of_sequence(plan)
 
 
 def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
-    """The directory of a process's first stage with those of its others, beside it.
+    """Add the directories of a process's other stages, which are next to that of its first stage.
 
     Args:
-        found: of the first stage; an ordinary model has no others.
-        per_process: how many stages a process has.
+        found: the directory of the first stage; an ordinary model has no others.
+        per_process: number of stages of a process.
 
     Raises:
-        CheckpointError: one is missing, or of another conversion.
-        SourceError: one cannot be downloaded.
+        CheckpointError: a directory is missing, or is from another conversion.
+        SourceError: a directory cannot be downloaded.
     """
     stages = found.plan.stages
     if found.checkpoint is not None or stages is None or stages.own is None:
         return found
-    numbers = stages_of(found.plan, stages.own, num_stages(found.plan) // per_process)[1:]
-    return replace(found, more=tuple(_beside(found, number) for number in numbers))
-
-
-def _beside(found: CheckedSource, stage: int) -> CheckedSource:
-    name, repository = stage_directory(stage, num_stages(found.plan)), found.repository
-    if repository is None:
-        directory = found.directory.parent / name
-        described = manifest.read(directory)
-    else:
-        repository, described = beside(repository, name)
-        directory = repository.directory
-    other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
-    if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
-        raise CheckpointError(
-            f"{directory} and {found.directory} are from two conversions; copy or convert the model again"
-        )
-    return other
-
-
-T = TypeVar("T")
+    count, more = num_stages(found.plan), []
+    for stage in stages_of(found.plan, stages.own, count // per_process)[1:]:
+        name, repository = stage_directory(stage, count), found.repository
+        if repository is None:
+            directory = found.directory.parent / name
+            described = manifest.read(directory)
+        else:
+            repository, described = beside(repository, name)
+            directory = repository.directory
+        other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
+        if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
+            raise CheckpointError(
+                f"{directory} and {found.directory} are from two conversions; copy or convert the model again"
+            )
+        more.append(other)
+    return replace(found, more=tuple(more))
 
 
 @in_default_modes
@@ -223,7 +340,12 @@ def load(
         compiled=compile,
         stages_per_process=stages_per_process,
     )
-    checked, error = _attempt(lambda: _check(wanted, group))
+    checked: CheckedSource | None = None
+    error: Exception | None = None
+    try:
+        checked = _check(wanted, group)
+    except Exception as failure:  # perhaps of this rank only: `agree` raises it, on all ranks
+        error = failure
     if checked is not None:
         launching.check_world_size(checked.plan, group, stages_per_process)
     with ReadAhead(() if checked is None else checked.spans(sharding)) as ahead:
@@ -233,7 +355,7 @@ def load(
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
             require_same(all_ranks, checked.common_manifest, wanted, checked.adapters)
-            require_own_gpus(start)
+            agreement.require_own_gpus(start)
         if stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
 
@@ -260,10 +382,10 @@ def load(
 
 
 def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSource:
-    """The checks that take little time."""
+    """Run the checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
     num_ranks = world_size * max(1, wanted.stages_per_process)  # of all stages
-    found = _converted(wanted, rank, num_ranks) if wanted.plan is None else _ordinary(wanted, wanted.plan)
+    found = _found(wanted, rank, num_ranks)
     directory, solved = found.directory, found.plan
     if solved.model.trust_remote_code and not wanted.trust_remote_code:
         raise PlanError(
@@ -271,9 +393,8 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
             "read that code, then pass trust_remote_code=True"
         )
     if solved.stages is not None:
-        from .staged_models import require_known
-
-        require_known(wanted.unknown_to_stages)
+        for argument in (name for name, is_given in wanted.unknown_to_stages.items() if is_given):
+            raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
     if wanted.stages_per_process != 1:
         from .staged_models import require_several
 
@@ -288,8 +409,7 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
     if wanted.form:
         in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
         adapted = found.adapters is not None
-        about = {"stays_packed": packed, "in_parts": in_parts, "adapted": adapted}
-        require_form(found.full_plan, **wanted.form, **about)
+        require_form(found.full_plan, **wanted.form, stays_packed=packed, in_parts=in_parts, adapted=adapted)
     if wanted.verify and found.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
@@ -301,37 +421,39 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
     return found
 
 
-def _converted(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource:
-    """A converted directory, local or on the Hub, with its manifest and plan."""
+def _found(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource:
+    """Find the manifest and plan of a converted directory, or an ordinary model that a plan shards."""
+    if wanted.plan is not None:
+        from .by_plan import ordinary
+
+        return CheckedSource(
+            **ordinary(
+                wanted.path,
+                wanted.plan,
+                wanted.hub,
+                trust_remote_code=wanted.trust_remote_code,
+                dtype=wanted.dtype,
+            )
+        )
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         if not (directory / manifest.MANIFEST_NAME).is_file():
             directory = of_stage_of(variant(directory, world_size), rank, world_size)
         found = manifest.read(directory)
         return CheckedSource(directory, found, manifest.read_plan(directory, found))
-
-    return CheckedSource(*find_converted(wanted.path, wanted.hub, rank, world_size))
-
-
-def _ordinary(wanted: LoadOptions, plan: str) -> CheckedSource:
-    """An ordinary model, to be sharded by a plan while it is read."""
-    from .by_plan import ordinary
-
-    found = ordinary(
-        wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code, dtype=wanted.dtype
-    )
-    return CheckedSource(
-        found.directory,
-        found.manifest,
-        found.plan,
-        checkpoint=found.weights,
-        in_wanted_dtypes=found.in_wanted_dtypes,
-    )
+    if directory.exists() or "/" not in wanted.path or looks_like_path(folder_in(wanted.path)[0]):
+        raise CheckpointError(
+            f"{wanted.path}: no such directory; give the directory that `shardconv convert` wrote, or the id "
+            "of a repository on the Hub"
+        )
+    repository, found = find(wanted.path, wanted.hub, world_size, rank)
+    directory = repository.directory
+    return CheckedSource(directory, found, manifest.read_plan(directory, found), repository)
 
 
 def _with_files(found: CheckedSource, rank: int) -> CheckedSource:
-    """The files of a rank, downloaded if they are missing, and checked."""
-    place = rank % found.plan.tp  # ranks of later stages have the places of those of the first
+    """Download a rank's files if they are missing, and check them."""
+    place = rank % found.plan.tp  # its number within its stage
     more = tuple(_with_files(each, rank) for each in found.more)
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(place))
@@ -345,21 +467,13 @@ def _launch(
     timeout_s: float | None,
     error: Exception | None,
 ) -> Launch:
-    """Join the others; an error of the directory is raised rather than one of the launch."""
+    """Join the other ranks. If the directory has an error too, that one is raised, since it explains more."""
     try:
         return launching.launch(group, device, timeout_s)
     except ShardconvError as failure:
         if error is not None:
             raise error from failure
         raise
-
-
-def _attempt(stage: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run a stage that may fail on this rank alone; the error is raised once all ranks know of it."""
-    try:
-        return stage(), None
-    except Exception as error:
-        return None, error
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

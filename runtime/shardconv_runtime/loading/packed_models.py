@@ -14,10 +14,10 @@ from ..checkpoint.quantized import quantization_of
 from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
 from ..format.manifest import Manifest
-from ..format.packed_layout import tensor_name
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.small_files import small_files
+from ..format.stored_layout import tensor_name
 from ..hub.fetch import Repository
 from ..packed.dequantize import check_values, dequantize
 from ..packed.held import WeightSlice
@@ -25,25 +25,23 @@ from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
 
-# Packed parameters of a rank out of their stored tensors.
-
 
 def unpacked(
     stored: Generator[tuple[str, Tensor]], plan: Plan, rank: int, modules: PackedModules | None = None
 ) -> Generator[tuple[str, Tensor]]:
-    """The parameters of a rank; packed ones, once all of their tensors were read, go to their modules.
+    """Yield the plain parameters of a rank, and fill its modules with the packed ones.
 
     Args:
-        stored: local tensors by the names under which they are stored; it is closed.
+        stored: yields local tensors by the names under which they are stored. It is closed.
         plan: how each parameter is laid out.
-        rank: whose tensors these are.
-        modules: take packed parameters as they are stored; without them these are dequantized.
+        rank: the rank whose tensors these are.
+        modules: take packed parameters as they are stored; None to dequantize them.
 
     Yields:
         Names and local tensors of plain parameters, and of dequantized ones in the plan's dtypes.
 
     Raises:
-        CheckpointError: a scale or an index is none that the format can have, or a tensor is missing.
+        CheckpointError: a scale or an index is invalid for the format, or a tensor is missing.
     """
     entries = parameter_plans(plan)
     owners = {
@@ -75,7 +73,7 @@ def unpacked(
 
 
 def held_part(entry: ParameterPlan, mesh: Mesh, rank: int) -> WeightSlice:
-    """Which part of a parameter a rank holds."""
+    """Return the part of a parameter that a rank holds."""
     return WeightSlice(global_shape(entry), tuple(ranges(dim, mesh, rank) for dim in entry.dims))
 
 
@@ -93,15 +91,15 @@ def require_packages(
 
     Args:
         directory: the converted directory.
-        manifest: of it.
-        plan: of it.
-        repository: of the directory, where it is on the Hub: its small files are downloaded.
-        device: where the model will compute.
-        dtype: of its activations; None for that of the plan.
-        compiled: whether it is to be compiled.
+        manifest: its manifest.
+        plan: its plan.
+        repository: its repository on the Hub, from which small files are downloaded; None if it is local.
+        device: device on which the model will compute.
+        dtype: dtype of activations; None for the plan's.
+        compiled: the model is to be compiled.
 
     Raises:
-        PlanError: they cannot; the message names what to install, and offers to dequantize.
+        PlanError: they cannot. The message names the package to install, and offers to dequantize.
         SourceError: a file cannot be downloaded.
     """
     if repository is not None:
@@ -120,15 +118,15 @@ def packed_modules(
     dtype: torch.dtype,
     apart: Collection[str] = (),
 ) -> PackedModules:
-    """The modules that compute with the packed parameters of a rank, still to be put in place and filled.
+    """Return the modules that compute with a rank's packed parameters; they are not yet in the model.
 
     Args:
         directory: the converted directory.
-        plan: of it.
-        config: of the quantized model.
-        device: where it will compute.
-        comm: this rank.
-        dtype: of activations.
+        plan: its plan.
+        config: the config of the quantized model.
+        device: device on which it will compute.
+        comm: the communicator of this rank.
+        dtype: dtype of activations.
         apart: FQNs of layers of adapters.
 
     Raises:

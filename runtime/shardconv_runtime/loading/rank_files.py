@@ -28,28 +28,26 @@ from ..format.manifest import (
     resolve,
     sha256_checksum,
 )
-from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
+from ..format.plan import Plan, local_shape, parameter_plans
 from ..format.shard_files import check_sample
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
-from .reading import Adjacent, Span, mapped
+from .reading import REMEDY, Adjacent, Span, mapped
 from .staged_reading import Cuda, staged
 
 if TYPE_CHECKING:
     from ..parallel.packed_modules import PackedModules
 
-# The checksums of a rank's files, compared with those in the manifest before they are read.
-
 BLOCK_BYTES = 1 << 22
-"""Read at once."""
+"""Bytes that are read at once."""
 MAX_THREADS = 8
-"""Files that are read at a time."""
+"""Most files that are read at the same time."""
 
 
 def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
-    """Read all files of a rank, ``common/`` included, and compare their checksums; the manifest has its own.
+    """Read all files of a rank, ``common/`` included, and compare their checksums and that of the manifest.
 
     Raises:
         CheckpointError: a file has other bytes than were written, or cannot be read.
@@ -59,33 +57,28 @@ def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
             f"{directory}: {MANIFEST_NAME} is not the file that was written; copy it again, or convert again"
         )
     entries = list(manifest.files_of(rank))
+
+    def checksum_of(entry: FileEntry) -> str:
+        path = resolve(directory, entry.path)
+        try:
+            if not entry.checksum.startswith("crc32:"):
+                return sha256_checksum(path)
+            value = 0
+            with open(path, "rb", buffering=0) as file:
+                while block := file.read(BLOCK_BYTES):
+                    value = zlib.crc32(block, value)
+            return f"crc32:{value:08x}"
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(lambda entry: _checksum(directory, entry), entries))
+        found = list(pool.map(checksum_of, entries))
     for entry, checksum in zip(entries, found, strict=True):
         if checksum != entry.checksum:
             raise CheckpointError(
                 f"{directory}: {entry.path} is not the file that was written: its checksum is {checksum}, "
                 f"and {entry.checksum} in the manifest; copy it again, or convert the model again"
             )
-
-
-def _checksum(directory: Path, entry: FileEntry) -> str:
-    path = resolve(directory, entry.path)
-    try:
-        return _crc32(path) if entry.checksum.startswith("crc32:") else sha256_checksum(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _crc32(path: Path) -> str:
-    value = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            value = zlib.crc32(block, value)
-    return f"crc32:{value:08x}"
-
-
-_REMEDY = "copy the directory again, or convert the model again"
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class RankFiles:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All bytes of the files, in the order in which they are read."""
+        """Return all byte ranges of the files, in the order in which they are read."""
         return tuple((shard.path, 0, shard.num_bytes) for shard in self.shards)
 
 
@@ -111,15 +104,19 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
     """
     check_sizes(directory, manifest, rank)
     for entry in manifest.files_of(rank):
-        if _is_code(entry) and sha256_checksum(resolve(directory, entry.path)) != entry.checksum:
+        decides = entry.path in (CONFIG, GENERATION_CONFIG) or entry.path.endswith(".py")
+        if decides and sha256_checksum(resolve(directory, entry.path)) != entry.checksum:
             raise CheckpointError(
                 f"{directory}: {entry.path} is not the one that was converted (its sha256 is not that in "
-                f"{MANIFEST_NAME}); {_REMEDY}"
+                f"{MANIFEST_NAME}); {REMEDY}"
             )
     layout = layout_sha256(plan)
     found: dict[str, tuple[StoredTensor, FileEntry]] = {}
     shards = []
-    for entry in filter(_is_shard, manifest.files_of(rank)):
+    for entry in manifest.files_of(rank):
+        in_shards = entry.rank is not None or entry.path.startswith(f"{COMMON_DIRECTORY}/")
+        if not in_shards or not entry.path.endswith(".safetensors"):
+            continue
         path = resolve(directory, entry.path)
         shards.append(ShardFile(path, entry.num_bytes, check_shard(path, entry.rank, plan.tp, layout)))
         if entry.sample:
@@ -127,7 +124,7 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
         for name, tensor in shards[-1].tensors.items():
             if name in found:
                 raise CheckpointError(
-                    f"{directory}: {name} is in {found[name][1].path} and in {entry.path}; {_REMEDY}"
+                    f"{directory}: {name} is in {found[name][1].path} and in {entry.path}; {REMEDY}"
                 )
             found[name] = (tensor, entry)
     _compare(directory, found, plan, rank)
@@ -137,11 +134,10 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
 def tensors(
     shards: Sequence[ShardFile], device: torch.device, adjacent: Adjacent = ()
 ) -> Generator[tuple[str, Tensor]]:
-    """Names and local tensors of the files, of stored shapes and dtypes, on the device, in the files' order.
+    """Yield names and local tensors of the files, of stored shapes and dtypes, on the device, in file order.
 
-    Those of ``adjacent`` share memory where that takes no copy.
-
-    Close the iterator, or run it to its end: threads may be reading until then, and the device copying.
+    Tensors of ``adjacent`` share memory if they are next to each other in the file. Close the iterator, or
+    run it to its end: until then threads may be reading, and the device copying.
 
     Raises:
         CheckpointError: a file cannot be read, or is shorter than it was.
@@ -161,18 +157,18 @@ def read(
     dtypes: Mapping[str, torch.dtype],
     packed: PackedModules | None = None,
 ) -> None:
-    """Fill a parallelized model, of local shapes, in place; buffers that no file holds move to the device.
+    """Fill a parallelized model in place, and move buffers that are in no file to the device.
 
     Args:
-        model: as ``build.parallelize`` leaves it.
+        model: a model of local shapes, as ``build.parallelize`` leaves it.
         plan: its plan.
-        stored: local tensors by the names under which they are stored, on the device; it is closed.
-        start: this rank, and the device of all tensors afterwards.
-        dtypes: by name, those that tensors get; the others keep the dtypes of the files.
-        packed: gets the stored tensors of packed parameters; without it these are dequantized.
+        stored: yields local tensors on the device, by the names under which they are stored. It is closed.
+        start: this rank, with the device of all tensors.
+        dtypes: dtypes by name; other tensors keep the dtypes of the files.
+        packed: gets the stored tensors of packed parameters; without it they are dequantized.
 
     Raises:
-        CheckpointError: a tensor is missing, or a file cannot be read any more.
+        CheckpointError: a tensor is missing, or a file can no longer be read.
     """
     todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -183,67 +179,51 @@ def read(
     with closing(stored) as parameters:
         for name, tensor in parameters:
             owner, _, attribute = name.rpartition(".")
-            _assign(modules[owner], attribute, tensor.to(dtypes.get(name, tensor.dtype)))
+            tensor = tensor.to(dtypes.get(name, tensor.dtype))
+            # Assigned to the dicts, since `register_parameter` and `setattr` run hooks that refuse changes.
+            replaced = modules[owner]._parameters.get(attribute)
+            if replaced is not None:
+                filled = nn.Parameter(tensor, requires_grad=replaced.requires_grad)
+                modules[owner]._parameters[attribute] = filled
+            else:
+                modules[owner]._buffers[attribute] = tensor
             todo.remove(name)
     if todo:
-        raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
+        raise CheckpointError(f"no file had {min(todo)}; {REMEDY}")
     retie(model, plan)
     if plan.fused:
         refresh_fused(model)
-    _move_buffers(model, start.device)
-    if packed is not None:
-        packed.finish()
-    if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
-        raise CheckpointError(f"no file had {empty[0]}; {_REMEDY}")
-
-
-def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:
-    replaced = owner._parameters.get(attribute)
-    if replaced is not None:
-        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=replaced.requires_grad)
-    else:
-        owner._buffers[attribute] = tensor
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
-
-
-def _is_code(entry: FileEntry) -> bool:
-    return entry.path in (CONFIG, GENERATION_CONFIG) or entry.path.endswith(".py")
-
-
-def _is_shard(entry: FileEntry) -> bool:
-    in_shards = entry.rank is not None or entry.path.startswith(f"{COMMON_DIRECTORY}/")
-    return in_shards and entry.path.endswith(".safetensors")
+                module._buffers[name] = buffer.to(start.device)
+    if packed is not None:
+        packed.finish()
+    if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
+        raise CheckpointError(f"no file had {empty[0]}; {REMEDY}")
 
 
 def _compare(
     directory: Path, found: dict[str, tuple[StoredTensor, FileEntry]], plan: Plan, rank: int
 ) -> None:
+    """Compare the names, shapes and dtypes of the stored tensors with the plan."""
     expected = stored_plans(plan)
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(
-            f"{directory}: {len(missing)} tensor(s) of rank {rank} are missing, e.g. {missing[0]}; {_REMEDY}"
+            f"{directory}: {len(missing)} tensor(s) of rank {rank} are missing, e.g. {missing[0]}; {REMEDY}"
         )
     if extra := sorted(found.keys() - expected.keys()):
         raise CheckpointError(
-            f"{directory}: {found[extra[0]][1].path} has {extra[0]}, which is not in the plan; {_REMEDY}"
+            f"{directory}: {found[extra[0]][1].path} has {extra[0]}, which is not in the plan; {REMEDY}"
         )
     for name, entry in expected.items():
-        if problem := _problem(entry, *found[name], plan, rank):
-            raise CheckpointError(f"{directory}: {found[name][1].path}: {name} {problem}; {_REMEDY}")
-
-
-def _problem(entry: ParameterPlan, tensor: StoredTensor, file: FileEntry, plan: Plan, rank: int) -> str:
-    shape = local_shape(entry, plan.mesh, rank)
-    if tensor.shape != shape:
-        return f"has shape {tensor.shape}, but {shape} on rank {rank} by the plan"
-    if tensor.dtype != STORED_NAME[entry.dtype]:
-        return f"has dtype {tensor.dtype}, but {entry.dtype} by the plan"
-    if is_common(entry) != (file.rank is None):
-        return "is in the wrong file: common/ is for the tensors that are replicated over all ranks"
-    return ""
+        tensor, file = found[name]
+        shape, problem = local_shape(entry, plan.mesh, rank), ""
+        if tensor.shape != shape:
+            problem = f"has shape {tensor.shape}, but {shape} on rank {rank} by the plan"
+        elif tensor.dtype != STORED_NAME[entry.dtype]:
+            problem = f"has dtype {tensor.dtype}, but {entry.dtype} by the plan"
+        elif is_common(entry) != (file.rank is None):
+            problem = "is in the wrong file: common/ is for the tensors that are replicated over all ranks"
+        if problem:
+            raise CheckpointError(f"{directory}: {file.path}: {name} {problem}; {REMEDY}")

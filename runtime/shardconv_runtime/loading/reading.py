@@ -1,8 +1,8 @@
-"""A rank's tensors out of the byte ranges of its files, whose headers were read before.
+"""Read a rank's tensors from the byte ranges of its files, whose headers were read before.
 
 For the CPU they are views of a private mapping of each file: nothing is copied or even read until it is
 used, and the page cache is the memory of all processes that load the same files. For a GPU they go through
-pinned buffers, see ``staged_reading``.
+pinned buffers (``staged_reading``).
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.header import TORCH_NAME, ShardFile, StoredTensor
-from ..format.slices import Range, Rows
+from ..format.slices import Rows
 from ..parallel.shared_storage import tensor_at, tensor_within
 
-# Brings files into the page cache while the processor is busy with something else.
+# Read-ahead brings files into the page cache while the processor is busy with something else.
 #
 # Loading a model goes on with seconds of imports after the files were checked, and the disk is idle
 # meanwhile. Plain reads are used, not ``posix_fadvise(WILLNEED)``: the kernel shortens each of those
 # requests to the disk's readahead, starts them all at once, and file systems on networks may ignore them.
 
 NUM_THREADS = 2
-"""One keeps a local disk busy, but for the times at which it waits for its turn to run Python."""
+"""One thread keeps a local disk busy, except while it waits for its turn to run Python."""
 
 PIECE_BYTES = 8 << 20
-"""Read in one call, without the interpreter's lock: smaller pieces wait for it too often during imports."""
+"""Bytes of one read, which releases the GIL: smaller reads wait for it too often during imports."""
 
 Span = tuple[Path, int, int]
-"""A file, and bytes of it: the first one, and the one after the last."""
+"""A file, its first byte to read, and the byte after the last one."""
 
 MEMORY_SHARE = 0.5
-"""The most that is read, of the memory that is available to each process of this machine."""
+"""Largest part that is read of the memory available to each process of this machine."""
 
 
 class ReadAhead:
-    """Threads that read bytes of files in their order, from now until ``stop`` or the end.
+    """Threads that read byte ranges of files in order, until ``stop`` or the end.
 
-    Nothing is raised: the reader of the files will meet the same error. No more is read than MEMORY_SHARE of
-    the machine's available memory, divided by the LOCAL_WORLD_SIZE of the launcher, and nothing where the
+    Nothing is raised, since the reader of the files will get the same error. At most MEMORY_SHARE of the
+    machine's available memory is read, divided by the LOCAL_WORLD_SIZE of the launcher, and nothing if the
     system does not tell how much is available.
 
     Args:
-        spans: what will be used, in that order.
-        budget_bytes: the most to read, instead of that.
+        spans: the byte ranges that will be used, in this order.
+        budget_bytes: most bytes to read, instead of that limit.
     """
 
     def __init__(self, spans: Sequence[Span], budget_bytes: int | None = None) -> None:
@@ -67,12 +67,12 @@ class ReadAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop after an error; else go on, since mapped files are still to be used."""
+        """Stop after an error. Otherwise go on, since mapped files are still to be used."""
         if kind is not None:
             self.stop()
 
     def stop(self) -> None:
-        """End the threads; takes as long as reading a piece, at most."""
+        """End the threads, which takes at most as long as reading one piece."""
         self._pieces.clear()
         self.wait()
 
@@ -110,7 +110,7 @@ def _pieces(spans: Sequence[Span], budget: int) -> Iterator[Span]:
 
 
 def _is_cached(descriptor: int, begin: int, end: int) -> bool:
-    """Whether a piece seems to be in the page cache already, by three of its bytes."""
+    """Return whether a piece seems to be in the page cache already, by looking at three of its bytes."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte = bytearray(1)
@@ -133,49 +133,45 @@ def _budget_bytes() -> int:
     return int(available * MEMORY_SHARE) // max(1, processes)
 
 
-# Some rows of the tensors of a file: what a process reads that shares a rank's tensors with others.
-#
-# The first dim of a stored tensor is its outermost one, so that consecutive rows are consecutive bytes.
-
-
 def with_rows(shards: Sequence[ShardFile], rows: Rows) -> list[ShardFile]:
-    """The same files with parts of their tensors: of those in ``rows``, these positions of the first dim."""
-    return [_of_file(shard, rows) for shard in shards]
+    """Return the files with only the positions in ``rows`` of the first dim of the tensors that it names.
 
-
-def _of_file(shard: ShardFile, rows: Rows) -> ShardFile:
-    tensors = {n: _of_tensor(t, rows[n]) if n in rows else t for n, t in shard.tensors.items()}
-    last = next(reversed(tensors.values()), None)
-    return ShardFile(shard.path, shard.start + (last.offsets[1] if last else 0), tensors)
-
-
-def _of_tensor(tensor: StoredTensor, row: Range) -> StoredTensor:
-    (start, stop), (begin, end) = row, tensor.offsets
-    row_bytes = (end - begin) // tensor.shape[0] if tensor.shape[0] else 0
-    offsets = begin + start * row_bytes, begin + stop * row_bytes
-    return StoredTensor(tensor.dtype, (stop - start, *tensor.shape[1:]), offsets)
+    The first dim of a stored tensor is its outermost one, so consecutive rows are consecutive bytes.
+    """
+    found = []
+    for shard in shards:
+        tensors = dict(shard.tensors)
+        for name, tensor in shard.tensors.items():
+            if name in rows:
+                (start, stop), (begin, end) = rows[name], tensor.offsets
+                row_bytes = (end - begin) // tensor.shape[0] if tensor.shape[0] else 0
+                offsets = begin + start * row_bytes, begin + stop * row_bytes
+                tensors[name] = StoredTensor(tensor.dtype, (stop - start, *tensor.shape[1:]), offsets)
+        last = next(reversed(tensors.values()), None)
+        found.append(ShardFile(shard.path, shard.start + (last.offsets[1] if last else 0), tensors))
+    return found
 
 
 REMEDY = "copy the directory again, or convert the model again"
 
 Adjacent = Sequence[tuple[str, ...]]
-"""Names of tensors that share memory where they lie next to each other in a file, in this order."""
+"""Names of tensors that share memory if they are next to each other in a file, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Tensors that lie next to each other in a file, and share memory: one, or several of one dtype."""
+    """One tensor, or several of one dtype that are next to each other in a file and share memory."""
 
     tensors: tuple[tuple[str, StoredTensor], ...]
 
     @property
     def begin(self) -> int:
-        """The first byte, counted from the first one of all tensors of the file."""
+        """Return the first byte, counted from the first one of all tensors of the file."""
         return self.tensors[0][1].offsets[0]
 
     @property
     def end(self) -> int:
-        """The byte after the last one, counted in the same way."""
+        """Return the byte after the last one, counted in the same way."""
         return self.tensors[-1][1].offsets[1]
 
     @property
@@ -184,9 +180,9 @@ class FileSpan:
         return self.end - self.begin
 
     def at(self, storage: torch.UntypedStorage, begin: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, of stored shapes and dtypes, whose bytes begin at ``begin`` of a storage.
+        """Yield the tensors, of stored shapes and dtypes, whose bytes begin at ``begin`` of a storage.
 
-        They share a storage of their own, but are no views of each other to autograd.
+        They share one storage, but autograd does not treat them as views of each other.
         """
         dtype = getattr(torch, TORCH_NAME[self.tensors[0][1].dtype])
         memory = tensor_at(storage, begin, self.num_bytes, dtype, (self.num_bytes // dtype.itemsize,))
@@ -196,7 +192,7 @@ class FileSpan:
 
 
 def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[FileSpan]:
-    """The tensors of a file in its order."""
+    """Yield the tensors of a file in its order."""
     first = {names[0]: names for names in adjacent}
     todo = list(shard.tensors.items())
     at = 0
@@ -210,7 +206,7 @@ def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[FileSpan]:
 
 
 def mapped(shards: Sequence[ShardFile], adjacent: Adjacent = ()) -> Generator[tuple[str, Tensor]]:
-    """Local tensors of stored shapes in private, writable mappings of the files, which no write changes.
+    """Yield local tensors of stored shapes in private, writable mappings; writes do not change the files.
 
     Args:
         shards: the files.
@@ -231,10 +227,10 @@ def mapped(shards: Sequence[ShardFile], adjacent: Adjacent = ()) -> Generator[tu
 
 
 def map_file(path: Path, num_bytes: int) -> Any:
-    """The storage of a private, writable mapping of a file.
+    """Return the storage of a private, writable mapping of a file.
 
     Raises:
-        OSError: it cannot be mapped; the message is one line.
+        OSError: it cannot be mapped. The message is one line.
     """
     try:
         return torch.UntypedStorage.from_file(str(path), False, num_bytes)

@@ -1,16 +1,17 @@
-"""What a loaded model needs where it is one of several ranks, so that calls are right on all, or refused."""
+"""Guards of a model that is one of several ranks: calls are right on all ranks, or refused."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.agreement import PAGED, require_same_inputs
@@ -18,7 +19,6 @@ from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
-from ..inference.given_caches import localize_caches
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
 from ..parallel.user_hooks import watch_hooks
@@ -31,14 +31,14 @@ from ..training.optimizer_guards import (
     take_norms_over_ranks,
 )
 
-# Whether the ranks of a model get the same inputs: with different ones they would compute nothing of use.
+# The ranks of a model must get the same inputs: with different ones they would compute nonsense.
 #
-# To compare them costs a message between the ranks, so only the calls 1, 2, 4, 8 ... of a model are
-# compared: a data loader that shares its samples out over all processes is found in the first, and tokens
-# that each process draws for itself in the second or soon after. To compare all calls is an option.
+# A comparison costs a message between the ranks, so only the calls 1, 2, 4, 8 ... are compared. This finds a
+# data loader that deals samples out to all processes in the first call, and tokens that each process draws
+# itself in the second or soon after. An option compares all calls.
 
 VARIABLE = "SHARDCONV_CHECK_INPUTS"
-"""Environment variable that has all calls compared."""
+"""Environment variable that makes every call compare its inputs."""
 
 
 def compare_inputs(
@@ -47,24 +47,29 @@ def compare_inputs(
     """Compare the inputs of a model's calls between its ranks, in place.
 
     Args:
-        model: of this rank, complete.
+        model: the complete model of this rank.
         start: the ranks.
-        always: compare those of every call; the environment variable has the same effect.
-        unless: tells of a call that its ranks do not make it at about the same time.
+        always: compare every call; the environment variable has the same effect.
+        unless: returns True during calls that the ranks do not make at about the same time.
 
-    A call that Dynamo traces compares nothing, except that of ``load(compile=True)``.
+    Calls that Dynamo traces compare nothing, except in a model of ``load(compile=True)``.
     """
-    comparison = _Comparison(start, always or os.environ.get(VARIABLE, "0") not in ("", "0"), unless)
+    always = always or os.environ.get(VARIABLE, "0") not in ("", "0")
+    _before_each_call(model, _Comparison(start, always, unless))
+
+
+def _before_each_call(model: nn.Module, hook: Callable[..., None]) -> None:
+    """Run a forward pre-hook for each call, which in a compiled model is not a part of the graph."""
     compiled = model._compiled_call_impl
     if compiled is None:
-        model.register_forward_pre_hook(comparison, prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         return
 
-    def compared(*args: Any, **kwargs: Any) -> Any:
-        comparison(model, args, kwargs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        hook(model, args, kwargs)
         return compiled(*args, **kwargs)
 
-    model._compiled_call_impl = compared
+    model._compiled_call_impl = called
 
 
 class _Comparison:
@@ -77,7 +82,7 @@ class _Comparison:
         self._num_calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model has the same ranks."""
+        """Return this hook: a copy of a model has the same ranks."""
         return self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -94,14 +99,14 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     """Guard a model, in place.
 
     Args:
-        model: of this rank, complete, compiled if it is to be.
+        model: the complete model of this rank, already compiled if it is to be.
         start: the ranks.
-        comm: of the model.
-        training: it was loaded for training.
-        check_inputs: compare the inputs of each call.
+        comm: the communicator of the model.
+        training: the model was loaded for training.
+        check_inputs: compare the inputs of every call.
     """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     if start.world_size == 1:
         return
     assert start.group is not None, "several ranks have one"
@@ -113,9 +118,9 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     refuse_changes(model, names, ranks, (start.rank, start.world_size))
     scheduled = None if found.stage is None else found.stage.link.is_scheduled
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
-    localize_caches(model)
+    _before_each_call(model, _LocalCaches())
     if training:
-        # Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts.
+        # The hook also registers copies of the model: torch's clipping must know whose gradients are parts.
         def known(model: nn.Module, args: object) -> None:
             if not torch.compiler.is_compiling():
                 MODELS.add(model)
@@ -128,13 +133,8 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 
-def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In place of transformers' method; few inference jobs save."""
-    save_pretrained(model, *args, **kwargs)
-
-
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Of the full model; arguments as of transformers' method."""
+    """Count the parameters of the full model, with the arguments of transformers' method."""
     if loaded(model).plan.stages is not None:
         if only_trainable or exclude_embeddings:
             raise PlanError(
@@ -154,3 +154,65 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
         and (parameter.requires_grad or not only_trainable)
         and (parameter not in tables or not exclude_embeddings)
     )
+
+
+# A rank keeps the keys and values of its own heads in a cache that a caller gives to the model.
+#
+# A cache that was allocated from the config, as in transformers' documentation and in its prefill in chunks,
+# has the heads of the full model. While it is empty, it is allocated again when the rank fills it. A cache
+# that another model has filled is refused.
+
+
+class _LocalCaches:
+    """Forward pre-hook of a model that looks at the caches among the arguments."""
+
+    def __init__(self) -> None:
+        self._seen: WeakSet[Any] = WeakSet()
+        """Caches are looked at once: to ask how long one is may wait for the device."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LocalCaches:
+        """Return a hook that has seen nothing."""
+        return _LocalCaches()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for given in (*args, *kwargs.values()):
+            for cache in _parts(given):
+                if cache not in self._seen:
+                    self._seen.add(cache)
+                    for layer in cache.layers:
+                        keys = getattr(layer, "keys", None)
+                        has_keys = isinstance(keys, Tensor) and keys.dim() == 4
+                        if not has_keys or not getattr(layer, "is_initialized", False):
+                            continue
+                        if int(layer.get_seq_length()):
+                            layer.update = MethodType(_first_update, layer)
+                        else:  # empty, so its memory can be allocated again
+                            layer.keys = layer.values = None
+                            layer.is_initialized = False
+
+
+def _parts(given: Any) -> Iterator[Any]:
+    """Yield the caches in an argument; the cache of an encoder and a decoder consists of two."""
+    if isinstance(getattr(given, "layers", None), list) and hasattr(given, "get_seq_length"):
+        yield given
+    elif hasattr(given, "get_seq_length"):
+        for part in vars(given).values():
+            yield from _parts(part)
+
+
+def _first_update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return ``update`` of a layer with keys ``[B, local heads, S, head dim]``.
+
+    Raises:
+        PlanError: the layer has other heads than the rank.
+    """
+    vars(self).pop("update", None)
+    if self.keys.shape[1] != key_states.shape[1]:
+        raise PlanError(
+            f"past_key_values has {self.keys.shape[1]} heads of keys and values in a layer, and this rank "
+            f"has {key_states.shape[1]} of them: another model filled the cache, and each rank needs only "
+            "its own heads; give the model the tokens, or a cache that it filled itself"
+        )
+    return self.update(key_states, value_states, *args, **kwargs)

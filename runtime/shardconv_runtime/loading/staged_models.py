@@ -1,8 +1,8 @@
-"""Models with pipeline stages: what of ``load`` does not know them, and the model of one stage."""
+"""Loading models with pipeline stages: the place of a process, and the model of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 
 import torch
@@ -21,27 +21,14 @@ from ..parallel.stage_model import StageModel, argument_names, keep_stage
 from ..training.stage_training import prepare_stage
 
 Tensors = Generator[tuple[str, Tensor]]
-"""Names, and local tensors."""
-
-
-def require_known(unknown: Mapping[str, bool]) -> None:
-    """Refuse what a model with stages cannot be loaded with.
-
-    Args:
-        unknown: arguments that stages do not know, and whether each was given.
-
-    Raises:
-        PlanError: such an argument was given.
-    """
-    for argument in (name for name, is_given in unknown.items() if is_given):
-        raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
+"""Names and local tensors."""
 
 
 def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
-    """Check whether processes can have so many stages each.
+    """Check that each process can have ``per_process`` stages.
 
     Raises:
-        PlanError: they cannot.
+        PlanError: it cannot.
     """
     about = f"stages_per_process={per_process}"
     count = num_stages(plan)
@@ -60,10 +47,10 @@ def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
 
 
 def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
-    """The place of this process; every process calls it.
+    """Return the place of this process in the pipeline; every process calls it.
 
     Raises:
-        PlanError: the directory that was read is that of another stage.
+        PlanError: the directory that was read is for another stage.
         LaunchError: the processes cannot communicate.
     """
     assert plan.stages is not None
@@ -78,12 +65,12 @@ def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
 
 
 class StagedBuilder:
-    """Builds the model of a process that has one stage of a pipeline, or several.
+    """Builds the model of a process that has one or several stages of a pipeline.
 
     Args:
-        plan: of all stages, with adapters.
-        place: of this process.
-        model: unsharded, on meta, before it is parallelized.
+        plan: the plan of all stages, with adapters.
+        place: the place of this process.
+        model: the unsharded model on meta, before it is parallelized.
     """
 
     def __init__(self, plan: Plan, place: StageProcesses, model: nn.Module) -> None:
@@ -94,7 +81,7 @@ class StagedBuilder:
 
     @property
     def absent(self) -> Sequence[Collection[str]]:
-        """For each stage of the process, the FQNs of modules that are on other stages."""
+        """Return the FQNs of modules that are on other stages, for each stage of the process."""
         return [absent_modules(self._plan, stage) for stage in self.stages]
 
     def own(self, plan: Plan) -> Plan:
@@ -110,13 +97,13 @@ class StagedBuilder:
         sequence_parallel: bool,
         local_logits: bool,
     ) -> StageModel:
-        """Put placeholders in the place of other stages' modules, in place.
+        """Replace modules of other stages by placeholders, in place.
 
         Args:
-            model: of one rank, as ``parallelize`` makes it.
-            dtype: that modules compute in; None: that of the parameters as they are stored.
+            model: the model of one rank, as ``parallelize`` makes it.
+            dtype: dtype in which modules compute; None for the stored dtype of the parameters.
             training: the model is to be trained.
-            sequence_parallel: its activations are sharded over the sequence.
+            sequence_parallel: activations are sharded over the sequence.
             local_logits: each rank keeps its shard of the logits.
         """
         plan, link, ranks = self._plan, self._place.link, self._place.ranks
@@ -130,12 +117,12 @@ class StagedBuilder:
         return keep_stage(model, plan, link, ranks.rank, ranks.device, dtype, self._names)
 
     def tensors(self, plan: Plan, stored: Sequence[Callable[[Rows], Tensors]], rows: Rows) -> Tensors:
-        """The tensors of the stages, each once, by the names in the process's model.
+        """Yield each tensor of the stages once, by its name in the process's model.
 
         Args:
-            plan: of all stages, as they are stored.
-            stored: gives those of each stage, by the names in its directory, or rows of them.
-            rows: of which tensors rows are wanted, by the names in the model; see ``format.slices.Rows``.
+            plan: the plan of all stages, as they are stored.
+            stored: for each stage, yields its tensors by the names in its directory, or rows of them.
+            rows: by names in the model, the rows that are wanted of a tensor; see ``format.slices.Rows``.
         """
         own = held_names(plan, self.stages)
         taken: set[str] = set()

@@ -1,11 +1,11 @@
 """Tensors of files to a GPU, through pinned memory.
 
-Threads read into a ring of pinned buffers, from which the bytes go to the device on a stream of their own:
+Threads read into a ring of pinned buffers, from which the bytes go to the device on their own stream:
 
     files ── preadv, several threads ──> ring of pinned buffers ── one copy each ──> slabs on the device
 
 A slab is one allocation on the device, for one large tensor or for many small ones. Its tensors have
-storages of their own all the same, so that a write to one does not look like a write to the others; those
+their own storages all the same, so that a write to one does not look like a write to the others; those
 that a plan fuses share one, and count as one tensor here.
 """
 
@@ -29,15 +29,15 @@ from ..format.header import ShardFile
 from .reading import REMEDY, Adjacent, FileSpan, stretches
 
 BUFFER_BYTES = 16 << 20
-"""Of each staging buffer: the copy to the device takes about a millisecond, much longer than its start, and
-the bytes that were just read are partly still in the processor's cache."""
+"""Bytes of each staging buffer: the copy to the device takes about a millisecond, much longer than its start,
+and the bytes that were just read are partly still in the processor's cache."""
 
 NUM_BUFFERS = 4
 """Buffers, and threads that fill them: one thread copies from the page cache at a few GB/s, a bus takes
 some 25 GB/s. Eight ranks of a machine pin half a GiB, and have as many threads as its cores can run."""
 
 ALIGNMENT = 256
-"""Of each tensor on the device, in bytes, as if it had been allocated alone."""
+"""Alignment of each tensor on the device in bytes, as if it had been allocated separately."""
 
 _MAX_SPANS = 1024
 """Most spans that one call of preadv fills (IOV_MAX of Linux)."""
@@ -57,10 +57,10 @@ class StagingDevice(Protocol):
         """Begin a thread that waits for events of the device."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Memory of the host, uint8 ``[num_bytes]``, from which the device copies fast."""
+        """Return host memory, uint8 ``[num_bytes]``, from which the device copies fast."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the device, uint8 ``[num_bytes]``, that ``copy`` may write to."""
+        """Return device memory, uint8 ``[num_bytes]``, that ``copy`` may write to."""
 
     def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
         """Begin to copy a buffer, both uint8 ``[n]``; until the event, the buffer must not change."""
@@ -86,7 +86,7 @@ class Cuda:
     def enter_thread(self) -> None:
         torch.cuda.set_device(
             self._device
-        )  # else the first call of a thread makes a context on the first GPU
+        )  # otherwise the first call of a thread makes a context on the first GPU
 
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -150,7 +150,8 @@ def staged(
     buffer_bytes: int = BUFFER_BYTES,
     num_buffers: int = NUM_BUFFERS,
 ) -> Generator[tuple[str, Tensor]]:
-    """Local tensors of stored shapes, in memory of ``device``, read by ``num_buffers`` threads and buffers.
+    """Yield local tensors of stored shapes, in memory of ``device``, read by ``num_buffers`` threads and
+    buffers.
 
     The peak memory of the host is that of the buffers, of the device that of the tensors.
 
@@ -158,7 +159,7 @@ def staged(
         shards: the files.
         device: where the tensors go.
         adjacent: tensors that share memory.
-        buffer_bytes: of each buffer.
+        buffer_bytes: the number of bytes of each buffer.
         num_buffers: and threads.
 
     Raises:
@@ -231,7 +232,7 @@ class _Readable:
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The views without their first bytes."""
+    """Return the views without their first bytes."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]
@@ -240,7 +241,7 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
-    """The tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes.
+    """Yield the tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes.
 
     Those of a slab lie next to each other in the file.
     """

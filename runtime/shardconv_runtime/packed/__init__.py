@@ -1,1 +1,1 @@
-"""Quantized formats: how each stores a weight, and the weight that its tensors stand for."""
+"""Quantized formats: how each stores a weight, and how to dequantize it."""

@@ -18,7 +18,7 @@ from .number_formats import WORD, unpacked
 BITS = 4
 PER_WORD = WORD // BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight consecutive outputs, where in a word each is."""
+"""Positions in a word of eight consecutive outputs."""
 COMPANIONS = (".qweight", ".qzeros", ".scales")
 
 
@@ -68,7 +68,7 @@ class AwqScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """(Integer less zero point) times factor, in the dtype of the factors, as the library does in torch."""
+    """Compute (integer - zero point) * factor in the dtype of the factors, as the library does in torch."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     groups = PackedTensor("zeros", "int32", stored["scales"].dims)
     zeros = spread(_in_order(tensors["qzeros"]), groups, held)
@@ -76,7 +76,7 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """The integers of words, ``[n, 8 * m]`` of ``[n, m]``."""
+    """Return the integers of words, ``[n, 8 * m]`` of ``[n, m]``."""
     places = torch.tensor(PLACES, device=words.device)
     stored = unpacked(words, BITS, 1).view(*words.shape, PER_WORD)
     return stored.index_select(2, places).flatten(1)

@@ -3,7 +3,7 @@
 4 bits: the weight is flat, two codes in a byte, the first in the high half. Each ``blocksize`` consecutive
 values share a factor, ``absmax``. Nested, these factors are codes themselves, ``nested_blocksize`` of which
 share a factor. The rest is JSON in a tensor of bytes, the quantization state. As a rule, a row is a whole
-number of blocks; where it is not, a shard is of so many rows that it is, or there is none.
+number of blocks; where it is not, a shard has so many rows that it is, or there is none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPANIONS = (
 ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element of a tensor that may hold codes."""
 MAX_SIZE = 2**31 - 1
-"""Of a dim or a block. Numbers beyond 64 bits are errors of torch, without a name."""
+"""Largest size of a dim or a block. Beyond 64 bits torch raises errors without a name."""
 MAP_SIZE = 16
 NESTED_MAP_SIZE = 256
 
@@ -48,7 +48,7 @@ class Blocks:
     """A quantization state: how blocks of values share factors."""
 
     shape: tuple[int, ...]
-    """Of the weight; local in a state of a part."""
+    """The shape of the weight; local in a state of a part."""
     dtype: torch.dtype
     """The one that the library dequantizes to."""
     size: int
@@ -59,7 +59,7 @@ class Blocks:
 
     @classmethod
     def of(cls, state: Tensor) -> Blocks:
-        """Out of the tensor of bytes.
+        """Parse the tensor of bytes.
 
         Raises:
             ValueError: it holds something else.
@@ -100,7 +100,7 @@ class BnbScheme:
 
 
 def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Codes looked up in the map, times the factor of their block, in float32, rounded to the state's dtype.
+    """Compute codes looked up in the map times the factor of their block, in float32.
 
     This is what the library's functions in torch compute.
     """
@@ -113,11 +113,11 @@ def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Weig
 
 
 def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> Tensor:
-    """The factors of the local blocks, flat, float32; what the library computes of nested ones.
+    """Return the factors of the local blocks, flat, float32; what the library computes of nested ones.
 
     Args:
         tensors: local stored tensors.
-        blocks: of the weight.
+        blocks: the blocks of the weight.
         held: the part of it.
     """
     factors = tensors["*.absmax"].reshape(-1)
@@ -132,7 +132,9 @@ def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSli
 
 
 def plain_state(blocks: Blocks) -> Tensor:
-    """The tensor of bytes of a state without a shape (it says ``[1, 1]``), whose factors are not nested."""
+    """Return the tensor of bytes of a state without a shape (it says ``[1, 1]``), whose factors are not
+    nested.
+    """
     said = {"blocksize": blocks.size, "dtype": str(blocks.dtype).removeprefix("torch."), "shape": [1, 1]}
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
@@ -154,7 +156,7 @@ def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlic
 
 
 def dequantized_8bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Integers times the factors of their rows, over 127, in float32; what the library computes in torch."""
+    """Compute integers times the factors of their rows / 127, in float32, as the library does in torch."""
     return tensors["*"] * tensors["SCB"].view(-1, 1) * 7.874015718698502e-3
 
 
@@ -209,7 +211,7 @@ def _eight_bits(checkpoint: Checkpoint, module: str) -> Found:
 
 
 def _flat(shape: tuple[int, ...], step: int) -> tuple[PackedDim, ...]:
-    """Dims of a flat tensor with one element for each ``step`` consecutive values of a matrix."""
+    """Return the dims of a flat tensor with one element for each ``step`` values of a matrix."""
     rows, columns = shape
     if columns % step == 0:
         return PackedDim(0, 1), PackedDim(1, step)

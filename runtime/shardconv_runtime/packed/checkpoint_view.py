@@ -1,4 +1,4 @@
-"""What a format reads of a checkpoint, and what it says about it."""
+"""The view that a format has of a checkpoint, and its description of packed weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..format.plan import PackedDim, PackedTensor, Packing
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What the header of a file says about a tensor."""
+    """Shape and dtype of a tensor in the header of a file."""
 
     shape: tuple[int, ...]
     """Global."""
@@ -27,14 +27,14 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Info]:
-        """By their names."""
+        """Return shape and dtype of all tensors by their names."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """Return the metadata in the headers of the files."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor's values; formats read small ones only."""
+        """Return a tensor's values; formats read small ones only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Scheme(Protocol):
     """A way to quantize a model, with its settings."""
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """The packed parameters, by the names that their weights have in a plain checkpoint.
+        """Return the packed parameters, by the names that their weights have in a plain checkpoint.
 
         Raises:
             SourceError: a stored tensor is missing, or its shape, dtype or values do not fit the others.
@@ -106,18 +106,18 @@ class StoredGroup:
         self._stored.append(PackedTensor(name, found.dtype, dims, shape))
 
     def found(self, method: str, **settings: int) -> Found:
-        """The parameter, of all tensors that were added."""
+        """Return the parameter, of all tensors that were added."""
         packing = Packing(method, tuple(self._stored), tuple(settings.items()))
         return Found(self._shape, packing, {stored.name: self._names[stored.name] for stored in self._stored})
 
 
 def global_size(dim: PackedDim, shape: tuple[int, ...]) -> int:
-    """Size of a dim of a stored tensor of a weight of this global shape."""
+    """Return the size of a dim of a stored tensor of a weight of this global shape."""
     return dim.step if dim.of is None else -(-shape[dim.of] // dim.step)
 
 
 def info(checkpoint: Checkpoint, name: str, owner: str) -> Info:
-    """Shape and dtype of a tensor that belongs to ``owner``.
+    """Return the shape and dtype of a tensor that belongs to ``owner``.
 
     Raises:
         SourceError: the checkpoint lacks it.
@@ -129,7 +129,7 @@ def info(checkpoint: Checkpoint, name: str, owner: str) -> Info:
 
 
 def matrix(checkpoint: Checkpoint, name: str, owner: str) -> tuple[int, int]:
-    """Shape of a tensor of two dims that belongs to ``owner``.
+    """Return the shape of a tensor of two dims that belongs to ``owner``.
 
     Raises:
         SourceError: the checkpoint lacks it, or it has another number of dims.

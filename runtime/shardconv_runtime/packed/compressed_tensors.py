@@ -37,7 +37,7 @@ FORMATS = (
 )
 CACHE = "kv_cache_scheme"
 EXTRAS = (CACHE, "transform_config")
-"""Settings that change what the model computes beside its weights."""
+"""Settings that change more of the model than its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class WeightSettings:
     """``int`` or ``float``."""
     bits: int
     strategy: str
-    """What shares a factor: a ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``."""
+    """The values that share a factor: a ``tensor``, ``channel``, ``group``, ``tensor_group`` or ``block``."""
     group_size: int = 0
     """Inputs of a group."""
     block: tuple[int, ...] = ()
     """Rows and columns."""
 
     def dims(self, shape: tuple[int, int]) -> tuple[PackedDim, ...]:
-        """Dims of the factors of a weight ``[out, in]``."""
+        """Return the dims of the factors of a weight ``[out, in]``."""
         if self.strategy == "tensor":
             return (PackedDim(None, 1),)
         if self.strategy == "block":
@@ -130,7 +130,7 @@ SCALES = {
 }
 """Dtypes of factors, by that of the values."""
 INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
-"""Of quantized inputs; replicated."""
+"""Factors of quantized inputs, which are replicated."""
 OTHERS = ("*_zero_point", "*_shape", "*_g_idx", "*_global_scale", *INPUTS)
 DTYPES = {
     "*_zero_point": ("int8",),
@@ -143,7 +143,7 @@ DTYPES = {
 }
 COMPANIONS = (".weight_packed", ".weight_scale", *(f".{part.replace('*', 'weight')}" for part in OTHERS))
 BITS = (1, 2, 4, 8)
-"""That fill a word."""
+"""Numbers of bits that fill a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class CompressedScheme:
     """Weights of linear layers."""
 
     weights: tuple[WeightSettings, ...]
-    """Of all groups of modules."""
+    """The weights of all groups of modules."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> CompressedScheme:
@@ -170,13 +170,18 @@ class CompressedScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """(Value less zero point) times factor, in the dtype of the factors, as the library does.
+    """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
 
     Factors of 4-bit floats are read as bfloat16; where there is a factor of the whole tensor, it divides them
     first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
     """
     stored = {tensor.name: tensor for tensor in packing.tensors}
-    scale = _for_inputs(_factors(tensors["*_scale"]), stored["*_scale"], tensors, held)
+    factors = tensors["*_scale"]
+    if factors.dtype == torch.uint8:  # exponents of two
+        factors = 2.0 ** (factors.int() - number_formats.BIAS).bfloat16()
+    elif factors.element_size() == 1:  # float8, in which torch does not multiply
+        factors = factors.bfloat16()
+    scale = _for_inputs(factors, stored["*_scale"], tensors, held)
     values = _values(dict(packing.settings), tensors, held)
     if "*_global_scale" in tensors:
         return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
@@ -187,10 +192,10 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
 
 
 def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check what the tensors say about the shape and the groups of the weight.
+    """Check the shape and the groups of the weight that the tensors describe.
 
     Raises:
-        CheckpointError: it is not so, or an exponent stands for no number.
+        CheckpointError: they are wrong, or an exponent is not a number.
     """
     number_formats.check(packing, tensors, held, name)
     if "*_shape" in tensors and tuple(tensors["*_shape"].tolist()) != held.shape:
@@ -199,7 +204,16 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, na
         )
     if "*_g_idx" in tensors:
         groups = next(stored.dims[-1] for stored in packing.tensors if stored.name == "*_scale")
-        _check_groups(tensors["*_g_idx"].cpu().long(), groups, held, name)
+        index = tensors["*_g_idx"].cpu().long()
+        if (index == -1).all():
+            return
+        if groups.of is None:
+            if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
+                raise CheckpointError(
+                    f"{name}: g_idx names a group outside of the {groups.step} of the weight"
+                )
+        elif not torch.equal(index, held.positions(1) // groups.step):
+            raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
 
 
 class _Weight:
@@ -213,10 +227,20 @@ class _Weight:
         stored = info(checkpoint, self._name(self._values), module + SCALE)
         self._kind = stored.dtype
         self._stored = matrix(checkpoint, self._name(self._values), module + SCALE)
-        self._shape = self._weight_shape()
+        rows, columns = self._stored
+        if self._kind == "int32" and self._values == "*_packed":
+            name = self._name("*_shape")
+            if info(self._checkpoint, name, self._module + SCALE).shape != (2,):
+                raise SourceError(f"{name} is not the shape of a matrix{REMEDY}")
+            said = tuple(int(size) for size in self._checkpoint.read(name).tolist())
+            if said[0] != rows:
+                raise SourceError(f"{name} says {list(said)}, and the weight has {rows} rows{REMEDY}")
+            self._shape = said[0], said[1]
+        else:
+            self._shape = rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
 
     def found(self, choices: tuple[WeightSettings, ...]) -> Found:
-        """Its description with the settings that fit.
+        """Return its description with the settings that fit.
 
         Raises:
             SourceError: none does.
@@ -235,20 +259,8 @@ class _Weight:
         own = part.startswith("*")
         return f"{self._module}.{part.replace('*', 'weight')}" if own else f"{self._module}.{part}"
 
-    def _weight_shape(self) -> tuple[int, int]:
-        rows, columns = self._stored
-        if self._kind == "int32" and self._values == "*_packed":
-            name = self._name("*_shape")
-            if info(self._checkpoint, name, self._module + SCALE).shape != (2,):
-                raise SourceError(f"{name} is not the shape of a matrix{REMEDY}")
-            said = tuple(int(size) for size in self._checkpoint.read(name).tolist())
-            if said[0] != rows:
-                raise SourceError(f"{name} says {list(said)}, and the weight has {rows} rows{REMEDY}")
-            return said[0], said[1]
-        return rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
-
     def _is_of(self, weights: WeightSettings) -> bool:
-        """Whether the values may be of a group with these settings."""
+        """Return whether the values may be of a group with these settings."""
         if self._values == "*":
             return self._kind == {"int": "int8", "float": "float8_e4m3fn"}.get(weights.kind)
         if self._kind == "uint8":
@@ -267,10 +279,16 @@ class _Weight:
         scale = self._scale_dims(weights)
         group.add("*_scale", SCALES[self._kind], scale)
         for part in parts[2:]:
+            shape = self._checkpoint.tensors[self._name(part)].shape
+            dims = tuple(PackedDim(None, size) for size in shape)
+            if part == "*_g_idx":
+                dims = (PackedDim(1, 1),)
+            elif part == "*_zero_point":
+                dims = scale
             if part == "*_zero_point" and self._kind == "int32" and len(scale) == 2:
                 group.add(part, ["int32"], (PackedDim(0, step), scale[1]))
             else:
-                group.add(part, DTYPES[part], self._other_dims(part, scale))
+                group.add(part, DTYPES[part], dims)
         return group.found("compressed_tensors", bits=weights.bits)
 
     def _scale_dims(self, weights: WeightSettings) -> tuple[PackedDim, ...]:
@@ -291,24 +309,9 @@ class _Weight:
             raise SourceError(f"{name} names a group outside of the {groups} of the weight{REMEDY}")
         return dims[0], PackedDim(None, groups)
 
-    def _other_dims(self, part: str, scale: tuple[PackedDim, ...]) -> tuple[PackedDim, ...]:
-        if part == "*_zero_point":
-            return scale
-        if part == "*_g_idx":
-            return (PackedDim(1, 1),)
-        return tuple(PackedDim(None, size) for size in self._checkpoint.tensors[self._name(part)].shape)
-
-
-def _factors(scale: Tensor) -> Tensor:
-    """Factors in a dtype that computes; bytes are exponents of two."""
-    if scale.dtype == torch.uint8:
-        factors: Tensor = 2.0 ** (scale.int() - number_formats.BIAS).bfloat16()
-        return factors
-    return scale.bfloat16() if scale.element_size() == 1 else scale
-
 
 def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Local values of the weight, before zero points and factors."""
+    """Return local values of the weight, before zero points and factors."""
     if "*" in tensors:
         return tensors["*"]
     packed, columns = tensors["*_packed"], held.local_shape[1]
@@ -318,7 +321,7 @@ def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: We
 
 
 def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Local zero points; they broadcast with the weight."""
+    """Return local zero points; they broadcast with the weight."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     points = tensors["*_zero_point"]
     if points.dtype != torch.int32:
@@ -328,7 +331,7 @@ def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
 
 
 def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
-    """Integers of words, which are stored from 0 and perhaps padded to a whole word."""
+    """Unpack integers of words, which are stored from 0 and perhaps padded to a full word."""
     integers: Tensor = unpacked(words, bits, dim).narrow(dim, 0, size) - 2 ** (bits - 1)
     return integers
 
@@ -336,17 +339,7 @@ def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
 def _for_inputs(
     values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: WeightSlice
 ) -> Tensor:
-    """What groups share, repeated to the part of the weight."""
+    """Repeat what groups share to the part of the weight."""
     if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
         return values.index_select(1, tensors["*_g_idx"].long())
     return spread(values, stored, held)
-
-
-def _check_groups(index: Tensor, groups: PackedDim, held: WeightSlice, name: str) -> None:
-    if (index == -1).all():
-        return
-    if groups.of is None:
-        if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
-            raise CheckpointError(f"{name}: g_idx names a group outside of the {groups.step} of the weight")
-    elif not torch.equal(index, held.positions(1) // groups.step):
-        raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")

@@ -1,7 +1,7 @@
-"""From stored tensors to the weight that they stand for, of the whole weight or a part of it.
+"""Dequantizes the stored tensors of a weight, or of a part of it.
 
 The part of a dequantized weight and the dequantized part have the same bits: each value depends on its own
-code and factors alone.
+code and factors only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice], Tenso
 """By the method: from local stored tensors to the local weight, in the dtype that the library computes."""
 
 VALUES_AT_ONCE = 2**22
-"""Computed together, so that what is needed beside the result is some 100 MB."""
+"""Values that are computed together, so that about 100 MB are needed in addition to the result."""
 
 CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], None]] = {
     "bnb_4bit": bnb.check_4bit,
@@ -40,29 +40,32 @@ CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], No
     "gptq": gptq.check,
     "mxfp4": number_formats.check,
 }
-"""What is checked beside shapes, dtypes and that factors are finite."""
+"""Checks in addition to shapes, dtypes and finite factors."""
 
 
 def dequantize(
     packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, dtype: torch.dtype
 ) -> Tensor:
-    """The local weight; no collective runs.
+    """Compute the local weight; no collective runs.
 
     Args:
-        packing: of the parameter.
+        packing: the packing of the parameter.
         tensors: local stored tensors by the names of the packing, in the shape of its dims.
         held: the part of the weight that they are.
-        dtype: of the result. It is computed as the format's library does, and rounded to this dtype.
+        dtype: the dtype of the result. It is computed as the format's library does, and rounded to this
+            dtype.
     """
     first = next(iter(tensors.values()))
     out = torch.empty(held.local_shape, dtype=dtype, device=first.device)
     if out.numel():
-        count = _rows_at_once(packing, held)
+        # Stored tensors are cut between steps only, so a whole number of steps is computed at once.
+        step = math.lcm(*(dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0))
+        count = max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
         for start in range(0, len(out), count):
             rows = out[start : start + count]
             stop = start + len(rows)
-            stored = _rows(packing, tensors, held, start, stop)
-            rows.copy_(FORMULAS[packing.method](packing, stored, held.rows(start, stop)))
+            cut = _rows(packing, tensors, held, start, stop)
+            rows.copy_(FORMULAS[packing.method](packing, cut, held.rows(start, stop)))
     return out
 
 
@@ -70,7 +73,7 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
     """Check local stored tensors, with their values, where ``dequantize`` could not.
 
     Args:
-        name: of the parameter, for messages.
+        name: the name of the parameter, for messages.
 
     Raises:
         CheckpointError: a tensor is missing, its shape or dtype differs, a factor is not finite, or the
@@ -85,27 +88,17 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
                 f"{name}: its stored tensor {stored.name} is {tensor.dtype} {list(tensor.shape)}, and should "
                 f"be {stored.dtype} {list(shape)} for its part {list(held.local_shape)} of {list(held.shape)}"
             )
-        if stored.name not in number_formats.VALUES and not _is_finite(tensor):
+        is_factor = stored.name not in number_formats.VALUES and tensor.is_floating_point()
+        if is_factor and not bool(tensor.float().isfinite().all()):
             raise CheckpointError(f"{name}: its stored tensor {stored.name} has values that are not finite")
     if packing.method in CHECKS and 0 not in held.local_shape:
         CHECKS[packing.method](packing, tensors, held, name)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-
-
-def _rows_at_once(packing: Packing, held: WeightSlice) -> int:
-    """So many local positions of the first dim that stored tensors are cut between steps."""
-    steps = [dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0]
-    step = math.lcm(*steps)
-    return max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
-
-
 def _rows(
     packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, start: int, stop: int
 ) -> dict[str, Tensor]:
-    """The stored tensors for local positions of the first dim."""
+    """Return the stored tensors for local positions of the first dim."""
     out = dict(tensors)
     for stored in packing.tensors:
         for place, dim in enumerate(stored.dims):

@@ -12,7 +12,7 @@ from .held import WeightSlice
 
 SCALE = "_scale"
 BOUND = "input_scale_ub"
-"""Of the factors of inputs."""
+"""Name of the bound of the factors of inputs."""
 COMPANIONS = (".weight_scale", f".{BOUND}")
 
 
@@ -28,7 +28,7 @@ class FbgemmFp8Scheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Values times the factors of their rows, in float32."""
+    """Return values times the factors of their rows, in float32."""
     return tensors["*"].float() * tensors["*_scale"]
 
 

@@ -20,7 +20,7 @@ from .number_formats import as_factors
 
 VALUES = "float8_e4m3fn"
 BLOCKS = {"fp8": (128, 128), "mxfp8": (1, 32)}
-"""Of settings that name none, by the method."""
+"""Blocks of settings that name none, by the method."""
 FACTORS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 """Dtypes; bytes are exponents of two."""
 SCALES = {
@@ -29,7 +29,7 @@ SCALES = {
     ".qscale_weight": "qscale_weight",
     "_scale": "*_scale",
 }
-"""Ends of the names of factors, and their names in a packing; those with a point stand beside NAME.weight."""
+"""Ends of the names of factors, and their names in a packing; those with a point are next to NAME.weight."""
 INPUTS = ("activation_scale", "*_activation_scale", "qscale_act")
 """Names of factors of the inputs, in a packing."""
 COMPANIONS = ("_scale_inv", ".qscale_weight", ".qscale_act", "activation_scale", ".input_scale")
@@ -40,7 +40,7 @@ class Fp8Scheme:
     """Matrices, and stacks of them."""
 
     block: tuple[int, int] | None
-    """Rows and columns of a block; None: a factor is of a whole matrix."""
+    """Rows and columns of a block; None if a matrix has one factor."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Fp8Scheme:
@@ -85,7 +85,7 @@ class Fp8Scheme:
         return group.found("fp8")
 
     def _dims(self, shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:
-        """Dims of the factors of a weight."""
+        """Return the dims of the factors of a weight."""
         if factors in ((), (1,)):
             return tuple(PackedDim(None, 1) for _ in factors)
         last = len(shape) - 2
@@ -95,13 +95,13 @@ class Fp8Scheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Values times factors in float32, as transformers does."""
+    """Compute values times factors in float32, as transformers does."""
     stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
     return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)
 
 
 def _factors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
-    """Names of weights and of their factors, in the checkpoint and in a packing."""
+    """Yield the names of weights and of their factors, in the checkpoint and in a packing."""
     for name in checkpoint.tensors:
         for end, stored in SCALES.items():
             if name.endswith(end):
@@ -119,7 +119,7 @@ def _beside(weight: str, part: str) -> str:
 
 
 def _input_dims(shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:
-    """Dims of a factor of the inputs, or of those of each expert."""
+    """Return the dims of a factor of the inputs, or of the inputs of each expert."""
     if factors in ((), (1,)):
         return tuple(PackedDim(None, 1) for _ in factors)
     return (PackedDim(0, 1),) if len(shape) > 2 else (PackedDim(None, 1),)

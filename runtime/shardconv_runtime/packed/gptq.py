@@ -78,7 +78,7 @@ class GptqScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Factor times (integer less zero point), in the dtype of the factors, as the library does in torch.
+    """Compute factor * (integer - zero point) in the dtype of the factors, as the library does in torch.
 
     Zero points that are stored less one are corrected a word at a time, as the library does.
     """
@@ -109,7 +109,7 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, na
 
 
 def _shared(name: str, indices: Tensor, groups: int) -> PackedDim:
-    """The dim of factors along the inputs, which have these groups."""
+    """Return the dim of factors along the inputs, which have these groups."""
     indices = indices.long()
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < groups:
         raise SourceError(f"{name} names a group outside of the {groups} of the weight{REMEDY}")

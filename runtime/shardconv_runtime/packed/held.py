@@ -23,7 +23,7 @@ class WeightSlice:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> WeightSlice:
-        """All of a weight of this global shape."""
+        """Make the slice that is all of a weight of this global shape."""
         return cls(shape, tuple(((0, size),) for size in shape))
 
     @property
@@ -32,12 +32,12 @@ class WeightSlice:
         return tuple(sum(b - a for a, b in spans) for spans in self.ranges)
 
     def positions(self, dim: int) -> Tensor:
-        """Global positions along a dim, int64 ``[local size]``, ascending."""
+        """Return global positions along a dim, int64 ``[local size]``, ascending."""
         spans = [torch.arange(a, b) for a, b in self.ranges[dim]]
         return torch.cat(spans) if spans else torch.arange(0)
 
     def rows(self, start: int, stop: int) -> WeightSlice:
-        """The part with these local positions of the first dim alone."""
+        """Return the part with only these local positions of the first dim."""
         kept, offset = [], 0
         for a, b in self.ranges[0]:
             first, last = a + max(start - offset, 0), a + min(stop - offset, b - a)
@@ -46,13 +46,13 @@ class WeightSlice:
         return WeightSlice(self.shape, (tuple(kept), *self.ranges[1:]))
 
     def local_steps(self, dim: int, step: int) -> Tensor:
-        """For each local position along a dim the local step that it is in, int64 ``[local size]``."""
+        """Return the local step of each local position along a dim, int64 ``[local size]``."""
         local: Tensor = torch.unique_consecutive(self.positions(dim) // step, return_inverse=True)[1]
         return local
 
 
 def stored_positions(dim: PackedDim, held: WeightSlice) -> Tensor:
-    """Global positions along a dim of a stored tensor that belong to the part, int64, ascending."""
+    """Return global positions along a dim of a stored tensor that belong to the part, int64, ascending."""
     if dim.of is None:
         return torch.arange(dim.step)
     positions: Tensor = torch.unique_consecutive(held.positions(dim.of) // dim.step)
@@ -60,12 +60,12 @@ def stored_positions(dim: PackedDim, held: WeightSlice) -> Tensor:
 
 
 def stored_shape(stored: PackedTensor, held: WeightSlice) -> tuple[int, ...]:
-    """Local shape of a stored tensor."""
+    """Return local shape of a stored tensor."""
     return tuple(len(stored_positions(dim, held)) for dim in stored.dims)
 
 
 def spread(values: Tensor, stored: PackedTensor, held: WeightSlice) -> Tensor:
-    """A stored tensor repeated to the part of the weight, so that the two broadcast.
+    """Repeat a stored tensor to the part of the weight, so that the two broadcast.
 
     Args:
         values: local, in the shape of the dims of ``stored``, each of which runs along its own dim of the
@@ -84,7 +84,7 @@ def spread(values: Tensor, stored: PackedTensor, held: WeightSlice) -> Tensor:
 
 
 def along(of: int, step: int, size: int) -> PackedDim:
-    """The dim of factors that ``step`` positions share, of ``size`` positions in dim ``of`` of the weight.
+    """Return the dim of factors that ``step`` of ``size`` positions in dim ``of`` of the weight share.
 
     A single factor is whole on each rank: it limits no shards.
     """
@@ -92,5 +92,5 @@ def along(of: int, step: int, size: int) -> PackedDim:
 
 
 def num_steps(step: int, size: int) -> int:
-    """Steps in a dim; the last one may be shorter."""
+    """Return the number of steps in a dim; the last one may be shorter."""
     return math.ceil(size / step)

@@ -35,7 +35,9 @@ class Mxfp4Scheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Values times powers of two, which bfloat16 holds exactly, as transformers does; expert by expert."""
+    """Return values times powers of two, which bfloat16 holds exactly, as transformers does; expert by
+    expert.
+    """
     experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
     return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
 
@@ -53,6 +55,6 @@ def _parameter(checkpoint: Checkpoint, name: str) -> Found:
 
 
 def _expert(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 ``[in, out]`` of ``[out, in / 32, 16]`` and ``[out, in / 32]``."""
+    """Compute bfloat16 ``[in, out]`` from ``[out, in / 32, 16]`` and ``[out, in / 32]``."""
     powers = (scales.float() - BIAS).exp2().bfloat16()
     return (unpacked_fp4(blocks) * powers[..., None]).flatten(1).T

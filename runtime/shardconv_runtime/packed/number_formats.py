@@ -19,7 +19,7 @@ PER_BYTE = 2
 
 
 def unpacked_fp4(stored: Tensor) -> Tensor:
-    """The values of bytes, bfloat16 ``[..., 2 * n]`` of ``[..., n]``."""
+    """Look up the values of bytes: bfloat16 ``[..., 2 * n]`` of ``[..., n]``."""
     values = torch.tensor(FP4_VALUES, dtype=torch.bfloat16, device=stored.device)
     codes = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
     return values[codes.int()]
@@ -32,11 +32,11 @@ WORD = 32
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """The integers of int32 words, the lowest bits first.
+    """Return the integers of int32 words, the lowest bits first.
 
     Args:
         words: ``[..., n, ...]``, with n in ``dim``.
-        bits: of an integer; divides 32.
+        bits: the bits of an integer; divides 32.
 
     Returns:
         int32 ``[..., n * 32 / bits, ...]``, from 0.
@@ -55,7 +55,7 @@ VALUES = ("*", "*_blocks", "*_packed", "_*_qdata")
 
 
 def as_factors(stored: Tensor) -> Tensor:
-    """Factors in float32 of factors in any dtype; bytes are exponents."""
+    """Convert factors of any dtype to float32; bytes are exponents."""
     return (stored.float() - BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
 
 
@@ -63,7 +63,7 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, na
     """Check the bytes that are exponents.
 
     Raises:
-        CheckpointError: one stands for no number.
+        CheckpointError: one is not a number.
     """
     for part, tensor in tensors.items():
         if part not in VALUES and tensor.dtype == torch.uint8 and (tensor == NOT_FINITE).any():

@@ -1,4 +1,4 @@
-"""The packed formats: their modules here, and what a machine needs to compute with them."""
+"""The packed formats: their modules here, and the packages that compute with them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
 
 
 def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = False) -> Scheme:
-    """The scheme of a quantized checkpoint.
+    """Return the scheme of a quantized checkpoint.
 
     Args:
         settings: its ``quantization_config``.
@@ -44,7 +44,11 @@ def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = Fal
     Raises:
         SourceError: no such method is known, or the settings ask for a variant that is not covered.
     """
-    method = _method(settings)
+    found = settings.get("quant_method")
+    if found is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"
+    else:
+        method = str(getattr(found, "value", found) or "")
     if method not in SCHEMES:
         raise SourceError(
             f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
@@ -55,19 +59,11 @@ def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = Fal
     return SCHEMES[method]({**known, "quant_method": method}, where)
 
 
-def _method(settings: Mapping[str, Any]) -> str:
-    """The method; bitsandbytes once left it out."""
-    found = settings.get("quant_method")
-    if found is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
-        return "bitsandbytes"
-    return str(getattr(found, "value", found) or "")
-
-
-# Whether a format rounds activations, too, by what it finds in each token.
+# Formats that also quantize activations may scale each token by its own values.
 
 
 def rounds_activations(settings: Mapping[str, Any]) -> bool:
-    """Whether the factor of a token's activations comes from the token.
+    """Return whether each token's activations are scaled by a factor from that token.
 
     Each rank of a row-parallel layer then takes it from its own part of the token.
 
@@ -96,13 +92,13 @@ class Requirement:
     """The packages that one format needs."""
 
     packages: tuple[str, ...]
-    """That transformers imports, as pip names them."""
+    """Packages that transformers imports, by their names on pip."""
     why: str
-    """What they are for, and where they compute; a phrase for errors and model cards."""
+    """Their purpose, and where they compute; a phrase for errors and model cards."""
 
     @property
     def command(self) -> str:
-        """Installs them."""
+        """Return the command that installs the packages."""
         return f"pip install {' '.join(self.packages)}"
 
 
@@ -138,5 +134,5 @@ REQUIREMENTS = {
 
 
 def requirement(method: str) -> Requirement:
-    """What computing with a packed parameter of this method needs."""
+    """Return the packages that computing with parameters of this method needs."""
     return REQUIREMENTS[method]

@@ -38,7 +38,7 @@ class TorchaoScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """(Value less zero point) times factor, in float32, as the library does."""
+    """Compute (value - zero point) * factor in float32, as the library does."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     values = tensors["_*_qdata"].float()
     if "_*_zero_point" in tensors:
@@ -47,27 +47,23 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
 
 
 def _packed(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names of the packed parameters, and what the header says about them."""
+    """Yield the names of the packed parameters with their entries in the header."""
     if NAMES not in checkpoint.metadata:
         raise SourceError(
             f"the files have no {NAMES} in their headers, so torchao did not write them{REMEDY}"
         )
-    for name, text in checkpoint.metadata.items():
-        if "." in name:
-            said = _read(name, text)
-            if said.get("_type") != PLAIN:
-                yield name, said
-
-
-def _read(name: str, text: str) -> Mapping[str, Any]:
-    try:
-        said = json.loads(text)
-    except ValueError as error:
-        raise SourceError(f"{name}: its entry in the header is not JSON: {error}{REMEDY}") from error
     kinds = {"_data": dict, "_tensor_data_names": list}
-    if isinstance(said, dict) and all(isinstance(said.get(k, kind()), kind) for k, kind in kinds.items()):
-        return said
-    raise SourceError(f"{name}: its entry in the header is not in the format of torchao{REMEDY}")
+    for name, text in checkpoint.metadata.items():
+        if "." not in name:
+            continue
+        try:
+            said = json.loads(text)
+        except ValueError as error:
+            raise SourceError(f"{name}: its entry in the header is not JSON: {error}{REMEDY}") from error
+        if not isinstance(said, dict) or not all(isinstance(said.get(k, t()), t) for k, t in kinds.items()):
+            raise SourceError(f"{name}: its entry in the header is not in the format of torchao{REMEDY}")
+        if said.get("_type") != PLAIN:
+            yield name, said
 
 
 def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Found:
@@ -95,7 +91,7 @@ def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Fo
 
 
 def _dims(name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: Any) -> tuple[PackedDim, ...]:
-    """Dims of the factors; a single one may have any number of them."""
+    """Return the dims of the factors; a single factor may have any number of them."""
     if all(size == 1 for size in scale):
         return tuple(PackedDim(None, 1) for _ in scale)
     sizes = block or [size if count == 1 else 1 for size, count in zip(shape, scale, strict=False)]

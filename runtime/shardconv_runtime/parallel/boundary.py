@@ -53,7 +53,7 @@ TensorStep = Callable[[Tensor], Tensor]
 """A step on a local tensor; the classes of ``comm`` say the shapes and the backward of each."""
 
 GRADIENT_STEPS = (GradAllReduceStep, GradDivideStep)
-"""Steps that change the gradient alone."""
+"""Steps that change only the gradient."""
 
 _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
     AllGatherStep: Gather,
@@ -63,7 +63,7 @@ _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
 
 
 def step(boundary: Boundary, comm: Communicator, training: bool = False) -> TensorStep:
-    """The operation of a step that needs only the tensor.
+    """Return the operation of a step that needs only the tensor.
 
     Args:
         boundary: the step of the plan.
@@ -104,7 +104,7 @@ def _resharding(
 
 
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
-    """The steps to run: without training, those that change the gradient alone are left out."""
+    """Return the steps to run: without training, those that change the gradient alone are left out."""
     return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
 
@@ -129,9 +129,9 @@ def attach(
         module: gets forward hooks, which run before all others that are not prepended later.
         entry: its ``inputs`` and ``outputs`` are used.
         comm: the ranks.
-        signature: of the forward method to which the slots refer, without ``self``.
+        signature: the signature of the forward method to which the slots refer, without ``self``.
         training: give the steps backwards.
-        name: of the module, for messages.
+        name: the name of the module, for messages.
 
     Raises:
         PlanError: the forward method lacks a slot, or a step is malformed.
@@ -177,7 +177,7 @@ def settle_hooks(model: nn.Module) -> None:
 
 
 def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Number of a hook -> what torch notes of it. Torch has no public way to change these tables."""
+    """Number of a hook -> torch's note of it. Torch has no public way to change these tables."""
     return [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
 
 
@@ -194,21 +194,21 @@ def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
 
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
-"""Names of the argument with the cache of earlier calls; since 5.24 transformers has the last one alone."""
+"""Names of the argument with the cache of earlier calls; since 5.24 transformers has only the last one."""
 
 
 def given_cache(arguments: Mapping[str, Any]) -> str | None:
-    """The name of the argument by which a call is given a cache; None if it is given none."""
+    """Return the name of the argument by which a call is given a cache; None if it is given none."""
     return next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """The signature of a module's forward method, without ``self``."""
+    """Return the signature of a module's forward method, without ``self``."""
     return inspect.signature(module.forward)
 
 
 def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
-    """A copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
+    """Return a copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
 
     Containers on the way are rebuilt, since others may hold them too. An absent (None) tensor stays so.
 
@@ -222,7 +222,8 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
             raise PlanError(f"slot {slot}: expected a tensor, got a {type(value).__name__}")
         return function(value)
     key = _key(value, path[0], slot)
-    new = replace_at(_item(value, key), path[1:], function, slot)
+    inner = value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
+    new = replace_at(inner, path[1:], function, slot)
     if isinstance(value, (tuple, list)):
         items = [*value[:key], new, *value[key + 1 :]]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -230,7 +231,11 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
         entries = {**value, key: new}
         if type(value) is dict:
             return entries
-        return type(value)(**entries) if dataclasses.is_dataclass(value) else _copy_with(value, key, new)
+        if dataclasses.is_dataclass(value):
+            return type(value)(**entries)
+        out: Any = copy.copy(value)
+        out[key] = new
+        return out
     return dataclasses.replace(value, **{key: new})
 
 
@@ -334,7 +339,7 @@ def _output_path(slot: str) -> _Path:
 
 
 def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
-    """The index of an argument that may be passed by position."""
+    """Return the index of an argument that may be passed by position."""
     if name.isdigit():
         return int(name)
     kinds = {p.name: p.kind for p in signature.parameters.values()}
@@ -346,7 +351,7 @@ def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
 
 
 def _key(value: Any, component: str, slot: str) -> Any:
-    """The component of a slot as the key of this container."""
+    """Return the component of a slot as the key of this container."""
     if isinstance(value, (tuple, list)):
         if component.isdigit() and int(component) < len(value):
             return int(component)
@@ -363,13 +368,3 @@ def _key(value: Any, component: str, slot: str) -> Any:
         f"slot {slot}: a {type(value).__name__} has no {component!r}; the module was called in a way that "
         "was not traced (for example with return_dict=False)"
     )
-
-
-def _item(value: Any, key: Any) -> Any:
-    return value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
-
-
-def _copy_with(value: Any, key: Any, new: Any) -> Any:
-    out = copy.copy(value)
-    out[key] = new
-    return out

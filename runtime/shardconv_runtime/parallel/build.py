@@ -6,7 +6,8 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,11 @@ from ..format.plan import (
     module_plans,
     parameter_plans,
 )
+from .embeddings import attach_embeddings
 from .fused_products import fuse
-from .guards import attach_guards
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
-from .refusals import refuse
+from .refusals import check_hidden_states, refuse, refuse_head_masks, refuse_implementations
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules
@@ -89,7 +90,7 @@ def apply_plan(
 
     Args:
         model: on meta, with global shapes.
-        plan: of the parameters.
+        plan: the plan of the parameters.
         comm: this rank.
         modules: the entries of the modules to change, by FQN.
         training: give the steps backwards; parameters require gradients as they did.
@@ -105,21 +106,25 @@ def apply_plan(
         targets = {fqn: submodule(model, fqn) for fqn in modules}
         localize_modules(model, plan, modules, targets, parameters, comm, training, packed)
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
-    _shrink(model, plain, comm, frozen if training else plain)
+    # Give each stored tensor a meta tensor of its local shape and of the plan's dtype.
+    for name, entry in plain.items():
+        owner, attribute = owner_of(model, name)
+        shape = local_shape(entry, comm.mesh, comm.rank)
+        local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
+        if attribute in owner._parameters:
+            needs_grad = training and name not in frozen
+            owner._parameters[attribute] = nn.Parameter(local, requires_grad=needs_grad)
+        else:
+            owner._buffers[attribute] = local
     retie(model, plan)
     if plan.fused and not training:
-        _fuse(model, plan, packed)
+        groups = fused_groups(plan)
+        names = frozenset[str]() if packed is None else packed.names
+        fuse(model, [group for group in groups if not any(f"{fqn}.weight" in names for fqn in group)])
+        if packed is not None:  # packed weights are fused by modules of their formats, if these allow it
+            packed.fuse([group for group in groups if all(f"{fqn}.weight" in names for fqn in group)])
     if plan.modules and plan.tp > 1:
         attach_guards(model, plan, modules, parameters, comm)
-
-
-def _fuse(model: nn.Module, plan: Plan, packed: PackedModules | None) -> None:
-    """Fuse the groups of the plan; those of packed weights where their format allows it."""
-    groups = fused_groups(plan)
-    names = frozenset[str]() if packed is None else packed.names
-    fuse(model, [group for group in groups if not any(f"{fqn}.weight" in names for fqn in group)])
-    if packed is not None:
-        packed.fuse([group for group in groups if all(f"{fqn}.weight" in names for fqn in group)])
 
 
 def retie(model: nn.Module, plan: Plan) -> None:
@@ -132,7 +137,7 @@ def retie(model: nn.Module, plan: Plan) -> None:
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the parameter or buffer ``name``, and its name there.
+    """Return the module that has the parameter or buffer ``name``, and its name there.
 
     Raises:
         PlanError: the model has no such module, parameter or buffer.
@@ -145,7 +150,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """FQNs and tensors (any shape) of parameters and persistent buffers, tied ones under each name."""
+    """Yield FQNs and tensors of parameters and persistent buffers, tied ones under each name."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path + "." if path else ""
         for name, parameter in module._parameters.items():
@@ -175,7 +180,7 @@ def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPl
 
 
 def submodule(model: nn.Module, fqn: str) -> nn.Module:
-    """The module of a plan's entry.
+    """Return the module of a plan's entry.
 
     Raises:
         PlanError: the model has no module of this name.
@@ -186,14 +191,84 @@ def submodule(model: nn.Module, fqn: str) -> nn.Module:
         raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
 
 
-def _shrink(
-    model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator, frozen: Collection[str]
+# A rank that holds some of the experts multiplies by groups of tokens, in decoding as well.
+#
+# On a GPU, transformers decodes with "batched_mm", which copies the matrices of each token's experts and
+# multiplies by all of them. A rank would do this for the tokens of other ranks' experts too, with a weight of
+# zero: the result is right, but each rank does the work of all. "grouped_mm" reads only the matrices of the
+# rank's own experts that have tokens.
+
+BATCHED, GROUPED = "batched_mm", "grouped_mm"
+"""Transformers' names."""
+
+
+def keep_grouped(model: nn.Module) -> None:
+    """Have a model's ``set_experts_implementation``, which decoding calls, take grouped products for batched.
+
+    Other dtypes than bfloat16 stay as they are: for them no grouped product can be recorded in a CUDA graph.
+    """
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation = MethodType(_set, model)  # type: ignore[assignment]
+
+
+def _set(self: Any, experts_implementation: str | Mapping[str, str]) -> None:
+    chosen: Any = experts_implementation
+    if self.dtype == torch.bfloat16:
+        is_one = isinstance(chosen, str)
+        chosen = _grouped(chosen) if is_one else {name: _grouped(value) for name, value in chosen.items()}
+    type(self).set_experts_implementation(self, chosen)
+
+
+def _grouped(implementation: str) -> str:
+    return GROUPED if implementation == BATCHED else implementation
+
+
+WHY_NO_ATTENTIONS = (
+    "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
+    "to look at attention weights"
+)
+WHY_NO_EMBEDDINGS = (
+    "whose plan was not proven with it; pass ids. `shardconv replan`, or `plan --check`, proves it where "
+    "the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
+)
+WHY_LEFT_OUT = (
+    "that could not be traced with it, or whose ranks computed something else with it than one process; "
+    "`shardconv plan` says why. Without it, the model is right"
+)
+EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
+"""Arguments that are given in place of ids."""
+
+
+def attach_guards(
+    model: nn.Module,
+    plan: Plan,
+    modules: Mapping[str, ModulePlan],
+    parameters: Mapping[str, ParameterPlan],
+    comm: Communicator,
 ) -> None:
-    """Give each stored tensor a meta tensor of its local shape and of the plan's dtype."""
-    for name, entry in parameters.items():
-        owner, attribute = owner_of(model, name)
-        shape = local_shape(entry, comm.mesh, comm.rank)
-        local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
-        is_parameter = attribute in owner._parameters
-        tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
-        tensors[attribute] = nn.Parameter(local, requires_grad=name not in frozen) if is_parameter else local
+    """Guard a model of several ranks, in place.
+
+    Args:
+        model: all of it, with its steps attached.
+        plan: its plan.
+        modules: entries of the plan that were applied, by FQN.
+        parameters: the same of parameters.
+        comm: this rank.
+    """
+    refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
+    refuse_head_masks(model)
+    for argument in EMBEDDINGS:
+        if argument not in plan.proven_arguments:
+            refuse(model, argument, WHY_NO_EMBEDDINGS)
+    for argument in plan.left_out:
+        refuse(model, argument, WHY_LEFT_OUT)
+    for attribute, names in (
+        ("_attn_implementation", plan.wrong_attention),
+        ("_experts_implementation", plan.wrong_experts),
+    ):
+        if names:
+            refuse_implementations(model, attribute, names)
+    if plan.experts == "ep" and GROUPED not in plan.wrong_experts:
+        keep_grouped(model)
+    attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
+    check_hidden_states(model, comm)

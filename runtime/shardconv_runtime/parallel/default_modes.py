@@ -1,4 +1,4 @@
-"""Functions that compute the same whatever modes of torch their caller has set."""
+"""Functions that do not depend on the modes of torch that their caller has set."""
 
 from __future__ import annotations
 

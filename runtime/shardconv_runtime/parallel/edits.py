@@ -40,7 +40,13 @@ def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
 
 def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[int]) -> Any:
     """Set the int at ``path`` below ``owner``; return the new ``owner``, which may be a copy."""
-    current = _get(owner, path[0], edit)
+    name = path[0]
+    if isinstance(owner, (list, tuple)) and name.isdigit() and int(name) < len(owner):
+        current = owner[int(name)]
+    elif not isinstance(owner, (list, tuple)) and hasattr(owner, name):
+        current = getattr(owner, name)
+    else:
+        raise PlanError(f"cannot edit {edit.attribute}: a {type(owner).__name__} has no {name!r}")
     if len(path) > 1:
         new = _set_int(_own_copy(current, edit, copied), path[1:], edit, value, copied)
     elif type(current) is not int:
@@ -50,32 +56,18 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
     else:
         new = value
     if isinstance(owner, (list, tuple)):
-        index = int(path[0])
+        index = int(name)
         return type(owner)([*owner[:index], new, *owner[index + 1 :]])
-    if not _is_computed(owner, path[0]):
-        setattr(owner, path[0], new)
+    found = getattr(type(owner), name, None)
+    if not (isinstance(found, property) and found.fset is None):
+        setattr(owner, name, new)
     elif id(owner) in copied:
-        # Give a copied config a value in place of what its class computes: it gets a class of its own.
-        name = path[0]
+        # The class of the config computes the value, so the copy gets its own class with the local one.
         kind = type(owner)
         object.__setattr__(owner, "__class__", type(kind.__name__, (kind,), {name: new}))
     else:
         raise PlanError(f"cannot edit {edit.attribute}: {type(owner).__name__} computes it")
     return owner
-
-
-def _is_computed(owner: Any, name: str) -> bool:
-    found = getattr(type(owner), name, None)
-    return isinstance(found, property) and found.fset is None
-
-
-def _get(owner: Any, name: str, edit: Edit) -> Any:
-    if isinstance(owner, (list, tuple)):
-        if name.isdigit() and int(name) < len(owner):
-            return owner[int(name)]
-    elif hasattr(owner, name):
-        return getattr(owner, name)
-    raise PlanError(f"cannot edit {edit.attribute}: a {type(owner).__name__} has no {name!r}")
 
 
 def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
@@ -86,7 +78,7 @@ def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
     if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)
-    # Have a copied config name the implementations that the original names, whenever these change.
+    # The copied config has the implementations of the original one, also when these change later.
     object.__setattr__(own, "_followed", _Followed(value))
     kind: Any = type(own)
     object.__setattr__(own, "__class__", _following(kind))
@@ -95,7 +87,7 @@ def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
 
 
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
-"""What a user may change in the config of a loaded model."""
+"""Attributes that a user may change in the config of a loaded model."""
 
 
 class _Followed:
@@ -107,7 +99,8 @@ class _Followed:
 
 @cache
 def _following(kind: type) -> type:
-    """The class of such copies, which is made once: transformers' classes of configs take milliseconds.
+    """Return the class of such copies, which is made once: transformers' classes of configs take
+    milliseconds.
 
     Code may make new configs of it, for their defaults: these follow no other one.
     """
@@ -117,7 +110,7 @@ def _following(kind: type) -> type:
 
 
 def _of_original(name: str) -> property:
-    """An attribute that is read from the original, and set there."""
+    """Return an attribute that is read from the original, and set there."""
 
     def get(own: Any) -> Any:
         if "_followed" in vars(own):
@@ -136,7 +129,7 @@ def _of_original(name: str) -> property:
 
 
 def _to_dict(own: Any) -> dict[str, Any]:
-    """What the copy says; not which one it follows."""
+    """Return the dict of the copy, without the config that it follows."""
     kind: Any = next(base for base in type(own).__mro__[1:] if vars(base).get("to_dict") is not _to_dict)
     found: dict[str, Any] = kind.to_dict(own)
     found.pop("_followed", None)

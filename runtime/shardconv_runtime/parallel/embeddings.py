@@ -1,14 +1,14 @@
 """Embeddings that a user looks up, or gives to the model in place of ids.
 
-Where that saves a collective, a plan reduces what an embedding returns not at the embedding but later, behind
-a sum or a dropout. So what leaves the embedding in a forward pass may be a term of a sum over ranks, or a
+If that saves a collective, a plan reduces the result of an embedding not at the embedding but later, after a
+sum or a dropout. So what leaves the embedding in a forward pass may be a term of a sum over ranks, or a
 shard. A user sees neither: an embedding that is called by itself returns full rows, and embeddings that enter
-the model as ``inputs_embeds`` are made what the plan expects there.
+the model as ``inputs_embeds`` are sharded as the plan expects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from .row_ids import RowIds, zero_out_of_shard
 from .user_hooks import PLACED
 
 ARGUMENT = "inputs_embeds"
-"""What the modules of transformers' models call embeddings that are given in place of ids."""
+"""Name of the argument of transformers' models for embeddings in place of ids."""
 
 _WHY_NO_GRADIENT = (
     f"{ARGUMENT} that require gradients were given to a model whose ranks each have a part of that gradient; "
@@ -52,13 +52,21 @@ def attach_embeddings(
         comm: this rank.
     """
     names = {module: name for name, module in model.named_modules()}
-    for module in _input_embeddings(model):
+    found: dict[nn.Module, None] = {}
+    for part in model.modules():
+        try:
+            found[part.get_input_embeddings()] = None  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):  # a part without one
+            continue
+    for module in found:
+        if not isinstance(module, nn.Module):
+            continue
         name = names.get(module)
         weight = None if name is None else parameters.get(tied.get(f"{name}.weight", f"{name}.weight"))
         if name is None or weight is None or len(weight.dims) != 2 or isinstance(module, nn.Linear):
             continue  # it embeds patches of images, in no rows
         if any(module.children()):
-            continue  # modules inside of it have steps of their own
+            continue  # modules inside of it have their own steps
         entry = modules.get(name, ModulePlan((), "boundary"))
         if axes_of(weight.dims[0]) and not any(isinstance(step, LocalRowsStep) for step in entry.inputs):
             # An embedding that no forward pass calls, though others share its rows: it returns full ones.
@@ -73,7 +81,7 @@ def attach_embeddings(
 
 @dataclass(frozen=True)
 class _Placement:
-    """What an embedding returns in a forward pass."""
+    """The placement of an embedding's result in a forward pass."""
 
     partial: frozenset[int]
     """Mesh axes over which it is a term of a sum."""
@@ -84,23 +92,12 @@ class _Placement:
 
     @property
     def is_full(self) -> bool:
-        """Whether each rank has all of it."""
+        """Return whether each rank has all of it."""
         return not (self.partial or axes_of(self.width) or self.is_sequence)
 
 
-def _input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """What the model and its parts say embeds their inputs, each once."""
-    found: dict[nn.Module, None] = {}
-    for part in model.modules():
-        try:
-            found[part.get_input_embeddings()] = None  # type: ignore[operator]
-        except (AttributeError, NotImplementedError):  # a part without one
-            continue
-    return (module for module in found if isinstance(module, nn.Module))
-
-
 def _left(entry: ModulePlan, weight: ParameterPlan) -> _Placement:
-    """What the steps at its boundary make of the rows that an embedding looks up."""
+    """Return what an embedding returns after the steps at its boundary."""
     partial, width, is_sequence = set(axes_of(weight.dims[0])), weight.dims[1], False
     for step in entry.outputs:
         if isinstance(step, AllReduceStep):
@@ -146,18 +143,18 @@ class _Embedding:
         self._is_placed = False
 
     def enter(self, module: nn.Module) -> None:
-        """A module around the embedding begins."""
+        """Note that a module around the embedding begins."""
         if not self._running:
             self._is_placed = False
         self._running.append(module)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It returns, or raises."""
+        """Note that a module around the embedding has returned or raised."""
         if module in self._running:
             del self._running[self._running.index(module) :]
 
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Full rows, for whoever calls the embedding by itself."""
+        """Return full rows to a caller that calls the embedding by itself."""
         if self._running or not isinstance(output, Tensor):
             self._is_placed = True
             return None
@@ -166,18 +163,19 @@ class _Embedding:
         return self._reduce(self._gather(output))
 
     def full(self, x: Tensor) -> Tensor | None:
-        """All of what the embedding has returned, for a hook on it; None if that is full, or sharded over the
-        sequence."""
+        """Return the full rows for a hook on the embedding; None if they are full, or sharded over the
+        sequence.
+        """
         if not self._running or self._is_sequence:
             return None
         return self._reduce(self._gather(x))
 
     def part(self, x: Tensor) -> Tensor:
-        """The inverse: what the plan has there of full rows."""
+        """Return the plan's part of full rows, the inverse of ``full``."""
         return self._keep(self._slice(x))
 
     def placed(self, embeds: Tensor) -> Tensor:
-        """Full embeddings ``[..., H]`` as the plan has them there: a shard, and zeros but on one rank.
+        """Return full embeddings ``[..., H]`` as in the plan: a shard, and zeros on all ranks but one.
 
         Those that the embedding has made in this forward pass, or that an outer module was given, are so.
 

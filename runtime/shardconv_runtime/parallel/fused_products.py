@@ -11,6 +11,7 @@ its own, so that libraries that save parameters see no shared memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,29 +52,28 @@ class FusedProduct:
         shapes = [getattr(m, "local_shape", (m.out_features, m.in_features)) for m in members]
         self.sizes = [rows for rows, _ in shapes]
         self.max_elements = MAX_ROWS * max((columns for _, columns in shapes), default=0)
-        """Of an input."""
+        """The number of elements of an input."""
         self.weight: nn.Parameter | None = None
         """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
         self.bias: nn.Parameter | None = None
         self._made_of: Places | None = None
-        """Of all that ``weight`` and ``bias`` span."""
+        """All tensors that ``weight`` and ``bias`` span."""
         self._held: tuple[Tensor, int | None, Sequence[Tensor]] | None = None
         """The last input, its version, and the parts, until the last member has taken its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedProduct:
-        """Copies of parameters have memory of their own, which is joined before the copy is used."""
-        from copy import deepcopy
-
+        """Return a product of copies, whose parameters are joined before they are used."""
         other = memo[id(self)] = type(self)(())
-        other.members = deepcopy(self.members, memo)
+        other.members = copy.deepcopy(self.members, memo)
         other.last, other.sizes, other.max_elements = self.last, self.sizes, self.max_elements
         return other
 
     def parts(self, index: int, input: Tensor) -> Sequence[Tensor] | None:
-        """The parts of all members, each local ``[..., out_features]``; None: the member computes by itself.
+        """Return the parts of all members, each local ``[..., out_features]``; None: the member computes by
+        itself.
 
         Args:
-            index: of the member that asks; the first one begins a product.
+            index: the index of the member that asks; the first one begins a product.
             input: ``[..., in_features]``.
         """
         if index:
@@ -176,7 +176,7 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
         groups: FQNs, in the order of the calls.
 
     Raises:
-        PlanError: a member is no plain or column-parallel linear layer.
+        PlanError: a member is not a plain or column-parallel linear layer.
     """
     products = [FusedProduct(linear_members(model, group)) for group in groups]
     for product in products:
@@ -190,7 +190,18 @@ def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
     Raises:
         PlanError: see ``fuse``.
     """
-    members = [FusedLinear(_linear(model, fqn)) for fqn in group]
+    members = []
+    for fqn in group:
+        try:
+            module = model.get_submodule(fqn)
+        except AttributeError as error:
+            raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
+        if type(module) not in (nn.Linear, ColumnParallelLinear):
+            raise PlanError(f"{fqn}: the plan fuses it, and it is a {type(module).__name__}")
+        if isinstance(module, ColumnParallelLinear) and module.inputs:
+            raise PlanError(f"{fqn}: the plan fuses it, and has steps on its input")
+        assert isinstance(module, nn.Linear)
+        members.append(FusedLinear(module))
     for fqn, member in zip(group, members, strict=True):
         parent, _, name = fqn.rpartition(".")
         model.get_submodule(parent)._modules[name] = member
@@ -198,13 +209,13 @@ def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
 
 
 def fused_products(model: nn.Module) -> tuple[FusedProduct, ...]:
-    """The products of a model whose layers were fused; none of another one."""
+    """Return the products of a model whose layers were fused; none of another one."""
     found: tuple[FusedProduct, ...] = model.__dict__.get(_PRODUCTS, ())
     return found
 
 
 def add_products(model: nn.Module, products: Iterable[FusedProduct]) -> None:
-    """Have ``fused_products`` know of more of them."""
+    """Register more products with a model, for ``fused_products``."""
     model.__dict__[_PRODUCTS] = (*fused_products(model), *products)
 
 
@@ -216,13 +227,13 @@ def refresh_fused(model: nn.Module) -> None:
 
 
 def at_present(places: Iterable[tuple[dict[str, Any], str]]) -> Places:
-    """Where tensors are now; those that are None are left out."""
+    """Return the tensors at these places now, without those that are None."""
     found = ((tensors, name, tensors.get(name)) for tensors, name in places)
     return tuple((tensors, name, t, _address(t)) for tensors, name, t in found if t is not None)
 
 
 def are_in_place(places: Places | None) -> bool:
-    """Whether none of some tensors was replaced or moved."""
+    """Return whether no tensor was replaced or moved."""
     if places is None:
         return False
     for tensors, name, tensor, address in places:  # for each product: a loop is fastest
@@ -232,34 +243,24 @@ def are_in_place(places: Places | None) -> bool:
 
 
 def _version(input: Tensor) -> int | None:
-    """It counts writes; asked for after a product, as some libraries write to inputs and undo it."""
+    """Return the counter of writes; it is read after a product, as some libraries write to inputs and undo
+    it.
+    """
     return None if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the first number; of a tensor that consists of others (torchao's), of those of the first one."""
+    """Return the address of the first number; in torchao's tensors, of the first inner tensor's."""
     address = tensor.data_ptr()
     if address or not is_traceable_wrapper_subclass(tensor):
         return address
     return int(getattr(tensor, tensor.__tensor_flatten__()[0][0]).data_ptr())
 
 
-def _linear(model: nn.Module, fqn: str) -> nn.Linear:
-    try:
-        module = model.get_submodule(fqn)
-    except AttributeError as error:
-        raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
-    if type(module) not in (nn.Linear, ColumnParallelLinear):
-        raise PlanError(f"{fqn}: the plan fuses it, and it is a {type(module).__name__}")
-    if isinstance(module, ColumnParallelLinear) and module.inputs:
-        raise PlanError(f"{fqn}: the plan fuses it, and has steps on its input")
-    assert isinstance(module, nn.Linear)
-    return module
-
-
 def joined_parameter(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
-    """The parameter that spans these along their first dim; their memory is moved next to each other if it is
-    not. None if they are not alike."""
+    """Return the parameter that spans these along their first dim; their memory is moved next to each other
+    if it is not. None if they are not alike.
+    """
     found = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
     kinds = {(part.dtype, part.device, part.shape[1:]) for part in found}
     if len(found) < len(parts) or len(kinds) > 1:

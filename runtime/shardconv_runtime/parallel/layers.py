@@ -41,11 +41,11 @@ WHY_NO_LABELS = (
 def without_logits_gather(
     modules: dict[str, ModulePlan], logits: LogitsInfo | None, heads: Collection[str] = ()
 ) -> dict[str, ModulePlan]:
-    """The modules without the gather of the logits.
+    """Return the modules without the gather of the logits.
 
     Args:
-        modules: of a plan.
-        logits: of the plan.
+        modules: the modules of a plan.
+        logits: the logits of the plan.
         heads: further modules that compute the logits in place of the plan's, in other calls.
 
     Raises:
@@ -60,7 +60,7 @@ def without_logits_gather(
 
 
 def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tuple[str, AllGatherStep]:
-    """FQN of the module that computes the logits, and the step that gathers them."""
+    """Return the FQN of the module that computes the logits, and the step that gathers them."""
     entry = modules.get(logits.module) if logits else None
     if logits is None or entry is None:
         raise PlanError("gather_logits=False: the plan does not shard the logits")
@@ -71,13 +71,14 @@ def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tup
 
 
 def with_local_logits(plan: Plan) -> Plan:
-    """The plan of stages whose last one keeps a rank's shard of the logits, as placeholders of the head do.
+    """Return the plan of stages whose last one keeps a rank's shard of the logits, as placeholders of the
+    head do.
 
     Args:
         plan: with stages, in the form that is to run.
 
     Raises:
-        PlanError: the plan does not say what the placeholder of the head alone returns.
+        PlanError: the plan lacks the result of a placeholder for only the head.
     """
     assert plan.stages is not None
     gather = _gather(module_plans(plan), plan.logits)
@@ -150,8 +151,8 @@ class RowParallelLinear(nn.Linear):
         in_features: local.
         out_features: local; equal to the global one unless the plan shards it too.
         bias: whether there is a bias.
-        bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; else it is
-            replicated, and is added once, after the reduction.
+        bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; otherwise
+            it is replicated, and is added once, after the reduction.
         inputs: steps on the input; a ``Slice`` where it arrives replicated.
         outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
 
@@ -236,7 +237,7 @@ def _apply(steps: Sequence[TensorStep], x: Tensor) -> Tensor:
 
 
 def finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
-    """The steps on a result that a layer has just computed, so that sums may take its memory."""
+    """Return the steps on a result that a layer has just computed, so that sums may take its memory."""
     for step in steps:
         y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
     return y

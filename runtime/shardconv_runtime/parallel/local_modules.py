@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """What ``rank`` holds of a parameter in memory.
+    """Return the part of a global tensor in memory that a rank holds.
 
     Args:
         entry: the parameter's plan.
         tensor: global.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: the rank.
 
     Returns:
@@ -51,7 +51,7 @@ def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) ->
 
 
 def local_view(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """The same in the dtype of ``tensor``, without a copy where it holds one span of each dim."""
+    """Return the same part in the dtype of ``tensor``, without a copy if it holds one span of each dim."""
     for index, dim in enumerate(entry.dims):
         spans = ranges(dim, mesh, rank)
         if spans != ((0, tensor.shape[index]),):
@@ -75,7 +75,7 @@ def localize_modules(
 
     Args:
         model: see ``build.apply_plan``.
-        plan: of the parameters.
+        plan: the plan of the parameters.
         modules: the entries of the modules to change, by FQN.
         targets: these modules.
         parameters: the entries of the parameters, by FQN.
@@ -119,7 +119,7 @@ class _Target:
     training: bool = False
 
     def parameter(self, name: str) -> ParameterPlan:
-        """The plan of one of the module's parameters."""
+        """Return the plan of one of the module's parameters."""
         fqn = f"{self.fqn}.{name}" if self.fqn else name
         found = self.parameters.get(self.tied.get(fqn, fqn))
         if found is None:
@@ -127,11 +127,11 @@ class _Target:
         return found
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Local shape of one of the module's parameters."""
+        """Return local shape of one of the module's parameters."""
         return local_shape(self.parameter(name), self.comm.mesh, self.comm.rank)
 
     def steps(self, side: str, ignored: type[Boundary] | tuple[()] = ()) -> list[TensorStep]:
-        """The steps on the only input, or on the output."""
+        """Return the steps on the only input, or on the output."""
         boundaries = self.entry.inputs if side == "input" else self.entry.outputs
         slots = ("input.input", "input.0") if side == "input" else ("output",)
         for boundary in boundaries:
@@ -142,14 +142,21 @@ class _Target:
 
 
 def _convert(target: _Target) -> nn.Module:
-    """The module that replaces the target; the target itself, with hooks, where its class is unknown."""
+    """Return the module that replaces the target: itself with hooks if its class is unknown."""
     key = (target.entry.category, type(target.module))
     if key in _PARALLEL_CLASSES:
         return _PARALLEL_CLASSES[key](target).train(target.module.training)
     signature = forward_signature(target.module)
-    module = target.module if target.entry.norm is None else _norm(target)
+    module = target.module
+    if target.entry.norm is not None:
+        module = ShardedNorm(target.entry.norm, module, target.comm, target.training)
     _check_rows(target)
-    _localize_padding(target)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        # The padding id is a row id too, and must be one of the local table.
+        layouts = [step.layout for step in target.entry.inputs if isinstance(step, LocalRowsStep)]
+        if layouts:
+            row = RowIds(target.comm, layouts[0]).local(module.padding_idx)
+            module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
     attach(module, target.entry, target.comm, signature, target.training, name=target.fqn)
     return module
 
@@ -172,7 +179,8 @@ def _row(target: _Target) -> nn.Module:
     out_features, in_features = target.local_shape("weight")
     has_bias = target.module.bias is not None
     bias_is_partial = has_bias and bool(target.parameter("bias").partial)
-    if has_bias and not bias_is_partial and not _sums(target.entry):
+    is_summed = any(isinstance(each, AllReduceStep | ReduceScatterStep) for each in target.entry.outputs)
+    if has_bias and not bias_is_partial and not is_summed:
         raise PlanError("each rank would add the bias to its partial output; make the bias partial")
     inputs = target.steps("input")
     if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
@@ -219,11 +227,6 @@ def _embedding(target: _Target) -> nn.Module:
     )
 
 
-def _norm(target: _Target) -> nn.Module:
-    assert target.entry.norm is not None
-    return ShardedNorm(target.entry.norm, target.module, target.comm, target.training)
-
-
 _PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Module]] = {
     ("column", nn.Linear): _column,
     ("vocab", nn.Linear): _column,
@@ -240,22 +243,6 @@ def _check_rows(target: _Target) -> None:
     for layout in (b.layout for b in target.entry.inputs if isinstance(b, LocalRowsStep)):
         if layout not in rows and size(layout) in map(size, rows):
             raise PlanError("local_rows has another layout than the rows of the weight")
-
-
-def _localize_padding(target: _Target) -> None:
-    """An embedding's padding id is a row id too, and must be one of the local table."""
-    module = target.module
-    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
-        return
-    for boundary in target.entry.inputs:
-        if isinstance(boundary, LocalRowsStep):
-            row = RowIds(target.comm, boundary.layout).local(module.padding_idx)
-            module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
-            return
-
-
-def _sums(entry: ModulePlan) -> bool:
-    return any(isinstance(step, AllReduceStep | ReduceScatterStep) for step in entry.outputs)
 
 
 class _at:

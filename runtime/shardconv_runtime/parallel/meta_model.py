@@ -6,7 +6,7 @@ frequencies, masks, ALiBi slopes), which no checkpoint stores. ``LazyInit`` lets
 run on the meta device and records what it computes; afterwards ``materialize`` replays, on real
 tensors, only the operators that one tensor depends on. (The same idea as torchdistX's deferred
 initialization, which worked per tensor; here it works per storage, so views and in-place
-operators need no bookkeeping of their own.)
+operators need no bookkeeping.)
 """
 
 from __future__ import annotations
@@ -103,12 +103,15 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             outputs = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
-            return self._compute_now(func, args, kwargs)
+            # Meta tensors cannot run it, since its shape depends on data: run it now, and keep the result.
+            with self._pause():
+                outputs = _call(func, *tree_map_only(Tensor, self.materialize, (args, kwargs)))
+            return tree_map_only(Tensor, self._as_meta, outputs)
         self._record(func, args, kwargs, outputs)
         return outputs
 
     def materialize(self, tensor: Tensor) -> Tensor:
-        """The real CPU tensor for which ``tensor`` stands, in memory of its own; of its shape and dtype.
+        """Return the real CPU tensor of a meta tensor, in separate memory, with its shape and dtype.
 
         Args:
             tensor: made while this mode was active, or a view or a parameter over such a tensor.
@@ -134,7 +137,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def _as_meta(self, tensor: Tensor) -> Tensor:
-        """Stand in for a tensor that holds data: its value becomes a constant of the record."""
+        """Return a meta tensor for a tensor that holds data, whose value becomes a constant of the record."""
         if tensor.is_meta:
             return tensor
         if id(tensor) not in self._twins:
@@ -154,24 +157,16 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records.append(_Record(func, args, kwargs, outputs, torch.get_default_dtype()))
         self._reads.append(read)
 
-    def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator that meta tensors cannot run (its shape depends on data): run it, keep the result."""
-        with self._pause():
-            outputs = _call(func, *tree_map_only(Tensor, self.materialize, (args, kwargs)))
-        return tree_map_only(Tensor, self._as_meta, outputs)
-
-    def _needed(self, tensor: Tensor) -> list[int]:
-        todo, found = [_storage(tensor)], set[int]()
+    def _replay(self, tensor: Tensor) -> _Storages:
+        """Run the recorded operators on which a tensor depends on real tensors."""
+        todo, needed = [_storage(tensor)], set[int]()
         while todo:
             for index in self._writers.get(todo.pop(), ()):
-                if index not in found:
-                    found.add(index)
+                if index not in needed:
+                    needed.add(index)
                     todo.extend(self._reads[index])
-        return sorted(found)
-
-    def _replay(self, tensor: Tensor) -> _Storages:
         storages = _Storages(self._constants)
-        records = [self._records[i] for i in self._needed(tensor)]
+        records = [self._records[i] for i in sorted(needed)]
         with torch.no_grad(), _fixed_seed(any(_is_random(r.func) for r in records)):
             for record in records:
                 with default_dtype(record.default_dtype):
@@ -195,7 +190,8 @@ class _Storages:
                     f"a tensor of shape {tuple(meta.shape)} cannot be computed: it was made outside of the "
                     "model's constructor, on the meta device; build the model without that device"
                 )
-            self._real[key] = _copy(self._constants[key]).untyped_storage()
+            tensor = self._constants[key]
+            self._real[key] = _laid_out_like(tensor, tensor, always=True).untyped_storage()
         real = torch.empty(0, dtype=meta.dtype)
         real.set_(self._real[key], meta.storage_offset(), meta.shape, meta.stride())
         real = real.conj() if meta.is_conj() else real
@@ -254,7 +250,7 @@ def build_model(
         config: its configuration; it is copied.
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
         tied: alias -> first name of parameters that are one tensor. Others that the class and its config
-            tie get tensors of their own, as ``from_pretrained`` has it where a checkpoint holds both with
+            tie get their own tensors, as ``from_pretrained`` has it where a checkpoint holds both with
             different values. None: all stay tied.
 
     Raises:
@@ -262,7 +258,10 @@ def build_model(
     """
     cls = find_class(model_class) if isinstance(model_class, str) else model_class
     config = copy.deepcopy(config)
-    dtype = dtype or _config_dtype(config)
+    if dtype is None:
+        named = getattr(config, "dtype", None)
+        named = getattr(torch, named) if isinstance(named, str) else named
+        dtype = named if isinstance(named, torch.dtype) else torch.get_default_dtype()
     with _building, LazyInit() as lazy, default_dtype(dtype):
         if hasattr(cls, "_from_config"):  # as the Auto classes do; sets up more than __init__
             model: nn.Module = cls._from_config(config, dtype=dtype)
@@ -270,9 +269,8 @@ def build_model(
             model = cls(config)
         if dtype != torch.float32:
             # Compute the buffers that no file holds as ``from_pretrained`` does: in float32, after the
-            # constructor.
-            # A constructor's default dtype is that of the model, in which a table of positions would be
-            # another one. The method is a private one of transformers, as ``from_pretrained`` calls it.
+            # constructor. In the constructor the default dtype is the model's, in which a table of positions
+            # has other values. ``from_pretrained`` calls the same private method of transformers.
             def visit(module: nn.Module, owner: Any) -> None:
                 owner = module if hasattr(module, "_init_weights") else owner
                 if owner is not None and module._non_persistent_buffers_set:
@@ -287,7 +285,12 @@ def build_model(
     if tied is not None:
         _untie(model, tied)
     _keep_float32(model, dtype)
-    _steady_sets(model)
+    # Code may loop over a set that is an attribute of a module, in an order that depends on the process.
+    # The ranks, and copies of the model, need the same order.
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if type(value) is set and value and not name.startswith("_"):
+                setattr(module, name, SteadySet(value))
     return model.eval()
 
 
@@ -305,7 +308,7 @@ def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
                 own[first] = nn.Parameter(like, parameter.requires_grad) if own else parameter
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner)._parameters[attribute] = own[first]
-    # transformers keeps what it has tied in this attribute, from which from_pretrained takes such names, too.
+    # transformers keeps tied names in this attribute, from which from_pretrained takes such names, too.
     known: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     present = dict(model.named_parameters(remove_duplicate=False))
     for alias, name in list(known.items()):
@@ -314,7 +317,7 @@ def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Alias -> first name of the parameters of a model that are one tensor."""
+    """Return alias -> first name of the parameters of a model that are one tensor."""
     first: dict[nn.Parameter, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -325,24 +328,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _steady_sets(model: nn.Module) -> None:
-    """Have sets that are attributes of modules iterated in the same order on all ranks, and in copies."""
-    found = [
-        (module, name)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if type(value) is set and value and not name.startswith("_")
-    ]
-    if found:
-        for module, name in found:
-            setattr(module, name, SteadySet(getattr(module, name)))
-
-
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the tensors that the class keeps in float32 when a checkpoint is loaded in half precision.
 
     The patterns are private attributes of transformers' base class. They are matched here as its
-    ``from_pretrained`` matches them: as regular expressions, in which ``*`` stands for any text.
+    ``from_pretrained`` matches them: as regular expressions, in which ``*`` matches any text.
     """
     kept: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
@@ -352,15 +342,11 @@ def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
     if not kept:
         return
     wanted = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in sorted(kept)))
-    for tensors in (model.named_parameters(), _persistent_buffer_names(model)):
-        for name, tensor in tensors:
-            if wanted.search(name):
-                tensor.data = tensor.data.float()  # integers too: a count of batches
-
-
-def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    stored = {id(t) for t in _persistent_buffers(model)}
-    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in stored)
+    stored = {id(tensor) for tensor in _persistent_buffers(model)}
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in stored]
+    for name, tensor in (*model.named_parameters(), *buffers):
+        if wanted.search(name):
+            tensor.data = tensor.data.float()  # integers too: a count of batches
 
 
 _MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
@@ -368,7 +354,7 @@ _MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """The model class ``module:Class``; only models of transformers are imported.
+    """Return the model class ``module:Class``; only models of transformers are imported.
 
     Raises:
         PlanError: the class does not exist or is not a ``PreTrainedModel``, or its module is not of
@@ -410,13 +396,9 @@ def _fill(model: nn.Module, lazy: LazyInit) -> None:
             if (
                 not name.startswith("_")
                 and isinstance(value, (Tensor, tuple, list, dict))
-                and _holds_tensor(value)
+                and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
             ):
                 module.__dict__[name] = tree_map(real, value)
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
@@ -426,15 +408,8 @@ def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
                 yield buffer
 
 
-def _config_dtype(config: Any) -> torch.dtype:
-    dtype = getattr(config, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
-
-
 def _storage(tensor: Tensor) -> int:
-    """Identity of the memory under a tensor, valid while something refers to it."""
+    """Return the identity of the memory under a tensor, valid while something refers to it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -450,12 +425,14 @@ def _is_random(func: Any) -> bool:
 
 @cache
 def _is_fill(func: Any) -> bool:
-    """Whether an operator puts random numbers into its first argument and nothing else: ``normal_``."""
+    """Return whether an operator, such as ``normal_``, only puts random numbers into its argument."""
     return _is_random(func) and _mutates(func) and func._schema.name.endswith("_")
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments: at the top or one list deep (``tree_leaves`` is slow)."""
+    """Return the tensors among an operator's arguments: at the top or one list deep (``tree_leaves`` is
+    slow).
+    """
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -469,12 +446,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **({**kwargs, "device": _CPU} if "device" in kwargs else kwargs))
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return _laid_out_like(tensor, tensor, always=True)
-
-
 def _laid_out_like(real: Tensor, meta: Tensor, always: bool = False) -> Tensor:
-    """``real`` in fresh or equal memory, with the strides of ``meta`` at offset 0."""
+    """Return ``real`` in fresh or equal memory, with the strides of ``meta`` at offset 0."""
     same = real.stride() == meta.stride() and real.storage_offset() == 0 == meta.storage_offset()
     if same and not always:
         return real
@@ -485,7 +458,7 @@ def _laid_out_like(real: Tensor, meta: Tensor, always: bool = False) -> Tensor:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, ``dtype`` is torch's default."""
+    """Make ``dtype`` torch's default within this context."""
     before = torch.get_default_dtype()
     if dtype != before:
         torch.set_default_dtype(dtype)

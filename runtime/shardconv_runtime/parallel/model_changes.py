@@ -3,7 +3,7 @@
 The plan is for the modules that were converted. A module that takes the place of one of them has the global
 sizes, or lacks the steps that were attached to the old one; either way the results would be wrong on every
 rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed, and so is
-what a model or an adapter itself replaces in its forward pass, which the proof has run.
+replacements by a model or an adapter in its forward pass, which was verified.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ REFUSED_METHODS = {
 
 @dataclass(frozen=True)
 class _Part:
-    """What is known of a module of a loaded model."""
+    """Information about a module of a loaded model."""
 
     ranks: frozenset[int]
-    """Of the default group, those that hold parts of the model together."""
+    """The ranks of the default group, those that hold parts of the model together."""
     is_planned: bool
     """Whether the plan has edits or steps for the module itself."""
 
@@ -59,7 +59,7 @@ MARK = "shardconv_rank"
 """Key of states that programs save themselves: which rank's part it is. Parts often have equal shapes."""
 
 _ATTRIBUTE = "_shardconv_part"
-"""Of the modules of loaded models, and so of their copies."""
+"""Attribute of the modules of loaded models, and so of their copies."""
 
 
 def _part(module: object) -> _Part | None:
@@ -85,7 +85,7 @@ def refuse_changes(
     """
     for name, remedy in REFUSED_METHODS.items():
         if hasattr(model, name):
-            setattr(model, name, partial(_refuse, name, remedy))
+            setattr(model, name, partial(refuse_method, name, remedy))
     model.register_state_dict_post_hook(partial(_mark_state, place))  # type: ignore[no-untyped-call]
     model.register_load_state_dict_pre_hook(partial(_check_state, place))  # type: ignore[no-untyped-call]
     _watch_registrations()
@@ -93,14 +93,15 @@ def refuse_changes(
         setattr(module, _ATTRIBUTE, _Part(frozenset(ranks), name in planned))
 
 
-def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_method(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise ``PlanError``; put in place of a method that assumes that it holds the full model."""
     raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
 
 
 def _mark_state(
     place: tuple[int, int], model: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Called by ``state_dict``, whose metadata ``torch.save`` keeps."""
+    """Note the rank in the metadata of ``state_dict``, which ``torch.save`` keeps."""
     metadata[MARK] = place
 
 
@@ -112,7 +113,7 @@ def _check_state(
     metadata: Mapping[str, Any],
     *rest: Any,
 ) -> None:
-    """Called by ``load_state_dict``, which would say only that sizes differ, or take another rank's part."""
+    """Refuse another rank's part in ``load_state_dict``, which would take it if sizes are the same."""
     require_own_part("load_state_dict", metadata.get(MARK), place)
     own = model.state_dict()
     for name, value in state.items():
@@ -144,12 +145,20 @@ def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, i
 
 
 def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> None:
-    """Called by torch whenever a module becomes an attribute of another one."""
+    """Refuse a module that replaces one of the plan; torch calls this for each registration."""
     if new is None:
         return
     if isinstance(parent, DistributedDataParallel):
         for part in filter(None, map(_part, new.modules())):  # the model may be inside of another wrapper
-            _check_replicas(parent, part.ranks)
+            # The wrapper makes parameters and gradients of its processes equal, so these must be replicas.
+            processes = set(dist.get_process_group_ranks(parent.process_group))
+            if processes & part.ranks - {dist.get_rank()}:
+                raise PlanError(
+                    "DistributedDataParallel would make the parts of ranks "
+                    f"{', '.join(map(str, sorted(part.ranks)))} equal; pass process_group=, the processes "
+                    "that hold the same part, or use shardconv_runtime.data_parallel (accelerate and a plain "
+                    "Trainer wrap the model so; docs/training.md has a Trainer that does not)"
+                )
     around = _part(parent)
     if around is None:
         return
@@ -158,9 +167,15 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
             return
         raise _of_part(parent)
     old = parent._modules.get(name)
-    if old is None or old is new or _keeps(new, old):
+    if old is None or old is new:
         return
-    if _is_by_forward_pass(new, old):
+    keeps_parameters = set(new.parameters()) == set(old.parameters())
+    if keeps_parameters and old in new.modules():
+        return  # a wrapper without its own parameters changes nothing
+    known = _part(old)
+    if keeps_parameters and known is not None and not known.is_planned and _is_in_forward_pass():
+        # The model's own forward pass replaces the module, as it did when the plan was verified. Modules with
+        # edits or steps are not allowed to, since these would be lost.
         setattr(new, _ATTRIBUTE, replace(around, is_planned=False))
         return
     remedy = _ADAPTERS if type(new).__module__.startswith("peft.") else _BEFORE
@@ -171,7 +186,7 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
 
 
 def _check_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-    """Called by torch whenever a parameter is registered: pruning and norms keep ``weight`` in others."""
+    """Refuse parameters such as those of pruning and norms, which keep ``weight`` in others."""
     if _part(module) is not None and any(name.startswith(f"{old}_") for old in module._parameters):
         raise _of_part(module)
 
@@ -183,39 +198,11 @@ def _of_part(module: nn.Module) -> PlanError:
     )
 
 
-def _keeps(new: nn.Module, old: nn.Module) -> bool:
-    """Whether a wrapper has the old module in it, and no parameters of its own."""
-    return old in new.modules() and set(new.parameters()) == set(old.parameters())
-
-
-def _is_by_forward_pass(new: nn.Module, old: nn.Module) -> bool:
-    """Whether a model's own forward pass puts the parameters of a module into one of another class.
-
-    The proof has done so as well. Edits and steps of the old module would be lost.
-    """
-    part = _part(old)
-    if part is None or part.is_planned or set(new.parameters()) != set(old.parameters()):
-        return False
-    return _is_in_forward_pass()
-
-
 def _is_in_forward_pass() -> bool:
-    """Whether the caller was called by the forward pass of a module of a loaded model."""
+    """Return whether the caller was called by the forward pass of a module of a loaded model."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name == "forward" and _part(frame.f_locals.get("self")) is not None:
             return True
     return False
-
-
-def _check_replicas(wrapper: DistributedDataParallel, ranks: frozenset[int]) -> None:
-    """Check that the processes of a wrapper hold replicas: it makes their parameters and gradients equal."""
-    others = set(dist.get_process_group_ranks(wrapper.process_group)) & ranks - {dist.get_rank()}
-    if others:
-        raise PlanError(
-            f"DistributedDataParallel would make the parts of ranks {', '.join(map(str, sorted(ranks)))} "
-            "equal; pass process_group=, the processes that hold the same part, or use "
-            "shardconv_runtime.data_parallel (accelerate and a plain Trainer wrap the model so; "
-            "docs/training.md has a Trainer that does not)"
-        )

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, PlanError, ShardconvError, brief
 from ..format.manifest import MANIFEST_NAME, Manifest, resolve
 from ..format.plan import Plan
 
-# Sets that are iterated in one order, whichever process or copy iterates them.
+# Sets that are iterated in one order in all processes and copies.
 
 
 class SteadySet(set[Any]):
@@ -44,7 +44,7 @@ _REPOSITORY = re.compile(r"(hf[-_]hub|local-dir):")
 
 
 def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
-    """The config object of a converted directory; no code is imported unless the plan says so.
+    """Return the config object of a converted directory; no code is imported unless the plan says so.
 
     Raises:
         CheckpointError: the file is missing, or names files or code outside of this directory.
@@ -65,7 +65,7 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
 
 
 def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
-    """The generation config of a converted directory; None where it has none.
+    """Return the generation config of a converted directory; None where it has none.
 
     Raises:
         CheckpointError: it is malformed.
@@ -81,14 +81,16 @@ def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
 
 
 def building_failed(directory: Path, error: Exception) -> Exception:
-    """The error to raise where a constructor raised ``error``, which any value of its config may cause."""
+    """Return the error to raise where a constructor raised ``error``, which any value of its config may
+    cause.
+    """
     if isinstance(error, ShardconvError):
         return error
     return PlanError(f"{directory}: the model cannot be built from its {CONFIG}: {brief(error)}")
 
 
 def _check(directory: Path, manifest: Manifest, name: str) -> bool:
-    """Whether the converted directory has a file, which is checked for unsafe entries."""
+    """Return whether the converted directory has a file, which is checked for unsafe entries."""
     if not any(entry.path == name for entry in manifest.files):
         return False
     path = resolve(directory, name)
@@ -106,7 +108,9 @@ def _check(directory: Path, manifest: Manifest, name: str) -> bool:
 
 
 def unsafe_entry(config: Mapping[str, Any]) -> str:
-    """The entry of a config that would make transformers read, import or download something; "" if none."""
+    """Return the entry of a config that would make transformers read, import or download something; "" if
+    none.
+    """
     for key, value in _items(config):
         if problem := _problem(key, value):
             return f"{key}: {problem}"
@@ -114,7 +118,7 @@ def unsafe_entry(config: Mapping[str, Any]) -> str:
 
 
 def _items(found: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of all nested objects, with the values that are neither objects nor lists."""
+    """Yield all keys of all nested objects, with the values that are neither objects nor lists."""
     todo: list[tuple[str, Any]] = [("", found)]
     while todo:
         key, value = todo.pop()

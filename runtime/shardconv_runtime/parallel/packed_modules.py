@@ -60,17 +60,17 @@ class PackedProduct(FusedProduct):
     def __init__(self, members: Sequence[Any]) -> None:
         super().__init__(members)
         self.wide: nn.Module | None = None
-        """Has the rows of all; None: each member computes by itself."""
+        """Computes the rows of all members; None if each member computes separately."""
         self._weights: Places = ()
-        """Of all that the weight of ``wide`` spans."""
+        """All tensors that the weight of ``wide`` spans."""
         self._waiting: dict[int, Part] = {}
 
     def fill(self, index: int, part: Part) -> None:
         """Give a member its part of a packed weight; all get theirs once the last one is here.
 
         Args:
-            index: of the member.
-            part: of its weight.
+            index: the index of the member.
+            part: the part of its weight.
 
         Raises:
             PlanError: a module lacks a tensor.
@@ -122,7 +122,7 @@ class FusedModule(nn.Module):
         return super().forward(input) if parts is None else parts[self.index]  # type: ignore[misc, no-any-return]
 
     def train(self, mode: bool = True) -> FusedModule:
-        """Some libraries compute otherwise in training."""
+        """Return some libraries compute otherwise in training."""
         super().train(mode)
         if self.product.wide is not None:
             self.product.wide.train(mode)
@@ -140,36 +140,34 @@ def fuse_packed(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[Pa
     """Make the layers of each group members of a product, in place, before they are filled.
 
     Args:
-        model: with the modules of the format's library, or of plain ones that hold its tensors.
+        model: has modules of the format's library, or plain ones that hold its tensors.
         groups: FQNs, in the order of the calls.
 
     Raises:
         PlanError: a plain member has steps on its input.
     """
-    products = [PackedProduct(_members(model, group)) for group in groups]
+    products = []
+    for group in groups:
+        members: Sequence[nn.Module] = [model.get_submodule(fqn) for fqn in group]
+        if all(type(module) in (nn.Linear, ColumnParallelLinear) for module in members):
+            members = linear_members(model, group)
+        else:
+            for module in members:
+                module.__class__ = _fused_class(type(module))  # type: ignore[assignment, arg-type]
+        products.append(PackedProduct(members))
     add_products(model, products)
     return tuple(products)
 
 
-def _members(model: nn.Module, group: Sequence[str]) -> Sequence[nn.Module]:
-    """The modules of a format's library with another class; plain ones that hold its tensors are replaced."""
-    modules = [model.get_submodule(fqn) for fqn in group]
-    if all(type(module) in (nn.Linear, ColumnParallelLinear) for module in modules):
-        return linear_members(model, group)
-    for module in modules:
-        module.__class__ = _fused_class(type(module))  # type: ignore[assignment, arg-type]
-    return modules
-
-
 @cache
 def _fused_class(library_class: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name."""
+    """Return a class of the same name."""
     said = {"__module__": library_class.__module__, "library_class": library_class}
     return type(library_class.__name__, (FusedModule, library_class), said)
 
 
 def _wide(member: nn.Module, rows: int) -> nn.Module:
-    """A module like a member that was not filled, for a weight of ``rows`` rows."""
+    """Return a module like a member that was not filled, for a weight of ``rows`` rows."""
     if isinstance(member, FusedLinear):
         return nn.Linear(member.local_shape[1], rows, False, device="meta")
     assert isinstance(member, FusedModule)
@@ -185,7 +183,7 @@ def _wide(member: nn.Module, rows: int) -> nn.Module:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a module has tensors other than a bias."""
+    """Yield where a module has tensors other than a bias."""
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name) for name in tensors if name != "bias")
 
@@ -230,7 +228,7 @@ class PackedModules:
 
         Args:
             model: plain and edited, on meta, of global shapes; changed in place.
-            entries: of the plan, by FQN of the module.
+            entries: the entries of the plan, by FQN of the module.
             training: give the steps backwards.
 
         Returns:
@@ -264,8 +262,8 @@ class PackedModules:
         return {plain[name]: module for name, module in replaced.items()}
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
-        """The steps around a new module, whose attributes get their local values."""
-        # Edit a module that was made from an edited one; what it read of that is local already.
+        """Return the steps around a new module, whose attributes get their local values."""
+        # Edit a module that was made from an edited one; the values that it read are local already.
         for edit in entry.edits:
             value = edit.local[0] if len(edit.local) == 1 else edit.local[self._comm.rank]
             found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
@@ -278,7 +276,9 @@ class PackedModules:
         if entry.category != "row" or type(plain) is not nn.Linear or weight is None:
             return entry
         bias = self._parameters.get(f"{fqn}.bias")
-        if bias is not None and not bias.partial and not self._is_first(weight):
+        coords = coordinates(self._comm.mesh, self._comm.rank)
+        is_first = all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
+        if bias is not None and not bias.partial and not is_first:  # of the terms of the sum one has the bias
             self._without_bias.append(module)
         # With the slice of a replicated input, which plans leave out where a parallel class does it.
         if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
@@ -318,14 +318,14 @@ class PackedModules:
             fill_module(self._model.get_submodule(owner), attribute, part)
 
     def finish(self) -> None:
-        """What is left once all tensors of the model are on the device.
+        """Do what is left once all tensors of the model are on the device.
 
         Raises:
             CheckpointError: a tensor of the model was not filled.
         """
         model = self._model
         assert model is not None, "modules are replaced before they are filled"
-        held = set(model.modules())  # those of other stages are not
+        held = set(model.modules())  # modules of other stages are not
         for module in held.intersection(self._without_bias):
             module.bias.data.zero_()  # type: ignore[union-attr, operator]  # the first rank adds it
         model.hf_quantizer = self._quantizer
@@ -354,11 +354,6 @@ class PackedModules:
                 f"{name} is packed, and computed by a {type(module).__name__}, which is not a plain linear "
                 "layer; pass dequantize=True"
             )
-
-    def _is_first(self, weight: ParameterPlan) -> bool:
-        """Whether this rank is the first of those whose terms of a row-parallel layer are summed."""
-        coords = coordinates(self._comm.mesh, self._comm.rank)
-        return all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a module of a quantized format's library holds on a rank, out of stored tensors.
+"""Fills modules of a quantized format's library on a rank from stored tensors.
 
 The stored tensors are parts of those of the checkpoint. What names a position or a shape of the full weight
 is made to name the local one.
@@ -38,7 +38,7 @@ class Part:
     held: WeightSlice
     """The part of the weight that they are."""
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
 
     def dims(self, name: str) -> tuple[PackedDim, ...]:
         """Return the dims of a stored tensor."""
@@ -49,9 +49,9 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
     """Give a module its part of a packed weight.
 
     Args:
-        module: of the format's library.
+        module: the module of the format's library.
         attribute: name of the weight in it.
-        part: of the weight.
+        part: the part of the weight.
 
     Raises:
         PlanError: the module lacks a tensor.
@@ -60,20 +60,30 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def is_repacked(module: nn.Module, part: Part) -> bool:
-    """Whether a module moves its weight to other memory when it is first called."""
+    """Return whether a module moves its weight to other memory when it is first called."""
     is_on_cpu = next(iter(part.tensors.values())).device.type == "cpu"
     may_repack = bool(getattr(module, "support_avx512bf16_for_cpu", False))
     return part.packing.method == "bnb_4bit" and is_on_cpu and may_repack
 
 
 def _fill_as_stored(module: nn.Module, attribute: str, part: Part) -> None:
-    """The module has a tensor for each stored one."""
-    for name, tensor in part.tensors.items():
-        _assign(module, name.replace("*", attribute), tensor)
+    """Fill a module that has a tensor for each stored one."""
+    for stored, tensor in part.tensors.items():
+        name = stored.replace("*", attribute)
+        table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        if table.get(name) is None:
+            raise PlanError(
+                f"a {type(module).__name__} has no tensor {name!r}; the installed package is another version"
+            )
+        # Floating-point tensors get the dtype that the module declares, as in transformers.
+        own = table[name].dtype
+        if own != tensor.dtype and own.is_floating_point and tensor.is_floating_point() and own.itemsize > 1:
+            tensor = tensor.to(own)
+        table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
 
 
 def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
-    """Groups are counted from the first local one, where factors are sharded."""
+    """Fill a module of GPTQ; groups are counted from the first local one if factors are sharded."""
     groups, indices = part.dims("scales")[0], part.tensors["g_idx"]
     if groups.of is not None:
         local = part.held.local_steps(groups.of, groups.step)
@@ -82,8 +92,8 @@ def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
-    """The state gets the local shape; the factors of factors are those of the local blocks."""
-    from bitsandbytes.nn import Params4bit
+    """Fill a module of bitsandbytes with the local shape, and the factors of the local blocks."""
+    from bitsandbytes.nn import Params4bit  # an optional library
 
     tensors, held = part.tensors, part.held
     key = next(name for name in tensors if ".quant_state." in name)
@@ -106,7 +116,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> dict[str, Any]:
-    """The factors of the local blocks, nested where as many share a factor as the library supposes."""
+    """Return the factors of the local blocks, nested where as many share a factor as the library supposes."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:
         return {"absmax": factors}
@@ -130,7 +140,7 @@ def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -
 
 
 def _fill_bnb_8bit(module: nn.Module, attribute: str, part: Part) -> None:
-    from bitsandbytes.nn import Int8Params
+    from bitsandbytes.nn import Int8Params  # an optional library
 
     values = part.tensors["*"]
     weight = Int8Params(values, requires_grad=False, CB=values, SCB=part.tensors["SCB"])
@@ -138,15 +148,15 @@ def _fill_bnb_8bit(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_fp8(module: nn.Module, attribute: str, part: Part) -> None:
-    """Under the names that transformers gives to what it knows under several."""
+    """Fill a module of fp8 under the names that transformers uses."""
     known = {**dict.fromkeys(SCALES.values(), "*_scale_inv"), "qscale_act": "activation_scale"}
     renamed = {known.get(name, name): tensor for name, tensor in part.tensors.items()}
     _fill_as_stored(module, attribute, replace(part, tensors=renamed))
 
 
 def _fill_torchao(module: nn.Module, attribute: str, part: Part) -> None:
-    """A plain module holds a tensor of the library's class, with the local size of blocks."""
-    from torchao.quantization import Float8Tensor, Int8Tensor
+    """Fill a plain module with a tensor of the library's class, with the local size of blocks."""
+    from torchao.quantization import Float8Tensor, Int8Tensor  # an optional library
 
     values, scale = part.tensors["_*_qdata"], part.tensors["_*_scale"]
     steps = {dim.of: dim.step for dim in part.dims("_*_scale")}
@@ -160,24 +170,11 @@ def _fill_torchao(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _fill_compressed(module: nn.Module, attribute: str, part: Part) -> None:
-    """A factor for each row, in the layout of the kernel; it needs none of the inputs."""
+    """Fill a module with a factor for each row, in the layout of the kernel, and none of the inputs."""
     values = part.tensors["*"]
     scale = part.tensors["*_scale"].float().reshape(1, -1).expand(1, values.shape[0]).contiguous()
     known = {"*": values, "*_scale": scale}
     _fill_as_stored(module, attribute, replace(part, tensors=known))
-
-
-def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor where the module has one; floating point ones get its dtype, as transformers has it."""
-    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    if table.get(name) is None:
-        raise PlanError(
-            f"a {type(module).__name__} has no tensor {name!r}; the installed package is another version"
-        )
-    own = table[name].dtype
-    if own != tensor.dtype and own.is_floating_point and tensor.is_floating_point() and own.itemsize > 1:
-        tensor = tensor.to(own)
-    table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
 
 
 _FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
@@ -203,7 +200,7 @@ weights."""
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
-    """A part with the rows of all parts, and these, which then share its memory; None if that is not exact.
+    """Return a part with the rows of all parts, and these, which share its memory; None if it is not exact.
 
     Args:
         parts: of weights with inputs of one size.
@@ -214,32 +211,12 @@ def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
         return None
     stored: list[_Stored] = []
     for index, part in enumerate(parts):
-        found = rule(part, index == len(parts) - 1)
-        if found is None or found.keys() != (stored or [found])[0].keys():
+        rows = rule(part, index == len(parts) - 1)
+        if rows is None or rows.keys() != (stored or [rows])[0].keys():
             return None
-        stored.append(found)
+        stored.append(rows)
     if not all(_are_alike([found[name] for found in stored]) for name in stored[0]):
         return None
-    return _shared(parts, stored)
-
-
-def can_be_joined(method: str) -> bool:
-    """Whether weights that a method packs may be joined."""
-    return method in _BY_ROWS
-
-
-def _are_alike(stored: Sequence[tuple[Tensor, int | None]]) -> bool:
-    first, step = stored[0]
-    if len({(tensor.dtype, tensor.device, tensor.shape[1:], each) for tensor, each in stored}) > 1:
-        return False
-    return step is not None or all(torch.equal(_bytes(first), _bytes(tensor)) for tensor, _ in stored[1:])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _shared(parts: Sequence[Part], stored: Sequence[_Stored]) -> tuple[Part, list[Part]]:
     whole: dict[str, Tensor] = {}
     own = [dict(part.tensors) for part in parts]
     for name, (first, step) in stored[0].items():
@@ -256,10 +233,26 @@ def _shared(parts: Sequence[Part], stored: Sequence[_Stored]) -> tuple[Part, lis
     return spanning, [replace(part, tensors=each) for part, each in zip(parts, own, strict=True)]
 
 
-def _by_dims(part: Part, is_last: bool) -> _Stored | None:
-    """Tensors whose first dim runs along the rows, and factors that are one for the weight.
+def can_be_joined(method: str) -> bool:
+    """Return whether weights of a method may be joined."""
+    return method in _BY_ROWS
 
-    The rows are full steps, but for those of the last weight.
+
+def _are_alike(stored: Sequence[tuple[Tensor, int | None]]) -> bool:
+    first, step = stored[0]
+    if len({(tensor.dtype, tensor.device, tensor.shape[1:], each) for tensor, each in stored}) > 1:
+        return False
+    return step is not None or all(torch.equal(_bytes(first), _bytes(tensor)) for tensor, _ in stored[1:])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _by_dims(part: Part, is_last: bool) -> _Stored | None:
+    """Return tensors whose first dim runs along the rows, and factors of the full weight.
+
+    The rows are full steps, except those of the last weight.
     """
     found: dict[str, tuple[Tensor, int | None]] = {}
     rows = part.held.local_shape[0]
@@ -278,7 +271,7 @@ def _by_dims(part: Part, is_last: bool) -> _Stored | None:
 
 
 def _by_blocks(part: Part, is_last: bool) -> _Stored | None:
-    """Codes and factors, where a weight is full blocks; factors of factors are multiplied out."""
+    """Return codes and factors if a weight is full blocks; factors of factors are multiplied out."""
     key = next(name for name in part.tensors if ".quant_state." in name)
     blocks = Blocks.of(part.tensors[key])
     if math.prod(part.held.local_shape) % blocks.size:
@@ -293,7 +286,7 @@ def _by_blocks(part: Part, is_last: bool) -> _Stored | None:
 
 
 def _with_factors_of_rows(part: Part, is_last: bool) -> _Stored | None:
-    """What the kernel takes: values, and a factor for each row."""
+    """Return what the kernel takes: values, and a factor for each row."""
     values, scale = part.tensors["*"], part.tensors["*_scale"].reshape(-1, 1)
     return {"*": (values, 1), "*_scale": (scale.expand(len(values), 1), 1)}
 

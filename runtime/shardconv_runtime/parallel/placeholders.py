@@ -1,6 +1,6 @@
-"""Modules that take the place of others in a model, and return what somebody else has computed.
+"""Modules that replace others in a model, and return results from elsewhere.
 
-For a unit of another pipeline stage that is what the stage has sent, or zeros. In the proof of a plan, a
+For a unit of another pipeline stage these were sent by the stage, or are zeros. In the proof of a plan, a
 layer that another one represents returns its arguments, or tensors of the same form as the other one.
 A placeholder has no parameters. Otherwise it looks to the code around it like the module that it replaces.
 """
@@ -17,7 +17,7 @@ from torch import nn
 _M = TypeVar("_M", bound=nn.Module)
 
 Results = Callable[..., Any]
-"""From the arguments of a module to what is returned in its place."""
+"""A function from the arguments of a module to the results in its place."""
 
 
 def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeholder:
@@ -25,8 +25,8 @@ def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeh
 
     Args:
         model: that has the module.
-        fqn: of the module.
-        results: what the placeholder returns.
+        fqn: the FQN of the module.
+        results: computes the results of the placeholder.
 
     Returns:
         The placeholder.
@@ -67,7 +67,7 @@ class Placeholder(nn.Module):
             return getattr(self._replaced, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        """A copy replaces the same module, which is not copied, and returns the same results."""
+        """Return a placeholder of the same module, which is not copied, with the same results."""
         other = _with_own_dicts(self)
         other.__dict__["_has_own"] = False
         return other
@@ -75,7 +75,9 @@ class Placeholder(nn.Module):
 
 @functools.cache
 def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
-    """The class of placeholders for modules of a class, derived from it, since models look for classes."""
+    """Return the class of placeholders for modules of a class, derived from it, since models look for
+    classes.
+    """
     if issubclass(kind, Placeholder):
         return kind
 
@@ -87,7 +89,7 @@ def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
 
 
 def _with_own_attributes(module: _M) -> _M:
-    """A copy of a module and those in it, which have the same values and tensors as attributes."""
+    """Return a copy of a module and those in it, which have the same values and tensors as attributes."""
     made = _with_own_dicts(module)
     for name, child in module._modules.items():
         made._modules[name] = None if child is None else _with_own_attributes(child)
@@ -95,7 +97,7 @@ def _with_own_attributes(module: _M) -> _M:
 
 
 def _with_own_dicts(module: _M) -> _M:
-    """A copy of a module with the same values, of which hooks and tensors can be replaced."""
+    """Return a copy of a module with the same values, of which hooks and tensors can be replaced."""
     made: _M = object.__new__(type(module))
     own = module.__dict__.items()
     made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}

@@ -25,7 +25,7 @@ COMPUTED = {
 """Methods of packings whose modules keep the weights as they are stored, and their ``quant_method``."""
 
 ON_GPUS = frozenset({"compressed_tensors", "fp8"})
-"""Methods whose kernels are for GPUs alone."""
+"""Methods whose kernels are only for GPUs."""
 
 CPU_ROWS = 16
 """Rows of a tile of torch's product with 4-bit integers on CPUs, which fails on other numbers of them."""
@@ -41,7 +41,7 @@ class Quantized:
     """``quantization_config`` of config.json."""
     device: torch.device
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
 
 
 def require_computable(quantized: Quantized, packings: Iterable[Packing], *, compiled: bool = False) -> None:
@@ -49,11 +49,11 @@ def require_computable(quantized: Quantized, packings: Iterable[Packing], *, com
 
     Args:
         quantized: the model.
-        packings: of its packed parameters.
+        packings: the packings of its packed parameters.
         compiled: whether it is to be compiled.
 
     Raises:
-        PlanError: a package is missing, or this device cannot; the message offers what to do.
+        PlanError: a package is missing, or this device cannot. The message has the remedy.
     """
     found = list(packings)
     if found and not quantizer_of(quantized, found).is_compileable and compiled:
@@ -64,17 +64,17 @@ def require_computable(quantized: Quantized, packings: Iterable[Packing], *, com
 
 
 def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterable[int] = ()) -> Any:
-    """transformers' quantizer of a model whose weights are quantized already.
+    """Return transformers' quantizer of a model whose weights are already quantized.
 
     Args:
         quantized: the model.
-        packings: of its packed parameters.
+        packings: the packings of its packed parameters.
         rows: local numbers of outputs of their layers.
 
     Raises:
         PlanError: see ``require_computable``.
     """
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers import AutoHfQuantizer  # imports all quantizers
 
     packings = list(packings)
     method = str(quantized.settings.get("quant_method", "bitsandbytes"))
@@ -83,11 +83,12 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
     try:
         quantizer = AutoHfQuantizer.from_config(_settings(quantized, packings, rows), pre_quantized=True)
         quantizer.validate_environment(device_map={"": quantized.device}, weights_only=True)
-    except Exception as error:  # each quantizer has errors of its own
+    except Exception as error:  # each quantizer has its own errors
         raise PlanError(
             f"the model is quantized ({method}), and cannot compute here: {brief(error)}; {_INSTEAD}"
         ) from error
-    if _decompresses(quantizer):
+    has_kernel = getattr(quantizer, "use_fp8_kernel", True)
+    if bool(getattr(quantizer.quantization_config, "dequantize", False)) or not has_kernel:
         raise PlanError(
             f"the model is quantized ({method}), and transformers has no kernels for that on this "
             f"{quantized.device.type} device; {_INSTEAD}"
@@ -112,14 +113,20 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
         raise PlanError(
             f"the weights are packed by {packing.method}, and config.json says {method}; convert again"
         )
-    _require_packages(packing.method)
+    needed = requirement(packing.method)
+    missing = [name for name in needed.packages if not _is_installed(name)]
+    if missing:
+        raise PlanError(
+            f"computing with weights quantized with {packing.method} needs {' and '.join(missing)} "
+            f"({needed.why}): pip install {' '.join(missing)}; or {_INSTEAD}"
+        )
     if packing.method in ON_GPUS and quantized.device.type == "cpu":
         raise PlanError(f"weights quantized with {method} need a GPU, and this is a cpu device; {_INSTEAD}")
 
 
 def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:
     if packing.method == "torchao":
-        # Whether activations stay as they are, so that what the header of the file says of them is nothing.
+        # Activations must stay as they are, since the header of the file says nothing of them.
         names, todo = [], [settings.get("quant_type")]
         while todo:
             value = todo.pop()
@@ -141,22 +148,6 @@ def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:
     return packing.method in COMPUTED
 
 
-def _decompresses(quantizer: Any) -> bool:
-    """Whether transformers has chosen to compute with plain weights."""
-    has_kernel = getattr(quantizer, "use_fp8_kernel", True)
-    return bool(getattr(quantizer.quantization_config, "dequantize", False)) or not has_kernel
-
-
-def _require_packages(method: str) -> None:
-    needed = requirement(method)
-    missing = [name for name in needed.packages if not _is_installed(name)]
-    if missing:
-        raise PlanError(
-            f"computing with weights quantized with {method} needs {' and '.join(missing)} ({needed.why}): "
-            f"pip install {' '.join(missing)}; or {_INSTEAD}"
-        )
-
-
 def _is_installed(package: str) -> bool:
     try:
         return bool(metadata.version(package))
@@ -165,12 +156,12 @@ def _is_installed(package: str) -> bool:
 
 
 def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]) -> dict[str, Any]:
-    """The settings with the choice of a kernel that computes parts of a weight rightly."""
+    """Return the settings with the choice of a kernel that computes parts of a weight rightly."""
     methods = {packing.method for packing in packings}
     tiles = quantized.device.type != "cpu" or not any(count % CPU_ROWS for count in rows)
     settings = dict(quantized.settings)
     if "compressed_tensors" in methods:
-        settings["use_optimized_inference"] = True  # else all is decompressed at the first call
+        settings["use_optimized_inference"] = True  # otherwise all is decompressed at the first call
     if "gptq" in methods and (not tiles or any(_is_in_act_order(packing) for packing in packings)):
         settings["backend"] = "gptq_torch"  # in act-order, others suppose that each group has its full size
     if "awq" in methods and not tiles:
@@ -179,7 +170,7 @@ def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]
 
 
 def _is_in_act_order(packing: Packing) -> bool:
-    """Whether any inputs may form a group, so that a part of them has some of each group."""
+    """Return whether any inputs may form a group, so that a part of them has some of each group."""
     scales = next((tensor for tensor in packing.tensors if tensor.name == "scales"), None)
     return (
         packing.method == "gptq"

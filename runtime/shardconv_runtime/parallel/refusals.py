@@ -1,9 +1,4 @@
-"""Hidden states of a sharded model: returned where every rank has all of them, and refused elsewhere.
-
-A plan keeps activations between modules as terms of a sum, or as shards, where that saves a collective. The
-code that collects hidden states takes them as they are. So those that a call asks for are compared between
-the ranks: only replicated ones are the same everywhere.
-"""
+"""Calls of a sharded model whose result would be one rank's part: arguments and hidden states."""
 
 from __future__ import annotations
 
@@ -18,15 +13,15 @@ from ..comm.collectives import Communicator
 from ..errors import PlanError
 from .boundary import forward_signature, renumber
 
-# Arguments of a forward pass that are refused, since their result would be one rank's part.
+# Refused arguments of a forward pass: their result would be one rank's part.
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
-    """Have a model refuse to be called with an argument, given or set in its config.
+    """Make a model refuse calls with an argument, given or set in its config.
 
     Args:
         model: all of it, not a submodule.
-        argument: of its forward method.
+        argument: the argument of its forward method.
         why: the rest of "ARGUMENT was given to a model ...".
         unless_inference: allow it where gradients are disabled.
     """
@@ -45,11 +40,11 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
 
 
 def refuse_implementations(model: nn.Module, attribute: str, names: Collection[str]) -> None:
-    """Have a model and its base model refuse implementations that their config may choose at any time.
+    """Make a model and its base model refuse implementations that their config may choose at any time.
 
     Args:
         model: all of it.
-        attribute: of the config, which names the implementation.
+        attribute: the attribute of the config, which names the implementation.
         names: of those to refuse.
     """
 
@@ -67,7 +62,7 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
 
 
 def refuse_head_masks(model: nn.Module) -> None:
-    """Have a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head.
+    """Make a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head.
 
     Args:
         model: all of it; a rank has some of the heads, and nothing says which of the masks are theirs.
@@ -78,7 +73,7 @@ def refuse_head_masks(model: nn.Module) -> None:
 
 
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
-    """Whether an argument is set: by ``value``, or else by the model's config."""
+    """Return whether an argument is set: by ``value``, or otherwise by the model's config."""
     if value is None:
         value = getattr(getattr(model, "config", None), argument, None)
     return value is not None and value is not False
@@ -89,10 +84,10 @@ TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
-    """A forward pre-hook: masks of full attention are for all heads, or for each.
+    """Return a forward pre-hook: masks of full attention are for all heads, or for each.
 
     Args:
-        names: of the forward method's parameters.
+        names: the names of the forward method's parameters.
     """
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,6 +104,12 @@ def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
     return check
 
 
+# Hidden states are returned if every rank has all of them, and refused otherwise.
+#
+# Between modules, a plan keeps activations as terms of a sum or as shards if that saves a collective. Code
+# that collects hidden states takes them as they are. So the hidden states that a call asks for are compared
+# between the ranks: only replicated ones are the same everywhere.
+
 ARGUMENT = "output_hidden_states"
 NUM_PROJECTIONS = 16
 """Directions along which hidden states are compared."""
@@ -117,7 +118,7 @@ TOLERANCE = 0.02
 
 
 def check_hidden_states(model: nn.Module, comm: Communicator) -> None:
-    """Have a model compare the hidden states that it is asked for, and refuse parts of them."""
+    """Make a model compare the hidden states that it is asked for, and refuse parts of them."""
     hook = _Comparison(model, comm)
     renumber(model, model.register_forward_hook(hook, with_kwargs=True))
 
@@ -149,7 +150,7 @@ class _Comparison:
 
 
 def _hidden_states(output: Any) -> Iterator[Tensor]:
-    """The hidden states of an output; of a tuple, which has no names, the tensors in its tuples."""
+    """Yield the hidden states of an output; of a tuple, which has no names, the tensors in its tuples."""
     if isinstance(output, Mapping):
         found = [value for name, value in output.items() if "hidden_states" in name]
     else:
@@ -160,15 +161,15 @@ def _hidden_states(output: Any) -> Iterator[Tensor]:
 
 
 def are_alike(digests: Tensor) -> bool:
-    """Whether ranks have the same tensors, from their digests ``[ranks, tensors, NUM_PROJECTIONS]``."""
+    """Return whether ranks have the same tensors by digests ``[ranks, tensors, NUM_PROJECTIONS]``."""
     differences = (digests - digests[0]).abs().amax((0, 2))
     return not bool((differences > TOLERANCE * digests.abs().amax((0, 2))).any())
 
 
 def digest(states: Tensor) -> Tensor:
-    """Projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
+    """Return projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
     wide = states if states.dtype == torch.float64 else states.float()
-    # Chirps are as good as random directions, and do not depend on what a caller makes of random numbers.
+    # Chirps are as good as random directions, and do not depend on a caller's random numbers.
     places = torch.arange(1, states.shape[-1] + 1, dtype=torch.float64) ** 2
     rates = torch.arange(1, NUM_PROJECTIONS + 1, dtype=torch.float64).sqrt()
     directions = torch.sin(torch.outer(places, rates)).to(wide)

@@ -25,7 +25,7 @@ class OutOfRangeError(PlanError, IndexError):
 
 
 class LaterError:
-    """Reports what a call found: at once on a CPU, otherwise in the next call, even if it is known before.
+    """Reports a finding of a call: at once on a CPU, otherwise in the next call, even if it is known before.
 
     So ranks that are called with the same values raise in the same call.
     """
@@ -34,16 +34,16 @@ class LaterError:
         self._earlier: Callable[[], None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model has called nothing yet."""
+        """Return an object that has seen no call."""
         return type(self)()
 
     def raise_earlier(self) -> None:
-        """Raise what the call before has found."""
+        """Raise what the previous call found."""
         earlier, self._earlier = self._earlier, _nothing
         earlier()
 
     def report(self, found: Tensor, require: Callable[[Tensor, str], None]) -> None:
-        """Call ``require`` with what was found, on the CPU, and with the words for the call that found it.
+        """Call ``require`` with the finding, on the CPU, and with the words for the call that found it.
 
         Args:
             found: small; its device decides when it is read.
@@ -60,7 +60,7 @@ class IdCheck:
     """The check of the ids that one module looks up.
 
     Args:
-        num_rows: of the table, global.
+        num_rows: the number of rows of the table, global.
         table: the name of the module.
     """
 
@@ -91,7 +91,7 @@ def require_in_table(least: int, most: int, num_rows: int, table: str, which: st
     Args:
         least: the smallest.
         most: the largest.
-        num_rows: of the table, global.
+        num_rows: the number of rows of the table, global.
         table: its name, or its owner's.
         which: words for the call.
 
@@ -107,7 +107,7 @@ def require_in_table(least: int, most: int, num_rows: int, table: str, which: st
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether reading the values of a tensor waits for no device."""
+    """Return whether reading the values of a tensor waits for no device."""
     return x.device.type == "cpu"
 
 
@@ -126,12 +126,12 @@ def to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Whether a compiler or a CUDA graph records the running code, so that nothing can be read in it."""
+    """Return whether a compiler or a CUDA graph records the running code, which then cannot read values."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _nothing() -> None:
-    """No call came before."""
+    """Do nothing: no call came before."""
 
 
 MAX_TABLE_ROWS = 2**26
@@ -143,7 +143,7 @@ class RowIds:
 
     Args:
         comm: this rank.
-        layout: of the rows.
+        layout: the layout of the rows.
         past_end: out-of-shard ids become ``num_rows``, one past the last local row, instead of 0.
         table: refuse ids that no rank has a row for, as the table does that is not sharded: its name. None:
             such ids are out-of-shard.
@@ -168,10 +168,18 @@ class RowIds:
         if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
             raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
         self._held = held
-        self._table = _row_table(size(layout), held).to(comm.device) if len(held) > 1 else None
+        self._table: Tensor | None = None
+        if len(held) > 1:
+            # The local id of each global row, int64 [num_global_rows]; -1 for out-of-shard rows.
+            local_ids = torch.full((self.num_global_rows,), -1, dtype=torch.int64, device="cpu")
+            local = 0
+            for start, stop in held:
+                local_ids[start:stop] = torch.arange(local, local + stop - start, device="cpu")
+                local += stop - start
+            self._table = local_ids.to(comm.device)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Local ids of ``ids``' dtype, and the bool mask of out-of-shard ones; both of ``ids``' shape.
+        """Return local ids of ``ids``' dtype, and the bool mask of out-of-shard ones, both of ``ids``' shape.
 
         Raises:
             OutOfRangeError: see ``IdCheck``. Compiled code raises nothing here, and gives each rank a local
@@ -184,7 +192,9 @@ class RowIds:
             self._check(ids)
         if self._table is not None:
             known = ids if outside is None else ids.masked_fill(outside, 0)
-            local = self._table_on(ids.device)[known]
+            if self._table.device != ids.device:
+                self._table = self._table.to(ids.device)
+            local = self._table[known]
             out_of_shard = local < 0
         else:
             start, stop = self._range or (0, 0)
@@ -196,7 +206,7 @@ class RowIds:
         return local.to(ids.dtype), out_of_shard
 
     def local(self, row: int) -> int | None:
-        """The local id of one row; None if another rank holds it."""
+        """Return the local id of one row; None if another rank holds it."""
         before = 0
         for start, stop in self._held:
             if start <= row < stop:
@@ -204,28 +214,12 @@ class RowIds:
             before += stop - start
         return None
 
-    def _table_on(self, device: torch.device) -> Tensor:
-        assert self._table is not None
-        if self._table.device != device:
-            self._table = self._table.to(device)
-        return self._table
-
 
 def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
-    """``x`` with zeros where ids were out-of-shard; its gradient is zero there, too.
+    """Replace rows of out-of-shard ids by zeros; the gradient is zero there, too.
 
     Args:
         x: local ``[*out_of_shard.shape, ...]``.
         out_of_shard: bool mask, from ``RowIds``.
     """
     return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)
-
-
-def _row_table(num_rows: int, held: tuple[tuple[int, int], ...]) -> Tensor:
-    """Local id of each global row, -1 for out-of-shard ones: int64 ``[num_rows]``."""
-    table = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
-    local = 0
-    for start, stop in held:
-        table[start:stop] = torch.arange(local, local + stop - start, device="cpu")
-        local += stop - start
-    return table

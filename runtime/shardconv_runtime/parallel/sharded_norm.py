@@ -47,35 +47,41 @@ class ShardedNorm(nn.Module):
         self.names = tuple(forward_signature(replaced).parameters)
         for name in (info.weight, info.bias):
             if name:
-                self.register_parameter(name, _parameter(replaced, name))
+                parameter = replaced._parameters.get(name)
+                if parameter is None:
+                    raise PlanError(f"a {type(replaced).__name__} has no parameter {name!r}")
+                self.register_parameter(name, parameter)
         for name in vars(replaced):
             if not hasattr(self, name):
                 setattr(self, name, _Withheld(name))
         self.train(replaced.training)
 
     def extra_repr(self) -> str:
-        """Kind, global size, eps."""
+        """Return kind, global size and eps."""
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """The local output ``[..., D/n]``, from the arguments of the replaced norm, local ``[..., D/n]``."""
-        x, gate = self._arguments(args, kwargs)
-        wide = x.to(self._compute_dtype(x))
-        if gate is not None and self.info.gate_first:
-            wide = wide * self._activated(gate, wide.dtype)
-        y = self._scale(self._normalized(wide), x.dtype)
-        if gate is None or self.info.gate_first:
-            return y
-        return (y * self._activated(gate, wide.dtype)).to(x.dtype)
-
-    def _arguments(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        if not self.info.gate:
+        """Return the local output; arguments are those of the replaced norm, local ``[..., D/n]``."""
+        info, gate = self.info, None
+        if info.gate:
+            given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
+            gate = given.get(info.gate)
+            if gate is None:
+                raise PlanError(f"a gated norm was called without {info.gate!r}")
+            x = given[info.input]
+        else:
             (x,) = (*args, *kwargs.values())
-            return x, None
-        given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
-        if given.get(self.info.gate) is None:
-            raise PlanError(f"a gated norm was called without {self.info.gate!r}")
-        return given[self.info.input], given[self.info.gate]
+        if info.compute_dtype != "input":
+            dtype: torch.dtype = getattr(torch, info.compute_dtype)
+        else:  # torch's layer_norm accepts low precision as input, and still computes in float32
+            dtype = torch.float32 if info.kind == "layer" and x.dtype in _LOW_PRECISION else x.dtype
+        wide = x.to(dtype)
+        if gate is not None and info.gate_first:
+            wide = wide * self._activated(gate, dtype)
+        y = self._scale(self._normalized(wide), x.dtype)
+        if gate is None or info.gate_first:
+            return y
+        return (y * self._activated(gate, dtype)).to(x.dtype)
 
     def _activated(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         name, gate = self.info.gate_activation, gate.to(dtype)
@@ -83,29 +89,19 @@ class ShardedNorm(nn.Module):
         return activated
 
     def _normalized(self, x: Tensor) -> Tensor:
-        grouped = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
-        y = {"rms": self._rms, "layer": self._layer, "l2": self._l2}[self.info.kind](grouped)
-        return y if grouped is x else y.reshape(x.shape)
-
-    def _compute_dtype(self, x: Tensor) -> torch.dtype:
-        if self.info.compute_dtype != "input":
-            dtype: torch.dtype = getattr(torch, self.info.compute_dtype)
-            return dtype
-        # torch's layer_norm takes low precision as input, and computes in float32 all the same
-        return torch.float32 if self.info.kind == "layer" and x.dtype in _LOW_PRECISION else x.dtype
-
-    def _rms(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(self._mean(x.square()) + self.info.eps)
-
-    def _l2(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(self._mean(x.square()) * self.info.size + self.info.eps)
-
-    def _layer(self, x: Tensor) -> Tensor:
-        centered = x - self._mean(x)
-        return centered * torch.rsqrt(self._mean(centered.square()) + self.info.eps)
+        shape, eps = x.shape, self.info.eps
+        if self.groups != 1:
+            x = x.reshape(*shape[:-1], self.groups, -1)
+        if self.info.kind == "layer":
+            x = x - self._mean(x)
+        mean = self._mean(x.square())
+        y = x * torch.rsqrt((mean * self.info.size if self.info.kind == "l2" else mean) + eps)
+        return y if self.groups == 1 else y.reshape(shape)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Mean of local ``x: [..., D/n]`` over the global dim: ``[..., 1]``; summed in float32 or wider."""
+        """Return the mean of local ``[..., D/n]`` over the global dim, ``[..., 1]``; sums are float32 or
+        wider.
+        """
         wide = torch.float32 if x.dtype in _LOW_PRECISION else x.dtype
         return (self.reduce(x.sum(-1, keepdim=True, dtype=wide)) / self.info.size).to(x.dtype)
 
@@ -155,10 +151,3 @@ class _Withheld:
             if isinstance(each, cls):
                 each._refuse()
         cls("an attribute")._refuse()
-
-
-def _parameter(module: nn.Module, name: str) -> nn.Parameter:
-    parameter = module._parameters.get(name)
-    if parameter is None:
-        raise PlanError(f"a {type(module).__name__} has no parameter {name!r}")
-    return parameter

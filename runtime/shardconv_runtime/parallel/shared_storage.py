@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The contiguous tensor of this shape and dtype in a storage.
+    """Return the contiguous tensor of this shape and dtype in a storage.
 
     Args:
         storage: untyped.
-        offset: of its first element, counted in elements of the dtype.
-        shape: of the tensor.
-        dtype: of the tensor.
+        offset: the offset of its first element, counted in elements of the dtype.
+        shape: the shape of the tensor.
+        dtype: the dtype of the tensor.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset, shape)  # type: ignore[call-overload, no-any-return]
@@ -25,7 +25,7 @@ def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torc
 def tensor_at(
     storage: torch.UntypedStorage, begin: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """The tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
+    """Return the tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     if not num_bytes:
         return tensor.reshape(shape)
@@ -35,16 +35,21 @@ def tensor_at(
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The tensor that spans these along their first dim, and these in its memory, in storages of their own.
+    """Return the tensor that spans these along their first dim, and these in its memory, in storages of their
+    own.
 
     Their numbers are moved next to each other if they are not.
 
     Args:
-        parts: of one dtype, on one device, of shapes that differ in the first dim alone.
+        parts: of one dtype, on one device, of shapes that differ only in the first dim.
     """
     first = parts[0]
     with torch.no_grad(), torch.inference_mode(first.is_inference()):
-        whole = _spanned(parts)
+        shape = (sum(len(part) for part in parts), *first.shape[1:])
+        if not first.is_meta and _are_adjacent(parts):
+            whole = tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
+        else:
+            whole = torch.empty(shape, dtype=first.dtype, device=first.device)
         if whole.is_meta:
             return whole, list(parts)
         own, at = [], int(whole.storage_offset()) * whole.itemsize
@@ -56,17 +61,8 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return whole, own
 
 
-def _spanned(parts: Sequence[Tensor]) -> Tensor:
-    """The memory of tensors that lie one after another; other memory for those that do not."""
-    first = parts[0]
-    shape = (sum(len(part) for part in parts), *first.shape[1:])
-    if not first.is_meta and _are_adjacent(parts):
-        return tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
-    return torch.empty(shape, dtype=first.dtype, device=first.device)
-
-
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether tensors are in one storage, one after another."""
+    """Return whether tensors are in one storage, one after another."""
     at = parts[0].storage_offset()
     storage = parts[0].untyped_storage()._cdata
     for part in parts:

@@ -1,7 +1,7 @@
 """The model of one stage of a pipeline: placeholders in the place of the modules of other stages.
 
 A process of several stages has the modules of all of them in one model, which it runs once for each stage. In
-such a pass the modules of the other stages give way: they return what placeholders would return.
+such a pass the modules of the other stages give way: they return the results of placeholders.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .staged_units import StagedUnit, StageRank, give_way, gives_way
 # Refuses calls of a model with stages for which some stage would return numbers that it does not have.
 
 _INNER = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Arguments that ask for what layers compute, on whatever stage they are."""
+"""Arguments that ask for activations of layers on any stage."""
 
 
 def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
-    """Refuse arguments and calls of parts of a model that no stage could answer alone, in place."""
+    """Refuse arguments and calls of parts of a model that no single stage could answer, in place."""
 
     def begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         config = getattr(model, "config", None)
@@ -62,7 +62,7 @@ def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
 
 
 def _require_call(link: StageLink, fqn: str, module: nn.Module, args: Any) -> None:
-    """A hook that refuses a call of a module by itself whose layers are on several stages."""
+    """Refuse a separate call of a module whose layers are on several stages; a hook."""
     if not link.is_called:
         raise ShardconvError(
             f"{fqn} has layers on several stages; call the model itself, whose results all get"
@@ -102,11 +102,11 @@ def keep_stage(
         link: to the other stages.
         rank: among those of the stage.
         device: on which the rank computes.
-        dtype: of the model's parameters, when it is called.
-        names: of the unsharded model.
+        dtype: the dtype of the model's parameters, when it is called.
+        names: the names of the unsharded model.
 
     Returns:
-        What was done. The parameters of the model are those of this stage.
+        The stages and their units. The model has only parameters of this stage.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -132,7 +132,16 @@ def keep_stage(
             give_way(module, unit)
     _drop_parameters(model, replaced, device, dtype)
     attach_stage_guards(model, plan, link)
-    expected = {stage: _handed_on(plan, stage) for stage in link.stages}
+    # What each stage sends or receives in every call of the model.
+    expected = {
+        stage: frozenset(
+            (fqn, value.item)
+            for fqn, (entry, _) in staged_modules(plan).items()
+            for value in entry.sent
+            if value.each_call and (stage in value.to or stage in entry.stages)
+        )
+        for stage in link.stages
+    }
     model.register_forward_hook(_Sharer(link, expected), with_kwargs=True)
     return StageModel(link, device, units)
 
@@ -146,8 +155,9 @@ class StageModel:
     _units: Mapping[str, StagedUnit]
 
     def crossings(self) -> dict[Crossing, tuple[int, int]]:
-        """All values that stages hand on: from which stage, and the last one that needs them; in the order of
-        the plan."""
+        """Return all values that stages hand on: from which stage, and the last one that needs them; in the
+        order of the plan.
+        """
         return {
             (fqn, value.item): (unit.entry.stages[0], max(value.to))
             for fqn, unit in self._units.items()
@@ -155,7 +165,7 @@ class StageModel:
         }
 
     def units_of(self, model: nn.Module, number: int) -> list[nn.Module]:
-        """The modules of the stage of this number, on a rank that has it."""
+        """Return the modules of the stage of this number, on a rank that has it."""
         fqns = (fqn for fqn, unit in self._units.items() if number in unit.entry.stages)
         return [submodule(model, fqn) for fqn in fqns]
 
@@ -179,22 +189,12 @@ class StageModel:
 
 
 def _tables(module: nn.Module, entry: ModulePlan | None, names: Sequence[str]) -> dict[str, int]:
-    """Arguments of a module that are ids of a table -> the rows of the table, global."""
+    """Return the arguments of a module that are ids of a table -> the rows of the table, global."""
     steps = () if entry is None else entry.inputs
     found = {step.slot.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)}
     if not found and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         found = {"0": module.num_embeddings}
     return {names[int(name)] if name.isdigit() else name: rows for name, rows in found.items()}
-
-
-def _handed_on(plan: Plan, stage: int) -> frozenset[Crossing]:
-    """What a stage sends or receives in each call of the model."""
-    return frozenset(
-        (fqn, value.item)
-        for fqn, (entry, _) in staged_modules(plan).items()
-        for value in entry.sent
-        if value.each_call and (stage in value.to or stage in entry.stages)
-    )
 
 
 def _drop_parameters(
@@ -222,7 +222,7 @@ def _drop_parameters(
 
 
 def _shown(parameter: nn.Parameter, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """In place of ``parameters``: a number that is not among the named ones, and so not trained or saved."""
+    """Return one number in place of ``parameters``; it has no name, so it is not trained or saved."""
     return iter((parameter,))
 
 
@@ -239,7 +239,7 @@ class _Sender:
         self._given: dict[str, Any] | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Keep what the caller gives, before the steps of the plan make parts of it."""
+        """Keep the caller's arguments, before the steps of the plan shard them."""
         self._given = self._unit.bound(args, kwargs)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
@@ -272,11 +272,11 @@ def _other_form(fqn: str, what: str) -> ShardconvError:
 
 
 class _Sharer:
-    """A hook that gives every stage what the model returns on the last one, but for caches.
+    """A hook that gives every stage the results of the model on the last one, except caches.
 
     Args:
         link: to the other stages.
-        expected: what each stage of this rank sends or receives in each call.
+        expected: the values that each stage of this rank sends or receives in each call.
     """
 
     def __init__(self, link: StageLink, expected: Mapping[int, frozenset[Crossing]]) -> None:
@@ -298,7 +298,7 @@ class _Sharer:
 
 
 def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:
-    """The tensors that a model returns, but for those that are handed back to it, as caches are."""
+    """Return the tensors that a model returns, except those that are handed back to it, such as caches."""
     if isinstance(output, Mapping):
         arguments = forward_signature(model).parameters
         output = [value for name, value in output.items() if name not in arguments]

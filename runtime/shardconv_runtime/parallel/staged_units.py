@@ -1,6 +1,6 @@
-"""What the units of other stages of a pipeline return on this one.
+"""The results of units of other pipeline stages on this one.
 
-In their place are placeholders. They return what the stage of the unit has sent, or zeros of the right shape
+Placeholders replace them. They return the values that the unit's stage has sent, or zeros of the right shape
 and dtype where nobody needs the values. They keep the caches of their layers as long as the others, with one
 head of one element, since code asks the first layer of a cache for its length.
 """
@@ -31,13 +31,13 @@ class StageRank:
     link: StageLink
     """To the other stages."""
     mesh: Mesh
-    """Of the ranks of a stage."""
+    """The mesh of the ranks of a stage."""
     rank: int
     """Among these."""
     device: torch.device
     """On which the rank computes."""
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
 
 
 class StagedUnit:
@@ -45,10 +45,10 @@ class StagedUnit:
 
     Args:
         on: the rank.
-        fqn: of the module.
-        entry: of the module.
-        position: of the module among those of the entry.
-        names: of its arguments.
+        fqn: the FQN of the module.
+        entry: the entry of the module.
+        position: the position of the module among those of the entry.
+        names: the names of its arguments.
         tables: names of arguments that are ids of a table of the module -> the rows of the table.
     """
 
@@ -78,12 +78,12 @@ class StagedUnit:
     # Of the running pass
 
     def is_absent(self) -> bool:
-        """Whether a pass is running that does not call the unit: of another stage, or of none."""
+        """Return whether a pass is running that does not call the unit: of another stage, or of none."""
         link = self._link
         return link.is_called and (link.stage not in self.entry.stages or link.is_measuring)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the unit would return, in shape; in value only what its stage has sent.
+        """Return the results of the unit in shape; in value only those that its stage has sent.
 
         Raises:
             OutOfRangeError: for ids that the unit refuses, so that this stage would wait forever.
@@ -122,20 +122,20 @@ class StagedUnit:
     # Forms of results
 
     def shape(self, index: int, given: Mapping[str, Any]) -> tuple[int, ...]:
-        """The local shape of an item that is a tensor."""
+        """Return the local shape of an item that is a tensor."""
         find = self._shapes[index]
         assert find is not None, "it is a tensor"
         return find(given)
 
     def dtype(self, tensor: PlaceholderTensor | None) -> torch.dtype:
-        """The dtype of an item."""
+        """Return the dtype of an item."""
         if tensor is None or not tensor.dtype:
             return self._on.dtype
         # An empty tensor has the dtype that code gets which asks for this one, as in a simulation.
         return torch.empty(0, dtype=getattr(torch, tensor.dtype)).dtype
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name; further positional ones by number."""
+        """Return the arguments by name; further positional ones by number."""
         names = [*self._names, *map(str, range(len(self._names), len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -153,21 +153,17 @@ class StagedUnit:
         def product(given: Mapping[str, Any]) -> int:
             found = size
             for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
-                found = found * self._required(given, path).shape[d]
+                value = _found(given, path)
+                if value is None:
+                    raise PlanError(f"{self.fqn}, of another stage, is called without {'.'.join(path)}")
+                found = found * value.shape[d]
             found = found if times == over else found * times // over
             return min(found, at_most) if at_most else found
 
         return product
 
-    def _required(self, given: Mapping[str, Any], path: Sequence[str]) -> Tensor:
-        value = _found(given, path)
-        if value is None:
-            raise PlanError(f"{self.fqn}, of another stage, is called without {'.'.join(path)}")
-        return value
-
     def _cache_call(self, call: CacheCall, position: int) -> Callable[[Mapping[str, Any]], None]:
-        """Makes one call of a cache among the arguments, if the module is given one and what it would write
-        is made of."""
+        """Return a function that makes one call of a cache, if the module is given one and its inputs."""
         arguments = []
         paths = [
             e.slot.split(".")[1:] for a in call.arguments if a.tensor for d in a.tensor.dims for e in d.of
@@ -182,9 +178,12 @@ class StagedUnit:
 
         def run(given: Mapping[str, Any]) -> None:
             cache = given.get(call.argument)
-            # One cache comes in place of several where there is nothing to attend to beside the tokens.
+            # A model with several caches is given one of them if there is nothing but tokens to attend to.
             cache = getattr(cache, call.attribute, cache) if call.attribute else cache
-            if cache is None or _is_paged(cache) or any(_found(given, path) is None for path in paths):
+            # The loop of continuous batching knows how long each request is. Since transformers 5.24 layers
+            # get its cache under the name of other caches.
+            is_paged = hasattr(cache, "free_blocks")
+            if cache is None or is_paged or any(_found(given, path) is None for path in paths):
                 return
             values = [
                 (name, zeros(tensor, shape(given)) if tensor is not None and shape is not None else number)
@@ -195,16 +194,8 @@ class StagedUnit:
         return run
 
 
-def _is_paged(cache: Any) -> bool:
-    """Whether a cache is that of continuous batching, whose loop knows how long each request is.
-
-    Since transformers 5.24 layers get it under the name of other caches.
-    """
-    return hasattr(cache, "free_blocks")
-
-
 def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:
-    """The tensor at a slot of the arguments; None if there is none."""
+    """Return the tensor at a slot of the arguments; None if there is none."""
     value: Any = given.get(path[0])
     for step in path[1:]:
         if value is not None:
@@ -222,7 +213,7 @@ _UNIT = "_shardconv_unit"
 
 
 def give_way(module: nn.Module, unit: StagedUnit) -> None:
-    """Have a module be called in passes of its own stages only, in place.
+    """Call a module only in passes of its own stages, in place.
 
     In passes of other stages the unit is called instead. All else about the module stays: its parameters and
     buffers, its hooks, its class for those who ask.
@@ -242,7 +233,7 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
     vars(module)[_UNIT] = unit
     try:
         module.__class__ = _class_giving_way(type(module))  # type: ignore[arg-type]
-    except TypeError as error:  # its class is laid out in another way, as that of compiled code
+    except TypeError as error:  # its class has another memory layout, such as the class of compiled code
         raise PlanError(
             f"a {type(module).__name__} cannot give way to passes of other stages ({error}); load one stage "
             "in each process"
@@ -250,19 +241,19 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
 
 
 def gives_way(module: nn.Module) -> bool:
-    """Whether a module is called in some passes of this process, and not in others."""
+    """Return whether a module is called in some passes of this process, and not in others."""
     return _UNIT in vars(module)
 
 
 def is_elsewhere(module: nn.Module) -> bool:
-    """Whether a pass is running of a stage that does not have the module, though this process has it."""
+    """Return whether the running pass is of a stage without this module of the process."""
     unit: StagedUnit | None = vars(module).get(_UNIT)
     return unit is not None and unit.is_absent()
 
 
 @functools.cache
 def _class_giving_way(kind: type[nn.Module]) -> type[nn.Module]:
-    """That of modules of a class that give way; layers of one class stay of one class."""
+    """Return the class of modules that give way; layers of one class still have one class."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (_GivingWay, kind), names)
 

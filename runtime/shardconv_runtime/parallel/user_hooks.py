@@ -60,17 +60,17 @@ _models = itertools.count()
 """Numbers of models, the same on all ranks, which load them in the same order."""
 
 Part = Callable[[Tensor], Tensor]
-"""Makes what a hook returns of a full tensor this rank's part of it."""
+"""Converts a hook's result for a full tensor to this rank's part."""
 
 
 class EmbeddingOutput(Protocol):
-    """What an embedding leaves in a forward pass."""
+    """The result of an embedding in a forward pass."""
 
     def full(self, x: Tensor) -> Tensor | None:
-        """All of it; None if it is full, or sharded over the sequence."""
+        """Return all of it; None if it is full, or sharded over the sequence."""
 
     def part(self, x: Tensor) -> Tensor:
-        """The inverse."""
+        """Return the inverse."""
 
 
 def watch_hooks(model: nn.Module, comm: Communicator, ranks: Sequence[int], *, has_stages: bool) -> None:
@@ -78,7 +78,7 @@ def watch_hooks(model: nn.Module, comm: Communicator, ranks: Sequence[int], *, h
 
     Args:
         model: one rank's, complete.
-        comm: of the model.
+        comm: the communicator of the model.
         ranks: of the default process group, those of the model.
         has_stages: refuse hooks, since each stage has other modules.
     """
@@ -169,7 +169,7 @@ class _Watch:
         return register(self.module, self._checked(hook), prepend)
 
     def _checked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A backward hook that is called with gradients that all ranks have."""
+        """Return a backward hook that is called with gradients that all ranks have."""
         if _knows_parts(hook):
             return hook
         views = self._views()
@@ -195,10 +195,10 @@ class _Watch:
 
 
 class _Views:
-    """What one hook sees of tensors, and their way back.
+    """The tensors that one hook sees, and their way back.
 
     Args:
-        watch: of its module.
+        watch: the hooks of its module.
         notes: keys of the notes of all ranks.
     """
 
@@ -214,19 +214,20 @@ class _Views:
 
     @property
     def name(self) -> str:
-        """Of the module."""
+        """Return the name of the module."""
         return self._watch.name
 
     def begin(self) -> None:
-        """The hook is called."""
+        """Note that the hook is called."""
         self._place = 0
 
     def full(self, x: Tensor, *, placed: bool = False, goes_back: bool = True) -> tuple[Tensor, Part]:
-        """All of a tensor that the module is given or returns, and what makes it this rank's part again.
+        """Return all of a tensor that the module is given or returns, and what makes it this rank's part
+        again.
 
         Args:
             x: local.
-            placed: it is what an embedding returns.
+            placed: it is the result of an embedding.
             goes_back: what the hook makes of it goes on in its place.
 
         Raises:
@@ -285,7 +286,7 @@ class _Views:
         )
 
     def axes_of_parts(self, x: Tensor) -> tuple[int, ...]:
-        """Mesh axes along which ranks have other values of a tensor; a message between them."""
+        """Return the mesh axes along which ranks have other values of a tensor, which takes a message."""
         with _disable_current_modes():
             return self._axes_of_parts(x.detach())
 
@@ -306,7 +307,7 @@ class _Views:
         return tuple(found)
 
     def is_on_all(self) -> bool:
-        """Whether all ranks have registered the hook."""
+        """Return whether all ranks have registered the hook."""
         if self._is_on_all is None:
             try:
                 _get_default_store().wait(list(self._notes), timedelta(seconds=NOTE_TIMEOUT_S))
@@ -329,10 +330,10 @@ class _Gradient:
     """The gradient of a tensor that all ranks have, while it passes a hook.
 
     Args:
-        views: of the hook.
-        comm: of the model.
-        axes: of the mesh, along which there are several ranks.
-        place: of the tensor among those that the hook is given.
+        views: the views that the hook has.
+        comm: the communicator of the model.
+        axes: the axes of the mesh, along which there are several ranks.
+        place: the place of the tensor among those that the hook is given.
     """
 
     def __init__(self, views: _Views, comm: Communicator, axes: tuple[int, ...], place: int) -> None:
@@ -341,16 +342,16 @@ class _Gradient:
         self._axes = axes
         self._place = place
         self._left: tuple[Tensor, int] | None = None
-        """What the model's code got, and how often it had been written to."""
+        """The tensor that the model's code got, and its number of writes."""
         self._of_the_model: Tensor | None = None
         """The full gradient of the model's code."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """For the hook; the gradient that comes back is that of all ranks."""
+        """Return a tensor for the hook; the gradient that comes back is the sum over all ranks."""
         return _Passing.apply(x, self._as_planned)  # type: ignore[no-untyped-call, no-any-return]
 
     def leave(self, x: Tensor) -> Tensor:
-        """For the model's code, whose gradient comes back."""
+        """Return a tensor for the model's code, whose gradient comes back."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         left: Tensor = _Passing.apply(x, self._full)  # type: ignore[no-untyped-call]
@@ -358,7 +359,7 @@ class _Gradient:
         return left
 
     def refused(self, x: Tensor) -> Tensor:
-        """For a hook from which nothing goes back."""
+        """Return a tensor for a hook that must not pass a gradient back."""
         return _Passing.apply(x, self._refuse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _full(self, gradient: Tensor) -> Tensor:
@@ -374,7 +375,7 @@ class _Gradient:
             known[self._place] = partial_axes
         if not known.get(self._place):
             return gradient
-        # There may be no process group for these axes alone.
+        # There may be no process group for only these axes.
         times = self._comm.num_ranks(set(self._axes).difference(known[self._place]))
         return self._comm.all_reduce(gradient, self._axes) / times
 
@@ -408,13 +409,13 @@ class _Passing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The copy."""
+        """Return the copy."""
         ctx.backward_map = backward
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The mapped gradient."""
+        """Return the mapped gradient."""
         return ctx.backward_map(gradients[0]), None
 
 
@@ -470,7 +471,7 @@ class _BeforeForward:
 
 
 def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
-    """What a hook gave back, as this rank's parts."""
+    """Return this rank's parts of what a hook gave back."""
     if len(_tensors(value)) != len(parts):
         raise PlanError(
             f"a hook on {name} was given {len(parts)} tensors and gave back {len(_tensors(value))}: it is "
@@ -481,14 +482,16 @@ def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
 
 
 def _writable(x: Tensor) -> Tensor:
-    """A tensor that the model's code may write to, which autograd forbids for views of a custom function."""
+    """Return a tensor that the model's code may write to, which autograd forbids for views of a custom
+    function.
+    """
     return x.clone() if x.requires_grad and x._is_view() else x
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of arguments or results with other tensors; what they are in keeps its kind.
+    """Return a copy of arguments or results with other tensors; what they are in keeps its kind.
 
-    Objects that are no containers, such as caches, stay as they are.
+    Objects that are not containers, such as caches, stay as they are.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -502,7 +505,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of which ``_mapped`` makes others, in order."""
+    """Return the tensors of which ``_mapped`` makes others, in order."""
     found: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -514,13 +517,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _knows_parts(hook: Any) -> bool:
-    """Whether a hook is of code that knows of ranks."""
+    """Return whether a hook is of code that knows of ranks."""
     origin = _origin(hook)
     return origin.partition(".")[0] in _KNOWING or origin in _READ_NOTHING
 
 
 def _origin(hook: Any) -> str:
-    """The name of the Python module of a hook's code."""
+    """Return the name of the Python module of a hook's code."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__)

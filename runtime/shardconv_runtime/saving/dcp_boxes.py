@@ -67,7 +67,9 @@ from ..format.stored_layout import holds_values
 
 
 def chunk(span: Range, parts: int, part: int) -> Range:
-    """A part of consecutive positions, as ``Shard`` and ``torch.chunk`` have it: the last may be empty."""
+    """Return a part of consecutive positions, as ``Shard`` and ``torch.chunk`` have it: the last may be
+    empty.
+    """
     start, stop = span
     length = -(-(stop - start) // parts)
     begin = min(start + part * length, stop)
@@ -75,7 +77,7 @@ def chunk(span: Range, parts: int, part: int) -> Range:
 
 
 def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
-    """The window of its rank's tensor that a process holds.
+    """Return the window of its rank's tensor that a process holds.
 
     Args:
         name: FQN, for messages.
@@ -113,7 +115,7 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be a DTensor over data-parallel processes.
+    """Return this process's part of a tensor that may be a DTensor over data-parallel processes.
 
     Args:
         tensor: any shape and dtype; returned unchanged if it is not a DTensor.
@@ -136,16 +138,16 @@ class Box(NamedTuple):
 
 
 def full_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
-    """The window that covers a rank's tensor."""
+    """Return the window that covers a rank's tensor."""
     return tuple((0, local_size(dim, mesh, rank)) for dim in entry.dims)
 
 
 def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
-    """The boxes that fill a window of a rank's tensor; none of a Partial tensor where it is zero.
+    """Return the boxes that fill a window of a rank's tensor; none of a Partial tensor where it is zero.
 
     Args:
         entry: the parameter's plan.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: whose tensor it is.
         window: local positions.
     """
@@ -156,14 +158,14 @@ def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow)
 
 
 def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
-    """The parts of ``held_boxes`` that no lower rank holds; arguments as there.
+    """Return the parts of ``held_boxes`` that no lower rank holds; arguments as there.
 
     Boxes of two ranks may overlap without being equal (segments of a dim that are sharded over different
     axes), so they are divided wherever a box of some rank begins or ends.
     """
     if not holds_values(entry, mesh, rank):
         return []
-    values = _mask(r for r in range(math.prod(mesh)) if holds_values(entry, mesh, r))
+    values = sum(1 << other for other in range(math.prod(mesh)) if holds_values(entry, mesh, other))
     pieces = []
     for dim, part in zip(entry.dims, window, strict=True):
         bounds, holders = _cells(dim, mesh)
@@ -193,7 +195,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(held: Iterable[Range], first: int, last: int) -> list[_Piece]:
-    """The ranges of local positions from ``first`` up to ``last``."""
+    """Return the ranges of local positions from ``first`` up to ``last``."""
     pieces, local = [], 0
     for start, stop in held:
         begin, end = max(local, first), min(local + stop - start, last)
@@ -204,7 +206,7 @@ def _pieces(held: Iterable[Range], first: int, last: int) -> list[_Piece]:
 
 
 def _divided(piece: _Piece, bounds: Sequence[int]) -> list[_Piece]:
-    """The parts of a piece between the bounds inside of it."""
+    """Return the parts of a piece between the bounds inside of it."""
     inside = bounds[bisect_left(bounds, piece.start + 1) : bisect_left(bounds, piece.start + piece.size)]
     ends = [piece.start, *inside, piece.start + piece.size]
     return [
@@ -214,8 +216,9 @@ def _divided(piece: _Piece, bounds: Sequence[int]) -> list[_Piece]:
 
 @lru_cache(maxsize=256)
 def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
-    """The positions where some rank's range of a dim begins or ends, and for each the ranks that hold the
-    positions up to the next one, as bits."""
+    """Return the positions where some rank's range of a dim begins or ends, and for each the ranks that hold
+    the positions up to the next one, as bits.
+    """
     held = [ranges(dim, mesh, rank) for rank in range(math.prod(mesh))]
     bounds = sorted({end for spans in held for span in spans for end in span})
     holders = [0] * len(bounds)
@@ -224,10 +227,6 @@ def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
             for cell in range(bisect_left(bounds, start), bisect_left(bounds, stop)):
                 holders[cell] |= 1 << rank
     return bounds, holders
-
-
-def _mask(ranks: Iterable[int]) -> int:
-    return sum(1 << rank for rank in ranks)
 
 
 def _box(pieces: Sequence[_Piece]) -> Box:
@@ -251,7 +250,7 @@ class BoxedTensor:
     """To write, or to fill."""
 
     def part(self, box: Box) -> Tensor:
-        """The local elements of a box, as a view of shape ``box.sizes``."""
+        """Return the local elements of a box, as a view of shape ``box.sizes``."""
         view = self.local
         for dim, (start, size) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
             view = view.narrow(dim, start, size)
@@ -285,7 +284,7 @@ def read(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> Non
 
     Args:
         tensors: local, of this process; changed in place.
-        directory: of the checkpoint.
+        directory: the directory of the checkpoint.
         launch: the processes.
 
     Raises:
@@ -307,7 +306,7 @@ class _Writer(SavePlanner):
         self._parts = {(t.name, box.offsets): (t, box) for t in tensors for box in t.boxes}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """The constructor has received the tensors."""
+        """Do nothing: the constructor has received the tensors."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(tensor, box) for tensor, box in self._parts.values()])
@@ -356,7 +355,7 @@ class _Reader(LoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The elements are in place: ``resolve_tensor`` returned a view."""
+        """Do nothing: ``resolve_tensor`` returned a view, so the elements are in place."""
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -373,7 +372,7 @@ def _write_item(tensor: BoxedTensor, box: Box) -> WriteItem:
 
 
 def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
-    """The stored chunks that fill the boxes.
+    """Return the stored chunks that fill the boxes.
 
     Raises:
         CheckpointError: the checkpoint lacks the tensor or some elements, or has another shape or dtype.
@@ -387,7 +386,8 @@ def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
             f"and {tensor.local.dtype} {list(tensor.shape)} was expected"
         )
     items = create_read_items_for_chunk_list(tensor.name, found, [_chunk(box) for box in tensor.boxes])
-    wanted, covered = (sum(map(_volume, sizes)) for sizes in (_sizes(tensor), [i.lengths for i in items]))
+    wanted = sum(math.prod(box.sizes) for box in tensor.boxes)
+    covered = sum(math.prod(item.lengths) for item in items)
     if wanted != covered:
         raise CheckpointError(
             f"the checkpoint has {covered} of {wanted} elements of {tensor.name} for this rank"
@@ -395,17 +395,9 @@ def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
     return items
 
 
-def _sizes(tensor: BoxedTensor) -> list[tuple[int, ...]]:
-    return [box.sizes for box in tensor.boxes]
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    return int(torch.Size(sizes).numel())
-
-
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """DCP's errors, raised on all processes, in one line; without its warning about a single process."""
+    """Raise DCP's errors in one line, on all processes, and silence its warning about a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

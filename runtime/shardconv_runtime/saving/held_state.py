@@ -63,12 +63,12 @@ class HeldState:
     holding: frozenset[str]
     """See ``OptimizerSummary``."""
     entries: Mapping[str, ParameterPlan]
-    """Of all parameters of the model."""
+    """The entries of all parameters of the model."""
     mesh: Mesh
     rank: int
 
     def summary(self) -> OptimizerSummary:
-        """The summary to send to the other processes.
+        """Return the summary to send to the other processes.
 
         Raises:
             PlanError: some state is of a kind that cannot be stored.
@@ -82,7 +82,7 @@ class HeldState:
         return OptimizerSummary(type(self.optimizer).__qualname__, groups, states, self.holding)
 
     def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
-        """The tensors of the state that this process writes, with the boxes that it owns."""
+        """Return the tensors of the state that this process writes, with the boxes that it owns."""
         return [
             BoxedTensor(
                 tensor_name(entry.name, key),
@@ -96,7 +96,7 @@ class HeldState:
         ]
 
     def wanted(self, fresh: OptimizerState, index: OptimizerIndex) -> list[BoxedTensor]:
-        """The tensors of ``fresh`` to fill, with all boxes that this process holds."""
+        """Return the tensors of ``fresh`` to fill, with all boxes that this process holds."""
         return [
             BoxedTensor(
                 tensor_name(entry.name, key),
@@ -150,7 +150,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
 
 
 def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's parameters by FQN, in the order of its groups.
+    """Return the optimizer's parameters by FQN, in the order of its groups.
 
     Raises:
         PlanError: a parameter, or the state of one, does not belong to the model.
@@ -172,7 +172,7 @@ def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> di
 
 
 def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
-    """State of this process's parameters, with tensors of zeros to be filled.
+    """Return the state of this process's parameters, with tensors of zeros to be filled.
 
     Raises:
         CheckpointError: the index is malformed.
@@ -189,7 +189,7 @@ def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
 def fresh_groups(
     held: HeldState, hyperparameters: Sequence[Mapping[str, StoredValue] | None]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
+    """Return the optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
 
     Args:
         held: the optimizer.
@@ -287,11 +287,11 @@ Entries = Mapping[str, ParameterPlan]
 
 
 def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> OptimizerIndex:
-    """The index of the state that the processes hold together.
+    """Return the index of the state that the processes hold together.
 
     Args:
-        summaries: of all processes, in the order of their numbers.
-        entries: of the model.
+        summaries: the summaries of all processes, in the order of their numbers.
+        entries: the entries of the model.
 
     Raises:
         PlanError: processes keep different state of one parameter; raised on all of them.
@@ -302,7 +302,7 @@ def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> Opt
 
 
 def _common_state(name: str, summaries: Sequence[OptimizerSummary]) -> ParameterState | None:
-    """The state of a parameter on all processes that hold values of it; None without any."""
+    """Return the state of a parameter on all processes that hold values of it; None without any."""
     found = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
     if not found:
         return None
@@ -324,7 +324,7 @@ def _shown(state: ParameterState | None) -> str:
 
 
 def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[ParameterGroup, ...]:
-    """The merged groups of all processes; a process may lack parameters of which it holds no values.
+    """Return the merged groups of all processes; a process may lack parameters of which it holds no values.
 
     Raises:
         PlanError: the number of groups, their hyperparameters or the optimizers' classes differ; raised on
@@ -339,7 +339,9 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
                 f"has {summary.optimizer} with {len(summary.groups)}; make the optimizer alike on all ranks"
             )
         for number, (ours, theirs) in enumerate(zip(first.groups, summary.groups, strict=True)):
-            if changed := _changed(ours.hyperparameters, theirs.hyperparameters):
+            own, other_values = ours.hyperparameters, theirs.hyperparameters
+            differing = (key for key in {**own, **other_values} if own.get(key) != other_values.get(key))
+            if changed := next(differing, ""):
                 raise PlanError(
                     f"{changed} of parameter group {number} differs between processes 0 and {other}; set it "
                     "alike on all ranks"
@@ -362,16 +364,12 @@ def _require_all(group: int, names: Collection[str], summaries: Sequence[Optimiz
             )
 
 
-def _changed(ours: Mapping[str, StoredValue], theirs: Mapping[str, StoredValue]) -> str:
-    return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), "")
-
-
 @dataclass(frozen=True)
 class Resumption:
-    """What of a saved state goes where in an optimizer."""
+    """The places in an optimizer to which parts of a saved state go."""
 
     hyperparameters: tuple[Mapping[str, StoredValue] | None, ...]
-    """For each of its groups; None: it has new parameters alone, and keeps its own."""
+    """For each group of the optimizer; None if it has only new parameters, and keeps its own."""
     new: tuple[str, ...]
     """The parameters that the saved optimizer did not have, in the order of the plan."""
 
@@ -382,10 +380,10 @@ def resumption(
     """Find out by the names of parameters which saved group is continued by which group of an optimizer.
 
     Args:
-        directory: of the saved state, for messages.
-        index: of the saved state.
-        summaries: of all processes.
-        entries: of the model.
+        directory: the directory of the saved state, for messages.
+        index: the index of the saved state.
+        summaries: the summaries of all processes.
+        entries: the entries of the model.
 
     Raises:
         CheckpointError: the state is of another optimizer or model, or has a parameter that this optimizer
@@ -411,7 +409,7 @@ def resumption(
     for number, group in enumerate(groups):
         numbers = dict.fromkeys(saved[name] for name in group.names if name in saved)
         if not group.names and number < len(index.groups):
-            numbers = {number: None}  # an empty one is known by its place alone
+            numbers = {number: None}  # an empty one is known only by its place
         theirs = [index.groups[each].hyperparameters for each in numbers]
         differ |= any(each != theirs[0] for each in theirs)
         taken.append(theirs[0] if theirs else None)

@@ -1,4 +1,4 @@
-"""``optimizer.json``: the contents of an optimizer's checkpoint beside its tensors.
+"""``optimizer.json``: the contents of an optimizer's checkpoint except its tensors.
 
 Parameters have FQNs and global shapes, so that the file does not depend on the ranks. It is written last: a
 directory that has it is complete.
@@ -84,7 +84,7 @@ class OptimizerIndex:
 
 
 def tensor_name(parameter: str, key: str) -> str:
-    """The name of a state's tensor in the checkpoint."""
+    """Return the name of a state's tensor in the checkpoint."""
     return f"state.{parameter}.{key}"
 
 
@@ -119,7 +119,7 @@ def read_index(directory: Path) -> OptimizerIndex:
 
 
 def to_value(thing: Any) -> StoredValue | None:
-    """A value as text; None if its kind cannot be stored."""
+    """Return a value as text; None if its kind cannot be stored."""
     if thing is None:
         return StoredValue("none")
     if isinstance(thing, Tensor):
@@ -135,7 +135,7 @@ def to_value(thing: Any) -> StoredValue | None:
 
 
 def from_value(value: StoredValue) -> Any:
-    """The value that ``to_value`` stored; tensors are on the CPU.
+    """Return the value that ``to_value`` stored; tensors are on the CPU.
 
     Raises:
         CheckpointError: the text is not of that kind.

@@ -124,7 +124,7 @@ def load_optimizer(
 
 
 def optimizer_files(directory: Path) -> Collection[str]:
-    """The files of a directory that ``save_optimizer`` wrote.
+    """Return the files of a directory that ``save_optimizer`` wrote.
 
     Raises:
         CheckpointError: ``save_optimizer`` did not write the directory.

@@ -28,7 +28,7 @@ from .replicas import mesh_of, replicas_of
 from .save import save
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-"""Files of an earlier checkpoint, which would be loaded in place of, or beside, the new ones."""
+"""Files of an earlier checkpoint, which would be loaded in place of the new ones, or with them."""
 
 
 def save_pretrained(
@@ -118,7 +118,7 @@ def _beside(target: Path, kind: str) -> Path:
 
 
 def _merging() -> Callable[..., object]:
-    """The converter's ``merge``."""
+    """Return the converter's ``merge``."""
     remedy = ", or call shardconv_runtime.save and run `shardconv merge` elsewhere"
     merge: Callable[..., object] = converter_function(
         "merge", "save_pretrained merges the shards of all ranks", remedy

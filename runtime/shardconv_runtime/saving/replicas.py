@@ -35,7 +35,7 @@ class Replicas:
     launch: Launch
     """All of these processes; ``control`` is a group for control messages between them."""
     rank: int
-    """Of the plan."""
+    """The rank in the plan."""
     is_first: bool
     """This process is in the first replica, which writes."""
     place: int = 0
@@ -43,7 +43,7 @@ class Replicas:
 
     @property
     def is_leader(self) -> bool:
-        """This process does what is done once."""
+        """Return whether this process does the work that is done once."""
         return self.is_first and self.rank == 0 and self.place == 0
 
     def agree(self, error: Exception | None, timeout_s: float | None = None) -> None:
@@ -92,7 +92,13 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
     for module in unwrapped(model).modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    groups = [group] if group is not None else _data_parallel_groups(model)
+    if group is not None:
+        groups = [group]
+    elif (mesh := mesh_of(model)) is not None:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    else:
+        wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        groups = [wrapper.process_group for wrapper in wrappers[:1]]
     if not groups:
         return Replicas(start, is_first=True, **place)
     me = dist.get_rank()
@@ -114,7 +120,8 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that the model's DTensors are sharded over beside tensor parallelism; None without DTensors.
+    """Return the mesh that the model's DTensors are sharded over in addition to tensor parallelism; None
+    without DTensors.
 
     Raises:
         LaunchError: the DTensors have several meshes.
@@ -125,16 +132,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return next(iter(meshes), None)
 
 
-def _data_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    mesh = mesh_of(model)
-    if mesh is not None:
-        return [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    return [wrapper.process_group for wrapper in wrappers[:1]]
-
-
 def full_tensor(tensor: DTensor) -> Tensor:
-    """All of a tensor, gathered when all processes that hold parts of it call this.
+    """Return all of a tensor, gathered when all processes that hold parts of it call this.
 
     Those that have nothing to do with it would issue their next collectives at once, and NCCL's watchdog ends
     a process whose collective is not over in time, however slowly another process writes in the meantime.

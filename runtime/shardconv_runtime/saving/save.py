@@ -97,7 +97,11 @@ def save(
         for stage in source.stages:
             directory = _directory(staging.path, plan, stage)
             files = shard_files(_of_stage(plan, stage), ranks, max_file_size)
-            own = _of_one_stage(source, found, stage)
+            own = found
+            if len(source.stages) > 1:  # the tensors of one stage, by their names in its directory
+                here, there = held_names(source.plan, source.stages), held_names(source.plan, stage)
+                tensors = {name: found.tensors[here[first]] for first, name in there.items()}
+                own = StoredModel(with_dtypes(of_stage(source.plan, stage), dtypes_of(tensors)), tensors)
             entries[stage], failure = _write_shards(own, holders, directory, files)
             error = error or failure
         holders.agree(error, agreement.READ_TIMEOUT_S)
@@ -109,7 +113,7 @@ def save(
 
 
 def converted_files(directory: Path) -> Collection[str]:
-    """The files of a converted directory.
+    """Return the files of a converted directory.
 
     Raises:
         CheckpointError: the directory is not a converted one.
@@ -120,26 +124,17 @@ def converted_files(directory: Path) -> Collection[str]:
 
 
 def _directory(path: Path, plan: Plan, stage: int) -> Path:
-    """The directory of a stage, or of a model without any."""
+    """Return the directory of a stage, or of a model without any."""
     return path if plan.stages is None else path / stage_directory(stage, plan.stages.count)
 
 
 def _of_stage(plan: Plan, stage: int) -> Plan:
-    """The plan that is stored in the directory of a stage."""
+    """Return the plan that is stored in the directory of a stage."""
     return plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=stage))
 
 
-def _of_one_stage(source: Loaded, found: StoredModel, stage: int) -> StoredModel:
-    """The tensors of one of the stages of this process, by their names in the directory of that stage."""
-    if len(source.stages) == 1:
-        return found
-    own, names = held_names(source.plan, source.stages), held_names(source.plan, stage)
-    tensors = {name: found.tensors[own[first]] for first, name in names.items()}
-    return StoredModel(with_dtypes(of_stage(source.plan, stage), dtypes_of(tensors)), tensors)
-
-
 def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
-    """The plan of the whole model with the dtypes of the tensors, which has one for each on all ranks.
+    """Return the plan of the whole model with the dtypes of the tensors, which has one for each on all ranks.
 
     Raises:
         PlanError: some ranks hold a parameter in another dtype; on all of them.
@@ -192,7 +187,7 @@ def _write_shards(
 
 
 def _values(found: StoredModel, file: PlannedShard, rank: int) -> Generator[Tensor]:
-    """This rank's local tensors of a file, one after another; one all_gather for each DTensor."""
+    """Yield this rank's local tensors of a file, one after another; one all_gather for each DTensor."""
     entries = parameter_plans(found.plan)
     for name in file.layout.offsets:
         tensor = found.tensors[name].detach()
@@ -219,7 +214,7 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The elements of a tensor, row-major, as a buffer of bytes."""
+    """Return the elements of a tensor, row-major, as a buffer of bytes."""
     return tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -240,7 +235,13 @@ def _finish(
 
 def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntry]) -> None:
     """Write the files of a converted directory that are not shards."""
-    _require_seen(directory, shards)
+    for entry in shards:
+        path = directory / entry.path
+        if not path.is_file() or path.stat().st_size != entry.num_bytes:
+            raise CheckpointError(
+                f"{path} was written by rank {entry.rank} and is not visible to rank 0; "
+                "save to a file system that all ranks share"
+            )
     entries = [*shards, *_copy_small_files(source, directory)]
     if plan.stages is None or plan.stages.own == 0:
         entries += copy_unused(source.directory, source.manifest, directory)
@@ -253,16 +254,6 @@ def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntr
         tuple(sorted(entries, key=lambda entry: entry.path)),
     )
     manifest.write(made, directory)
-
-
-def _require_seen(directory: Path, shards: list[FileEntry]) -> None:
-    for entry in shards:
-        path = directory / entry.path
-        if not path.is_file() or path.stat().st_size != entry.num_bytes:
-            raise CheckpointError(
-                f"{path} was written by rank {entry.rank} and is not visible to rank 0; "
-                "save to a file system that all ranks share"
-            )
 
 
 def _copy_small_files(source: Loaded, target: Path) -> list[FileEntry]:

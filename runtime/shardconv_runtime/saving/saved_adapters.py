@@ -41,7 +41,7 @@ def save_adapters(
     Args:
         wrapper: the ``peft.PeftModel``.
         out: directory to make: of one adapter it has the files, of several a directory for each.
-        names: of the adapters; None: of all.
+        names: the names of the adapters; None: of all.
         overwrite: replace ``out`` if it has adapters only.
 
     Raises:
@@ -77,12 +77,12 @@ def save_adapters(
 
 
 def wrapper_of(model: nn.Module) -> Any:
-    """The ``peft.PeftModel`` that a model is, or that is in its wrappers.
+    """Return the ``peft.PeftModel`` that a model is, or that is in its wrappers.
 
     Raises:
         PlanError: it is only the model in that.
     """
-    import peft
+    import peft  # an optional library
 
     found = next((module for module in model.modules() if isinstance(module, peft.PeftModel)), None)
     if found is None:
@@ -91,7 +91,7 @@ def wrapper_of(model: nn.Module) -> Any:
 
 
 def adapter_files(directory: Path) -> list[str]:
-    """The files of a directory of adapters.
+    """Return the files of a directory of adapters.
 
     Raises:
         CheckpointError: the directory is not one.
@@ -107,13 +107,13 @@ def adapter_files(directory: Path) -> list[str]:
 
 
 def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> dict[str, Tensor]:
-    """The tensors of one adapter by FQN, global, on the CPU of the leader; elsewhere nothing.
+    """Return the tensors of one adapter by FQN, global, on the CPU of the leader; elsewhere nothing.
 
     Every process of the model calls it.
 
     Args:
         wrapper: the ``peft.PeftModel``.
-        name: of the adapter.
+        name: the name of the adapter.
         holders: all processes.
         whole: one with the modules of all stages, which peft asks for names.
     """
@@ -138,8 +138,9 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
 
 
 def _exchanged(local: Tensor | None, entry: ParameterPlan, holders: Replicas, source: Loaded) -> list[Tensor]:
-    """The tensors of all ranks of the first replica, of which one is enough where all have the same; with
-    stages those of the first processes that have them."""
+    """Return the tensors of all ranks of the first replica, of which one is enough where all have the same;
+    with stages those of the first processes that have them.
+    """
     if not holders.is_first or (is_common(entry) and source.stage is None):
         return [] if local is None else [local.cpu()]
     found = agreement.exchange(source.launch, None if local is None else local.cpu())
@@ -147,7 +148,7 @@ def _exchanged(local: Tensor | None, entry: ParameterPlan, holders: Replicas, so
 
 
 def _assembled(parts: list[Tensor], entry: ParameterPlan, mesh: Mesh) -> Tensor:
-    """The global tensor of the local ones, by rank."""
+    """Return the global tensor of the local ones, by rank."""
     if is_common(entry):
         return parts[0]
     out = torch.empty(global_shape(entry), dtype=parts[0].dtype)
@@ -161,7 +162,7 @@ def _assembled(parts: list[Tensor], entry: ParameterPlan, mesh: Mesh) -> Tensor:
 def _boxes(
     entry: ParameterPlan, mesh: Mesh, rank: int
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Windows of the global tensor, and of the rank's, that are the same positions."""
+    """Yield windows of the global tensor, and of the rank's, that are the same positions."""
     dims = []
     for dim in entry.dims:
         spans, done = [], 0

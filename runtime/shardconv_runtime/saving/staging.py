@@ -70,7 +70,7 @@ class Staging:
 def staged(
     replicas: Replicas, out: Path, *, overwrite: bool, known: KnownFiles, apart_from: Path | None = None
 ) -> Iterator[Staging]:
-    """A staging directory that is removed if the context raises; arguments and errors as for ``begin``."""
+    """Make a staging directory, and remove it if the context raises; arguments are those of ``begin``."""
     staging = begin(replicas, out, overwrite=overwrite, known=known, apart_from=apart_from)
     try:
         yield staging
@@ -157,7 +157,7 @@ def _beside(out: Path, kind: str, token: str) -> Path:
 
 
 def _left(out: Path, kind: str) -> list[Path]:
-    """Directories that earlier runs left beside ``out``."""
+    """Return directories that earlier runs left next to ``out``."""
     if not out.parent.is_dir():
         return []
     return sorted(path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.{kind}-"))

@@ -26,7 +26,7 @@ class StoredModel:
     """One rank's tensors, and their layout."""
 
     plan: Plan
-    """Of what this process holds, with the present dtypes of the tensors, and without packings."""
+    """The plan of what this process holds, with the present dtypes of the tensors, and without packings."""
     tensors: dict[str, Tensor]
     """Local, by FQN, each parameter and persistent buffer once. The shape of a DTensor, which is sharded over
     data-parallel processes, is local to the rank too."""
@@ -49,7 +49,12 @@ def stored_model(model: nn.Module) -> StoredModel:
             f"{source.directory}, or load it with dequantize=True"
         )
     tensors, plan = named_tensors(model), source.held_plan
-    _check_tied(plan, tensors)
+    for alias, stored in plan.tied:
+        if alias in tensors and tensors[alias] is not tensors.get(stored):
+            raise PlanError(
+                f"{alias} and {stored} were tied when the model was loaded, and are two tensors now; tie "
+                "them again, or convert a model where they are not tied"
+            )
     aliases = dict(plan.tied)
     entries = parameter_plans(plan)
     found = {name: tensor for name, tensor in tensors.items() if name not in aliases}
@@ -66,12 +71,14 @@ def stored_model(model: nn.Module) -> StoredModel:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Local parameters and persistent buffers by FQNs of the plan, tied ones under each of their names."""
+    """Return local parameters and persistent buffers by FQNs of the plan, tied ones under each of their
+    names.
+    """
     return {_fqn(name): tensor for name, tensor in stored_tensors(unwrapped(model))}
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by the FQNs of the plan, shared ones under each of their names."""
+    """Return the modules by the FQNs of the plan, shared ones under each of their names."""
     return {_fqn(name): module for name, module in unwrapped(model).named_modules(remove_duplicate=False)}
 
 
@@ -79,15 +86,6 @@ def _fqn(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _check_tied(plan: Plan, tensors: dict[str, Tensor]) -> None:
-    for alias, name in plan.tied:
-        if alias in tensors and tensors[alias] is not tensors.get(name):
-            raise PlanError(
-                f"{alias} and {name} were tied when the model was loaded, and are two tensors now; tie them "
-                "again, or convert a model where they are not tied"
-            )
 
 
 def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: int) -> None:
@@ -101,19 +99,24 @@ def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: in
 
 
 def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names of the dtypes of tensors."""
+    """Return the names of the dtypes of tensors."""
     return {name: _name(tensor.dtype) for name, tensor in tensors.items()}
 
 
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
-    """The plan with these dtypes of its parameters, by name, and without packings."""
+    """Return the plan with these dtypes of its parameters, by name, and without packings."""
     parameters = [part for entry in plan.parameters for part in _parts(entry, dtypes)]
-    dtype = _model_dtype(plan, dtypes)
+    # The dtype of most elements among the tensors that had the model's own dtype.
+    counts: Counter[str] = Counter()
+    for name, entry in parameter_plans(plan).items():
+        if entry.dtype == plan.model.dtype and getattr(torch, dtypes[name]).is_floating_point:
+            counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
+    dtype = counts.most_common(1)[0][0] if counts else plan.model.dtype
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
 
 
 def _parts(entry: ParameterPlan, dtypes: Mapping[str, str]) -> list[ParameterPlan]:
-    """One entry for each dtype among the names of an entry."""
+    """Return one entry for each dtype among the names of an entry."""
     kinds: dict[str, list[str]] = {}
     for name in expand_all(entry.names):
         kinds.setdefault(dtypes[name], []).append(name)
@@ -122,15 +125,6 @@ def _parts(entry: ParameterPlan, dtypes: Mapping[str, str]) -> list[ParameterPla
     return [
         replace(entry, names=compress(names), dtype=dtype, packing=None) for dtype, names in kinds.items()
     ]
-
-
-def _model_dtype(plan: Plan, dtypes: Mapping[str, str]) -> str:
-    """The dtype of most elements among the tensors that had the model's own dtype."""
-    counts: Counter[str] = Counter()
-    for name, entry in parameter_plans(plan).items():
-        if entry.dtype == plan.model.dtype and getattr(torch, dtypes[name]).is_floating_point:
-            counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
-    return counts.most_common(1)[0][0] if counts else plan.model.dtype
 
 
 def _name(dtype: torch.dtype) -> str:

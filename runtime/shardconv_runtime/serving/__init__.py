@@ -1,1 +1,1 @@
-"""What ``shardconv_runtime.serve`` answers to clients of OpenAI's API."""
+"""The server behind ``shardconv_runtime.serve`` for clients of OpenAI's API."""

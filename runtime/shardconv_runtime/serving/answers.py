@@ -48,7 +48,7 @@ class Metrics:
 
     @contextmanager
     def running(self, num_prompt_tokens: int) -> Iterator[None]:
-        """While a request is answered."""
+        """Count a request as running within this context."""
         self._requests.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self.num_running += 1
@@ -58,20 +58,20 @@ class Metrics:
             self.num_running -= 1
 
     def tokens_came(self, count: int, seconds: float, *, is_first: bool) -> None:
-        """Tokens of an answer, and the time since those before them or since the request."""
+        """Count tokens of an answer, and the time since the tokens before them or since the request."""
         self._new_tokens.inc(count)
         if count:
             (self._first if is_first else self._next).observe(seconds / (1 if is_first else count))
 
     def text(self) -> bytes:
-        """All counts."""
+        """Return the text of all counts."""
         return generate_latest(self._registry)
 
 
 # From the tokens of an answer to its text, piece by piece.
 
 INCOMPLETE = "\ufffd"
-"""What decoding gives for a part of a character's bytes."""
+"""Result of decoding a part of a character's bytes."""
 LONGEST_CHARACTER = 8
 """Tokens after which bytes that are no character yet will be none: a character has four bytes."""
 
@@ -97,7 +97,7 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, tokens: Sequence[int], is_last: bool) -> str:
-        """The text that is known since the last call.
+        """Return the text that is known since the last call.
 
         Args:
             tokens: all tokens of the answer so far.
@@ -135,23 +135,23 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` with which ``stop`` begins."""
+    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 RETRY_AFTER_S = 2
-"""What a client is told to wait for when too many are answered."""
+"""Seconds that a client is told to wait if too many requests are answered."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What answers the requests.
+    """The objects that answer requests.
 
     Attributes:
         manager: of continuous batching, running, made by ``serving_config``.
-        grammars: what checks JSON schemas; None where it is not installed.
+        grammars: checks JSON schemas; None if the package is not installed.
         processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
-        name: of the model, for clients.
+        name: the name of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
         max_requests: answered or waiting at a time; more are told to come again.
@@ -171,21 +171,21 @@ class Served:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Return tokens that end an answer."""
         return end_tokens(self.eos_token_id)
 
 
 def end_tokens(given: int | list[int] | None) -> frozenset[int]:
-    """The tokens that a generation config names as ``eos_token_id``."""
+    """Return the tokens that a generation config names as ``eos_token_id``."""
     return frozenset(given if isinstance(given, list) else [] if given is None else [given])
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a client asks for, beside the prompt."""
+    """The options of a client's request."""
 
     max_new_tokens: int | None
-    """None: what is left of the context."""
+    """None for the rest of the context."""
     sampling: Sampling
     stops: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -206,11 +206,11 @@ class AnswerPiece:
 
     text: str
     num_tokens: int
-    """Of the answer so far."""
+    """The number of tokens of the answer so far."""
     finish_reason: str | None = None
     """``stop`` or ``length`` in the last one."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the tokens since the piece before, if they were asked for."""
+    """The logprobs of the tokens since the piece before, if they were asked for."""
 
 
 class AnswerFailed(Exception):
@@ -221,7 +221,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     """Yield the pieces of an answer; a generator that is closed cancels its request.
 
     Args:
-        served: what answers.
+        served: answers the requests.
         prompt: token ids.
         wanted: by the client.
 
@@ -241,7 +241,10 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 "response_format",
             )
         await asyncio.to_thread(served.grammars.require, wanted.sampling.json_schema)
-    stops, stop_tokens = _special_stops(served, wanted)
+    # Stop strings that are special tokens are not in the text, so their ids end the answer.
+    special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
+    stops = [stop for stop in wanted.stops if stop not in special]
+    stop_tokens = wanted.stop_token_ids | {special[stop] for stop in wanted.stops if stop in special}
     ends = stop_tokens if wanted.ignores_end else stop_tokens | served.ends
     max_new_tokens = _limit(served, prompt, wanted)
     name, outputs = f"cmpl-{uuid.uuid4().hex}", asyncio.Queue[Any]()
@@ -263,7 +266,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)
                 num_told, last_at = len(tokens), now
                 has_end = bool(tokens) and tokens[-1] in ends
-                # A stop that is a token of its own is not a part of the answer.
+                # A stop that is its own token is not a part of the answer.
                 shown = tokens[:-1] if has_end and tokens[-1] in stop_tokens else tokens
                 text = stream.push(shown, is_finished)
                 is_last = stream.is_stopped or is_finished
@@ -291,15 +294,8 @@ def _forget(served: Served, name: str) -> None:
         served.processor.forget(name)
 
 
-def _special_stops(served: Served, wanted: AnswerOptions) -> tuple[list[str], frozenset[int]]:
-    """Stop strings, and ids to stop at: of those strings that are special tokens, which the text lacks."""
-    special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
-    tokens = {special[stop] for stop in wanted.stops if stop in special}
-    return [stop for stop in wanted.stops if stop not in special], wanted.stop_token_ids | tokens
-
-
 def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:
-    """The most new tokens of an answer."""
+    """Return the most new tokens of an answer."""
     limits = [limit for limit in (served.context, served.manager.room) if limit is not None]
     if not prompt:
         raise BadRequest("a prompt without tokens cannot be continued", "prompt")

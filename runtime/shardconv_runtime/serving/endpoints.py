@@ -26,7 +26,6 @@ from .schemas import (
     CompletionRequest,
     ErrorBody,
     ErrorResponse,
-    GenerationRequest,
     Sampling,
     TokenLogprob,
 )
@@ -38,12 +37,12 @@ _STATUSES = (400, 401, 404, 429, 503)
 
 
 def application(served: Served, defaults: Sampling, api_key: str | None = None) -> FastAPI:
-    """The web application of rank 0.
+    """Return the web application of rank 0.
 
     Args:
-        served: what answers.
+        served: answers the requests.
         defaults: of requests that do not say how tokens are drawn.
-        api_key: what clients have to send; None: nothing.
+        api_key: the key that clients have to send; None for no key.
     """
 
     def require_key(request: Request) -> None:
@@ -93,7 +92,7 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every failure has the form of an error of OpenAI's API."""
+    """Give every failure the form of an error of OpenAI's API."""
 
     @app.exception_handler(BadRequest)
     async def bad(request: Request, error: BadRequest) -> Response:
@@ -137,21 +136,7 @@ async def _respond(
         raise BadRequest(f"the text cannot be made into tokens: {error}") from error
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
-    wanted = _wanted(body, defaults, is_chat)
-    answers = [
-        answer(served, prompt, wanted.of_choice(number)) for prompt in prompts for number in range(body.n)
-    ]
-    form = _Form(served, is_chat, prompts, len(answers))
-    pieces = merged(answers)
-    if body.stream:
-        first = await anext(pieces)  # what cannot be answered is refused before the stream begins
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_events(form, first, pieces, has_usage), media_type="text/event-stream")
-    return await _whole(form, pieces, request)
-
-
-def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> AnswerOptions:
-    return AnswerOptions(
+    wanted = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
         body.sampling(defaults),
         body.stops,
@@ -159,10 +144,20 @@ def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> Answe
         body.ignore_eos,
         not body.skip_special_tokens,
     )
+    answers = [
+        answer(served, prompt, wanted.of_choice(number)) for prompt in prompts for number in range(body.n)
+    ]
+    form = _Form(served, is_chat, prompts, len(answers))
+    pieces = merged(answers)
+    if body.stream:
+        first = await anext(pieces)  # invalid requests are refused before the stream begins
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        return StreamingResponse(_events(form, first, pieces, has_usage), media_type="text/event-stream")
+    return await _whole(form, pieces, request)
 
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:
-    """Pieces of several answers as they come, with the numbers of their answers.
+    """Yield pieces of several answers as they come, with the numbers of their answers.
 
     Raises:
         Exception: an answer failed; the others are canceled.
@@ -196,7 +191,7 @@ async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerat
 
 
 async def _whole(form: _Form, pieces: AsyncGenerator[Indexed], request: Request) -> Response:
-    """Answers in one piece; their requests are canceled when the client goes away."""
+    """Answer in one piece; cancel the requests when the client disconnects."""
 
     async def collect() -> Response:
         found: list[list[AnswerPiece]] = [[] for _ in form.last]
@@ -229,7 +224,7 @@ async def _whole(form: _Form, pieces: AsyncGenerator[Indexed], request: Request)
 async def _events(
     form: _Form, first: Indexed, pieces: AsyncGenerator[Indexed], has_usage: bool
 ) -> AsyncGenerator[str]:
-    """Server-sent events; the requests are canceled when the client goes away."""
+    """Yield server-sent events; cancel the requests when the client disconnects."""
     async with aclosing(pieces):
         try:
             yield _event(form.part(*first))
@@ -248,7 +243,7 @@ class _Form:
     """The JSON of the answers to one request, see OpenAI's API.
 
     Args:
-        served: what answers.
+        served: answers the requests.
         is_chat: the form is that of a chat.
         prompts: token ids of each.
         count: number of answers.
@@ -270,7 +265,7 @@ class _Form:
         return piece
 
     def log(self) -> None:
-        """One line for the request."""
+        """Log one line for the request."""
         reasons = [each.finish_reason or "canceled" if each is not None else "canceled" for each in self.last]
         LOG.info(
             "%s %s: %d tokens of the prompt, %d new ones, %.2f s, %s",
@@ -283,7 +278,7 @@ class _Form:
         )
 
     def whole(self, found: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """All of the answers."""
+        """Return all of the answers."""
         choices = []
         for index, pieces in enumerate(found):
             content = "".join(piece.text for piece in pieces)
@@ -295,7 +290,7 @@ class _Form:
         return self._object("chat.completion", choices) | {"usage": self._usage()}
 
     def part(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
-        """A piece of an answer."""
+        """Return a piece of an answer."""
         role = {"role": "assistant"} if self.last[index] is None else {}
         self.seen(index, piece)
         text = {"delta": role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
@@ -303,7 +298,7 @@ class _Form:
         return self._object("chat.completion.chunk", [choice])
 
     def usage_part(self) -> dict[str, Any]:
-        """The numbers of tokens, at the end of a stream."""
+        """Return the numbers of tokens, at the end of a stream."""
         return self._object("chat.completion.chunk", []) | {"usage": self._usage()}
 
     def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:

@@ -59,7 +59,8 @@ ONE_ASKS_FOR_NOTHING = (
 
 
 def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Sampling:
-    """How tokens are drawn for requests that do not say: as the model's generation config says, or the API.
+    """Return how tokens are drawn for requests that do not say: as the model's generation config says, or the
+    API.
 
     Args:
         own: the generation config of the model.
@@ -81,7 +82,7 @@ def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Samplin
 
 
 def _chooses(name: str, value: Any) -> bool:
-    """Whether a field of a generation config makes other tokens likely."""
+    """Return whether a field of a generation config makes other tokens likely."""
     if name in NOT_OF_TOKENS or name.startswith(("output_", "return_")):
         return False
     if name in ONE_ASKS_FOR_NOTHING and value == 1:
@@ -90,7 +91,7 @@ def _chooses(name: str, value: Any) -> bool:
 
 
 def serving_config(own: Any) -> GenerationConfig:
-    """A generation config with which ``RequestProcessor`` chooses all tokens.
+    """Return a generation config with which ``RequestProcessor`` chooses all tokens.
 
     Args:
         own: the generation config of the model.
@@ -109,10 +110,10 @@ def serving_config(own: Any) -> GenerationConfig:
 
 
 def processor_of(manager: Any) -> RequestProcessor:
-    """The processor of a manager that was made by ``serving_config``.
+    """Return the processor of a manager that was made by ``serving_config``.
 
     Raises:
-        ShardconvError: others would choose tokens beside it.
+        ShardconvError: other processors would choose tokens, too.
     """
     found = list(manager.logit_processor.logits_processor)
     if [type(each) for each in found] != [RequestProcessor]:
@@ -128,7 +129,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
     Attributes:
         logprobs: name of a request that is watched -> those of its tokens, if it asked for them.
         failed: names of watched requests whose logits were not numbers.
-        grammars: what follows JSON schemas; None where nothing does.
+        grammars: follows JSON schemas; None if they are not supported.
         is_with_rank_0: rank 0 sees what is noted here; of stages, only the last one has logits.
     """
 
@@ -143,11 +144,11 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         self.grammars: Any = None
 
     def watch(self, name: str) -> None:
-        """Note what becomes of a request; nothing is noted on ranks where nobody asks."""
+        """Record the tokens of a request; nothing is recorded on ranks without a client."""
         self.logprobs[name] = []
 
     def forget(self, name: str) -> None:
-        """A request is over; the loop may compute another token of it."""
+        """Forget a request that is over; the loop may still compute another token of it."""
         self.logprobs.pop(name, None)
         self.failed.discard(name)
 
@@ -161,7 +162,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         return torch.zeros(len(self._requests), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Scores ``[B, V]`` in which each row has one token.
+        """Return scores ``[B, V]`` in which each row has one token.
 
         Args:
             scores: float32 logits ``[B, V]``, the same on all ranks.
@@ -209,7 +210,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         return left
 
     def _matcher(self, state: Any, sampling: Sampling) -> Any:
-        """What follows the schema of a request, which is kept with it."""
+        """Return the object that follows the schema of a request, which is kept with it."""
         if _MATCHER not in vars(state):
             vars(state)[_MATCHER] = self.grammars.matcher(sampling.json_schema, _tokens(state)[1])
         return vars(state)[_MATCHER]
@@ -221,13 +222,15 @@ _GENERATOR, _MATCHER = "_shardconv_generator", "_shardconv_matcher"
 
 
 def _tokens(state: Any) -> tuple[list[int], list[int]]:
-    """The prompt and the answer so far; a request that was taken out of the cache begins anew with both."""
+    """Return the prompt and the answer so far; a request that was taken out of the cache begins again with
+    both.
+    """
     end = state._true_initial_tokens or len(state.initial_tokens)
     return state.initial_tokens[:end], state.initial_tokens[end:] + state.generated_tokens
 
 
 def _adjusted(scores: Tensor, state: Any, sampling: Sampling) -> Tensor:
-    """Scores ``[V]`` with the request's bias and penalties, in ``generate``'s order."""
+    """Return the scores ``[V]`` with the request's bias and penalties, in ``generate``'s order."""
     prompt, answer = _tokens(state)
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias, strict=True)
@@ -243,7 +246,9 @@ def _adjusted(scores: Tensor, state: Any, sampling: Sampling) -> Tensor:
 
 
 def _warped(scores: Tensor, settings: tuple[float, int, float, float]) -> Tensor:
-    """Scores ``[B, V]`` of the tokens that may be drawn, by ``generate``'s processors in their order."""
+    """Return the scores ``[B, V]`` of the tokens that may be drawn, by ``generate``'s processors in their
+    order.
+    """
     temperature, top_k, top_p, min_p = settings
     ids = torch.empty(scores.size(0), 0, dtype=torch.long, device=scores.device)  # they read none
     if temperature != 1:
@@ -258,11 +263,11 @@ def _warped(scores: Tensor, settings: tuple[float, int, float, float]) -> Tensor
 
 
 def _generator(state: Any, seed: int, like: Tensor) -> torch.Generator:
-    """The generator of a request's draws, which is kept with it."""
+    """Return the generator of a request's draws, which is kept with it."""
     found: torch.Generator | None = vars(state).get(_GENERATOR)
     if found is None:
         found = torch.Generator(like.device).manual_seed(seed)
-        # A request that begins anew has drawn before: a draw takes as many numbers as there are tokens.
+        # A request that begins again has drawn before: a draw takes as many numbers as there are tokens.
         for _ in _tokens(state)[1]:
             torch.empty_like(like).exponential_(generator=found)
         vars(state)[_GENERATOR] = found

@@ -1,4 +1,4 @@
-"""What a client may ask for: the JSON of requests, declared once for checks and for the API's description."""
+"""The JSON of requests, declared once for checks and for the API's description."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_CHOICES = 128
 """Answers to one request."""
 
 ALMOST_GREEDY = 1e-5
-"""A temperature below this one is taken for 0: logits that are divided by it would overflow."""
+"""A temperature below this one counts as 0: logits that are divided by it would overflow."""
 
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -58,28 +58,28 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Tokens, and what is added to their logits."""
+    """Tokens, and the biases of their logits."""
     seed: int | None = None
-    """Of the request's own draws."""
+    """The seed of the request's own draws."""
     json_schema: str | None = None
-    """As JSON: what the answer has to be."""
+    """The schema of the answer, as JSON."""
     num_logprobs: int | None = None
-    """For each token its logarithmic probability, and those of so many likely ones; None: nothing."""
+    """For each token its logarithmic probability, and those of this many likely ones; None: nothing."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Return whether nothing is drawn."""
         return self.temperature < ALMOST_GREEDY
 
     @property
     def changes_scores(self) -> bool:
-        """Whether a bias or a penalty gives tokens other scores than the model's."""
+        """Return whether a bias or a penalty gives tokens other scores than the model's."""
         penalties = (self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias) or self.repetition_penalty != 1 or any(penalties)
 
     @property
     def warping(self) -> tuple[float, int, float, float]:
-        """Temperature, ``top_k``, ``top_p`` and ``min_p``, in the types that transformers wants."""
+        """Return temperature, ``top_k``, ``top_p`` and ``min_p`` in the types that transformers expects."""
         return float(self.temperature), self.top_k, float(self.top_p), float(self.min_p)
 
 
@@ -89,7 +89,7 @@ DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, and its logarithmic probability by the model alone: before penalties and temperature."""
+    """A token, and its log probability in the model, before penalties and temperature."""
 
     token: int
     logprob: float
@@ -109,7 +109,7 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    """What a stream has beside the pieces of an answer."""
+    """Options of a stream of pieces of an answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -127,7 +127,7 @@ class JsonSchema(_Fields):
 
 
 class ResponseFormat(_Fields):
-    """What an answer has to be: text, a JSON object, or JSON that a schema describes."""
+    """The form of an answer: text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -140,7 +140,7 @@ class ResponseFormat(_Fields):
 
     @property
     def schema_text(self) -> str | None:
-        """The schema as JSON; None for any text."""
+        """Return the schema as JSON; None for any text."""
         if self.type == "text":
             return None
         content = {"type": "object"} if self.json_schema is None else self.json_schema.content
@@ -186,21 +186,21 @@ class GenerationRequest(_Fields):
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens."""
+        """Return the most new tokens."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts before which the answer ends."""
+        """Return the texts before which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def num_logprobs(self) -> int | None:
-        """So many likely tokens are told with their logarithmic probabilities; None: nothing is."""
+        """Return the number of likely tokens to return with their log probabilities; None for none."""
         return None
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """How tokens are drawn; what is not said is as in ``defaults``."""
+        """Return how tokens are drawn; what is not said is as in ``defaults``."""
         said: dict[str, Any] = {n: v for n in DEFAULT_FIELDS if (v := getattr(self, n)) is not None}
         said |= {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty", "seed")}
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
@@ -250,7 +250,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    """For the template; what the model says of them is text."""
+    """Tools for the template; the model's use of them is returned as text."""
     chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
@@ -288,7 +288,7 @@ class ChatRequest(GenerationRequest):
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
+    """The error message."""
 
     message: str
     type: str

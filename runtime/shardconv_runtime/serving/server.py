@@ -32,7 +32,7 @@ from .schemas import BadRequest, Sampling
 
 PACKAGE = "xgrammar"
 MOST_CHARACTERS = 65_536
-"""Of a schema."""
+"""Most characters of a schema."""
 MOST_SPACES = 8
 """Between two parts of an answer."""
 
@@ -61,7 +61,7 @@ class Grammars:
         self._mask = xgrammar.allocate_token_bitmask(1, vocabulary_size)
 
     def require(self, schema: str) -> None:
-        """Compile a schema, as JSON; it is kept.
+        """Compile a schema, given as JSON, and keep it.
 
         Raises:
             BadRequest: it cannot be followed.
@@ -75,14 +75,14 @@ class Grammars:
             raise BadRequest(f"the schema cannot be followed: {reason}", "response_format") from error
 
     def matcher(self, schema: str, answer: Iterable[int]) -> Any:
-        """What follows a schema, after the tokens of an answer so far."""
+        """Return the object that follows a schema after the tokens of an answer so far."""
         matcher = self._library.GrammarMatcher(self._compiled(schema))
         for token in answer:
             matcher.accept_token(token)
         return matcher
 
     def allowed(self, scores: Tensor, matcher: Any) -> Tensor:
-        """Scores ``[V]`` of the tokens that may come next; others have none."""
+        """Return the scores ``[V]`` of the tokens that may come next; others have none."""
         if matcher.is_terminated() or not matcher.fill_next_token_bitmask(self._mask, 0):
             return scores
         found = scores[None].clone()
@@ -183,7 +183,7 @@ def serve(
 
 
 def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
-    """What follows JSON schemas in answers; None where nothing can, and ``response_format`` is refused.
+    """Return what follows JSON schemas in answers; None if ``response_format`` must be refused.
 
     That takes xgrammar, a token that ends an answer, and a tokenizer that xgrammar knows.
     """
@@ -198,7 +198,7 @@ def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
 
 
 async def warm_up(served: Any) -> None:
-    """Answer a request, so that the first client does not wait for what is made once."""
+    """Answer a request, so that the first client does not wait for one-time work."""
     async for _ in answer(served, [0], AnswerOptions(1, Sampling(temperature=0.0))):
         pass
 
@@ -211,7 +211,7 @@ async def watch(manager: Any, server: Any) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process soon after torchrun, which else would tell it to end."""
+    """End this process soon after torchrun, which otherwise would tell it to end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return  # started by hand: it may outlive its shell
     parent = os.getppid()

@@ -27,17 +27,17 @@ class Move:
     file: int
     """Index of the target file."""
     offset: int
-    """Of the first element in that file, in bytes."""
+    """The offset of the first element in that file, in bytes."""
     source: int
-    """Of the first element in the leaf, in elements."""
+    """The position of the first element in the leaf, in elements."""
     dims: tuple[BoxDim, ...]
     """By descending source stride; dims that are contiguous on both sides are merged."""
     dtype: str
-    """Of the written elements."""
+    """The dtype of the written elements."""
 
     @property
     def end(self) -> int:
-        """One past its last element in the leaf."""
+        """Return the position after its last element in the leaf."""
         return self.source + extent(self.dims)
 
     @property
@@ -47,13 +47,13 @@ class Move:
 
 
 def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Move:
-    """The move of one box of a tensor.
+    """Return the move of one box of a tensor.
 
     Args:
         tensor: that is written.
         piece: box of it.
         file: index of the target file.
-        offset: of the tensor in that file, in bytes.
+        offset: the offset of the tensor in that file, in bytes.
     """
     strides = contiguous_strides(tensor.shape)
     first = sum(a * b for a, b in zip(piece.start, strides, strict=True)) * item_bytes(tensor.dtype)
@@ -76,17 +76,17 @@ def coalesce(dims: Sequence[BoxDim]) -> tuple[BoxDim, ...]:
 
 
 def extent(dims: Sequence[BoxDim]) -> int:
-    """Distance in the leaf from the first element to one past the last."""
+    """Return the distance in the leaf from the first element to one past the last."""
     return 1 + sum((dim.size - 1) * dim.source for dim in dims)
 
 
 def is_run(dims: Sequence[BoxDim]) -> bool:
-    """Whether a box is contiguous on both sides."""
+    """Return whether a box is contiguous on both sides."""
     return not dims or (len(dims) == 1 and dims[0].source == 1 and dims[0].target == 1)
 
 
 def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
-    """The contiguous runs of a box in the target.
+    """Return the contiguous runs of a box in the target.
 
     Args:
         dims: by descending target stride.
@@ -98,7 +98,7 @@ def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
 
 
 def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
-    """The contiguous runs of a box in the leaf.
+    """Return the contiguous runs of a box in the leaf.
 
     Args:
         dims: by descending source stride.
@@ -110,7 +110,7 @@ def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
 
 
 def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
-    """The contiguous runs of a box in the leaf, counted.
+    """Return the contiguous runs of a box in the leaf, counted.
 
     Args:
         dims: by descending source stride.
@@ -123,11 +123,11 @@ def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
 
 
 def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
-    """The stretches of a leaf that hold all elements of the boxes.
+    """Yield the stretches of a leaf that hold all elements of the boxes.
 
     Args:
         boxes: of one leaf.
-        gap: stretches with at most so many elements between them are merged.
+        gap: stretches with at most this many elements between them are merged.
 
     Yields:
         ``(start, stop)`` in elements, ascending.
@@ -147,7 +147,7 @@ def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
 
 
 def packed_source(move: Move) -> Move:
-    """The move from a buffer that holds only the elements of the box, in the order of the leaf."""
+    """Return the move from a buffer that holds only the elements of the box, in the order of the leaf."""
     dims, below = [], 1
     for dim in reversed(move.dims):
         dims.append(dim._replace(source=below))
@@ -164,7 +164,7 @@ def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
 
 
 def _inner(dims: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The length of the contiguous run of the inner dims, and the number of dims outside of it."""
+    """Return the length of the contiguous run of the inner dims, and the number of dims outside of it."""
     run, inner = 1, len(dims)
     while inner and dims[inner - 1][1] == run:
         inner -= 1
@@ -173,7 +173,7 @@ def _inner(dims: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def within(move: Move, low: int, high: int) -> Iterator[Move]:
-    """The parts of a move whose elements lie in ``[low, high)`` of the leaf, as boxes."""
+    """Yield the parts of a move whose elements lie in ``[low, high)`` of the leaf, as boxes."""
     if move.source >= high or move.end <= low:
         return
     if low <= move.source and move.end <= high:
@@ -194,14 +194,16 @@ def within(move: Move, low: int, high: int) -> Iterator[Move]:
 
 
 def _touching(move: Move, low: int, high: int, length: int) -> range:
-    """Indices of the outer dim with some elements in ``[low, high)``, none with all elements there."""
+    """Return the indices of the outer dim with some elements in ``[low, high)``, none with all elements
+    there.
+    """
     stride = move.dims[0].source
     first = -((length - 1 + move.source - low) // stride)
     return range(max(0, first), min(move.dims[0].size, (high - 1 - move.source) // stride + 1))
 
 
 def _part(move: Move, index: int, dims: tuple[BoxDim, ...]) -> Move:
-    """The part of a move that starts at ``index`` of the outer dim."""
+    """Return the part of a move that starts at ``index`` of the outer dim."""
     outer = move.dims[0]
     return Move(
         move.file,
@@ -213,5 +215,5 @@ def _part(move: Move, index: int, dims: tuple[BoxDim, ...]) -> Move:
 
 
 def scatters(move: Move) -> bool:
-    """Whether adjacent elements of the leaf are apart in the target, as in a transpose."""
+    """Return whether adjacent elements of the leaf are apart in the target, as in a transpose."""
     return bool(move.dims) and move.dims[-1].target != 1

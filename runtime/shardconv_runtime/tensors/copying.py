@@ -14,13 +14,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from ..errors import SourceError
 from ..format.header import STORED_NAME
-from ..hub.remote_files import RemoteFile
+from ..hub.remote_files import RemoteFile, RemoteReader
 from .boxes import (
     BoxDim,
     Move,
@@ -36,7 +38,6 @@ from .boxes import (
     within,
 )
 from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor, ZeroLeaf, item_bytes
-from .open_sources import OpenSources
 
 UNIT_BYTES = 1 << 25
 """Bytes of a leaf that one worker takes at a time; after a crash a few units are copied again."""
@@ -47,7 +48,7 @@ BAND_BYTES = 1 << 20
 MAX_WORKERS = 16
 
 SPARSE = 4
-"""Boxes are read run by run where that reads so many times fewer bytes."""
+"""Boxes are read run by run where that reads by this factor fewer bytes."""
 
 PAGE_BYTES = 4096
 
@@ -55,8 +56,8 @@ READ_MEMORY = BAND_BYTES * MAX_WORKERS * 4
 """Bytes of the buffers through which tensors are read into memory."""
 
 MAX_REQUESTS = 100_000
-"""Of reads over a network, some milliseconds each with so many workers. Where more stretches are needed, the
-shortest gaps between them are read too; otherwise only the needed bytes are."""
+"""Of reads over a network, some milliseconds each with this many workers. Where more stretches are needed,
+the shortest gaps between them are read too; otherwise only the needed bytes are."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -75,7 +76,7 @@ class CopyUnit:
     band: int
     """Elements of one read."""
     gap: int = 0
-    """Of a remote leaf: gaps of at most so many elements between stretches are read too."""
+    """For a remote leaf: gaps of at most this many elements between stretches are read too."""
 
 
 class PlacedTensor(NamedTuple):
@@ -112,18 +113,23 @@ def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memo
     units: list[CopyUnit] = []
     gap_bytes = _gap_bytes(by_leaf)
     for leaf in sorted(by_leaf, key=_source_order):
-        number = _zeros_number(leaf) if isinstance(leaf, ZeroLeaf) else leaves.setdefault(leaf, len(leaves))
+        if isinstance(leaf, ZeroLeaf):
+            # Zeros belong to one rank's files, so they are not numbered like leaves of global tensors. The
+            # number tells their dtype; the first element of a unit's key is their number of elements.
+            number = -10 - list(STORED_NAME).index(leaf.dtype)
+        else:
+            number = leaves.setdefault(leaf, len(leaves))
         units += _leaf_units(leaf, number, by_leaf[leaf], memory, gap_bytes)
     return units
 
 
 def is_remote(leaf: LazyLeaf) -> bool:
-    """Whether a leaf is read over a network."""
+    """Return whether a leaf is read over a network."""
     return isinstance(leaf, FileLeaf) and isinstance(leaf.path, RemoteFile)
 
 
 def num_workers(remote: bool = False) -> int:
-    """The number of concurrent units: one per core, more where they wait for a network."""
+    """Return the number of concurrent units: one per core, more where they wait for a network."""
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
@@ -178,7 +184,13 @@ class _Workers:
         sink = make_sink()
         if isinstance(unit.leaf, ComputedLeaf):
             with self._computing:  # each holds a tensor in memory, so one at a time
-                elements = _elements(_computed(unit.leaf), item_bytes(unit.leaf.dtype))
+                tensor = unit.leaf.compute()
+                found = (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+                wanted = unit.leaf.dtype, unit.leaf.num_elements
+                assert found == wanted, f"{unit.leaf.name} was computed as {found}"
+                flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element: any stride
+                data: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+                elements = data.view(_UNSIGNED[item_bytes(unit.leaf.dtype)])
                 self._bands(unit, sink, lambda start, stop: elements[start:stop])
         elif is_remote(unit.leaf):
             self._fetch(unit, sink)
@@ -218,7 +230,7 @@ class _Workers:
                 self._put(box, unit.leaf.dtype, buffer.view(_UNSIGNED[size]), low, sink)
 
     def _clipped(self, unit: CopyUnit, stretch: int) -> Iterator[list[Move]]:
-        """The boxes of a unit, clipped to ``stretch`` elements of the leaf at a time."""
+        """Yield the boxes of a unit, clipped to ``stretch`` elements of the leaf at a time."""
         for low in range(unit.start, unit.stop, stretch):
             if self._stop.is_set():
                 raise _Stopped
@@ -259,7 +271,7 @@ class _Workers:
     def _pack(
         self, dims: Sequence[BoxDim], band: np.ndarray[Any, Any], dtype: str, wanted: str
     ) -> memoryview:
-        """The elements of a box in the order of the target, cast."""
+        """Return the elements of a box in the order of the target, cast."""
         shape = tuple(dim.size for dim in dims)
         strided = np.ndarray(
             shape, band.dtype, band, strides=tuple(dim.source * band.itemsize for dim in dims)
@@ -276,7 +288,7 @@ class _Workers:
 def _leaf_units(
     leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int
 ) -> Iterator[CopyUnit]:
-    """Units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one unit of another leaf."""
+    """Yield units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one for another leaf."""
     size = item_bytes(leaf.dtype)
     # Each worker has a buffer to read, one to pack, and as much again for casts.
     share = memory // num_workers(is_remote(leaf)) // 4
@@ -289,7 +301,9 @@ def _leaf_units(
     if is_remote(leaf) or any(scatters(move) for move in moves):
         band = max(1, min(step, share // size))  # long bands give long stretches to write
     else:
-        band = _full_rows(moves, band)
+        # Full rows of the strided boxes: at most `band` elements, or one row.
+        row = max((dim.source for move in moves for dim in move.dims if dim.source <= band), default=1)
+        band = max(band // row, 1) * row
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
@@ -299,7 +313,9 @@ def _leaf_units(
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
-    """The largest gap between stretches that is read too, so that requests stay below ``MAX_REQUESTS``."""
+    """Return the largest gap between stretches that is read too, so that requests stay below
+    ``MAX_REQUESTS``.
+    """
     stretches: list[tuple[int, int]] = []
     for leaf, boxes in moves.items():
         if is_remote(leaf):
@@ -314,14 +330,8 @@ def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
     return 0
 
 
-def _zeros_number(leaf: ZeroLeaf) -> int:
-    """The number in unit keys of zeros, by dtype. They belong to one rank's files, so they are not numbered
-    with the leaves of global tensors; the key's first element is their number of elements."""
-    return -10 - list(STORED_NAME).index(leaf.dtype)
-
-
 def _sparse_stretch(unit: CopyUnit) -> int:
-    """Elements to clip to where few of a unit's elements are needed; 0 where the full unit is read.
+    """Return the elements to clip to if few of a unit's elements are needed; 0 to read the full unit.
 
     Every run costs at least a page and a call.
     """
@@ -340,30 +350,10 @@ def _gather_bytes(box: Move, size: int) -> int:
     return len(starts) * max(run * size, PAGE_BYTES)
 
 
-def _full_rows(moves: list[Move], band: int) -> int:
-    """The largest band of full rows of the strided boxes: at most ``band`` elements, or one row."""
-    rows = [dim.source for move in moves for dim in move.dims if dim.source <= band]
-    row = max(rows, default=1)
-    return max(band // row, 1) * row
-
-
 def _source_order(leaf: LazyLeaf) -> tuple[int, str, int]:
     if isinstance(leaf, FileLeaf):
         return 0, str(leaf.path), leaf.offset
     return (1, leaf.name, 0) if isinstance(leaf, ComputedLeaf) else (2, "", 0)
-
-
-def _computed(leaf: ComputedLeaf) -> torch.Tensor:
-    tensor = leaf.compute()
-    found = (str(tensor.dtype).removeprefix("torch."), tensor.numel())
-    assert found == (leaf.dtype, leaf.num_elements), f"{leaf.name} was computed as {found}"
-    return tensor
-
-
-def _elements(tensor: torch.Tensor, size: int) -> np.ndarray[Any, Any]:
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    data: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
-    return data.view(_UNSIGNED[size])
 
 
 def read_tensor(tensor: LazyTensor) -> torch.Tensor:
@@ -389,7 +379,7 @@ def read_into(tensors: Sequence[LazyTensor], values: Sequence[torch.Tensor]) -> 
     """Read several tensors into memory that is there, in one pass over their files.
 
     Args:
-        tensors: what to read.
+        tensors: the tensors to read.
         values: where to: on the CPU, contiguous, of the shapes and dtypes of ``tensors``.
 
     Raises:
@@ -409,3 +399,77 @@ class _Memory:
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Copy the bytes to a tensor."""
         self._memory[file][offset : offset + len(data)] = data
+
+
+class OpenSources:
+    """Files, opened at their first read; thread-safe."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, int] = {}
+        self._readers: dict[RemoteFile, RemoteReader] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> OpenSources:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
+        """Fill ``into`` with elements of a leaf from ``start`` on.
+
+        Raises:
+            SourceError: the file cannot be read, or ends before.
+        """
+        offset = leaf.offset + start * item_bytes(leaf.dtype)
+        if isinstance(leaf.path, RemoteFile):
+            self._reader(leaf.path).read_into(offset, into)
+            return
+        while len(into):
+            try:
+                count = os.preadv(self._handle(leaf.path), [into], offset)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise SourceError(f"{leaf.path} cannot be read at byte {offset}: {reason}") from error
+            if count == 0:
+                raise SourceError(
+                    f"{leaf.path} ends before byte {offset + 1}: it was cut off since its header was read; "
+                    "download or copy it again"
+                )
+            into, offset = into[count:], offset + count
+
+    def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
+        """Fill ``into`` with runs of a local leaf, which may be many and short.
+
+        Args:
+            leaf: to read.
+            starts: the starts of the runs, in elements.
+            run: length of each run in elements.
+            into: filled with the runs in their order.
+
+        Raises:
+            SourceError: the file cannot be read, or ends before.
+        """
+        assert isinstance(leaf.path, Path), "remote leaves are not read run by run"
+        size = item_bytes(leaf.dtype)
+        handle, length, end = self._handle(leaf.path), run * size, 0
+        for start in starts:
+            part = into[end : end + length]
+            try:
+                count = os.preadv(handle, (part,), leaf.offset + start * size)
+            except OSError:
+                count = 0
+            if count != length:
+                self.read(leaf, start, part)  # raises the error
+            end += length
+
+    def _reader(self, file: RemoteFile) -> RemoteReader:
+        with self._lock:
+            return self._readers.setdefault(file, RemoteReader(file))
+
+    def _handle(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._handles:
+                self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._handles[path]

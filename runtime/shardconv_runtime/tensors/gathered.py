@@ -14,33 +14,34 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ..format.slices import Range
+from .copying import read_tensor
 from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, assemble, from_leaf, item_bytes, take
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 BAND_BYTES = 1 << 22
-"""Of a band; constant, since journals count bands."""
+"""Bytes of a band; constant, since journals count bands."""
 
 SHORT_BYTES = 1 << 16
-"""Stretches of at least so many bytes are written one by one."""
+"""Stretches of at least this many bytes are written one by one."""
 
 FEW = 64
-"""Up to so many stretches are written one by one, however short."""
+"""Up to this many stretches are written one by one, however short."""
 
 
 def is_interleaved(tensor: LazyTensor) -> bool:
-    """Whether a tensor consists of many short stretches."""
+    """Return whether a tensor consists of many short stretches."""
     item = item_bytes(tensor.dtype)
     num_runs = sum(math.prod(piece.shape) // _run(piece, tensor) for piece in tensor.pieces)
     return num_runs > FEW and math.prod(tensor.shape) * item < num_runs * SHORT_BYTES
 
 
 def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
-    """The tensor as bands that are assembled in memory when they are needed.
+    """Return the tensor as bands that are assembled in memory when they are needed.
 
     Args:
-        name: of the tensor, for messages.
+        name: the name of the tensor, for messages.
         tensor: returned unchanged if its elements are not stored in their order in files: each band of a
             transposed matrix would read the full matrix.
     """
@@ -51,7 +52,7 @@ def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
 
 
 def _run(piece: StridedBox, tensor: LazyTensor) -> int:
-    """Elements of a piece that are adjacent in the tensor."""
+    """Return the number of elements of a piece that are adjacent in the tensor."""
     run = 1
     for held, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
         run *= held
@@ -66,7 +67,7 @@ def _is_in_order(piece: StridedBox) -> bool:
 
 
 def _boxes(tensor: LazyTensor) -> Iterator[list[Range]]:
-    """Contiguous boxes of the tensor of at most ``BAND_BYTES`` (or one element), in order."""
+    """Yield contiguous boxes of the tensor of at most ``BAND_BYTES`` (or one element), in order."""
     shape, inner = tensor.shape, item_bytes(tensor.dtype)
     dim = len(shape) - 1
     while dim > 0 and inner * shape[dim] <= BAND_BYTES:
@@ -83,11 +84,5 @@ def _boxes(tensor: LazyTensor) -> Iterator[list[Range]]:
 def _band(name: str, tensor: LazyTensor, box: list[Range]) -> LazyTensor:
     for dim, span in enumerate(box):
         tensor = take(tensor, dim, (span,))
-    leaf = ComputedLeaf(name, partial(_read, tensor), tensor.dtype, math.prod(tensor.shape))
+    leaf = ComputedLeaf(name, partial(read_tensor, tensor), tensor.dtype, math.prod(tensor.shape))
     return from_leaf(leaf, tensor.shape)
-
-
-def _read(tensor: LazyTensor) -> Tensor:
-    from .copying import read_tensor
-
-    return read_tensor(tensor)

@@ -34,7 +34,7 @@ class FileLeaf:
 
     path: Path | RemoteFile
     offset: int
-    """Of the first element, in bytes."""
+    """The offset of the first element, in bytes."""
     dtype: str
     """torch's name."""
     num_elements: int
@@ -68,11 +68,11 @@ class StridedBox:
     """A box of a tensor, and the strided window of a leaf that holds its elements."""
 
     start: Shape
-    """Of the box, in the tensor."""
+    """The start of the box, in the tensor."""
     shape: Shape
     leaf: LazyLeaf
     offset: int
-    """Of the box's first element, in elements of the leaf."""
+    """The offset of the box's first element, in elements of the leaf."""
     strides: Shape
     """In elements of the leaf."""
 
@@ -88,25 +88,25 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
+        """Return the size of the tensor."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
     @property
     def is_cast(self) -> bool:
-        """Whether the elements of some leaf are cast."""
+        """Return whether the elements of some leaf are cast."""
         return any(piece.leaf.dtype != self.dtype for piece in self.pieces)
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return STORED_BITS[STORED_NAME[dtype]] // 8
 
 
 def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
-    """A tensor of a safetensors file.
+    """Return a tensor of a safetensors file.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         start: byte at which the file's tensors begin.
         tensor: its entry in the header, of a dtype that torch has.
     """
@@ -115,7 +115,7 @@ def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTen
 
 
 def from_leaf(leaf: LazyLeaf, shape: Sequence[int]) -> LazyTensor:
-    """A tensor of all elements of a leaf, row-major."""
+    """Return a tensor of all elements of a leaf, row-major."""
     shape = tuple(shape)
     assert math.prod(shape) == leaf.num_elements
     if leaf.num_elements == 0:
@@ -125,7 +125,7 @@ def from_leaf(leaf: LazyLeaf, shape: Sequence[int]) -> LazyTensor:
 
 
 def numbered(tensors: Iterable[LazyTensor]) -> dict[LazyLeaf, int]:
-    """The leaves of tensors, numbered in the order in which they are met."""
+    """Return the leaves of tensors, numbered in the order in which they are met."""
     leaves: dict[LazyLeaf, int] = {}
     for tensor in tensors:
         for piece in tensor.pieces:
@@ -134,19 +134,19 @@ def numbered(tensors: Iterable[LazyTensor]) -> dict[LazyLeaf, int]:
 
 
 def zeros(dtype: str, shape: Sequence[int]) -> LazyTensor:
-    """A tensor of zeros."""
+    """Return a tensor of zeros."""
     return from_leaf(ZeroLeaf(dtype, math.prod(shape)), shape)
 
 
 def cast(tensor: LazyTensor, dtype: str) -> LazyTensor | None:
-    """The tensor cast to ``dtype``; None if its elements would be cast twice."""
+    """Return the tensor cast to ``dtype``; None if its elements would be cast twice."""
     if dtype == tensor.dtype:
         return tensor
     return None if tensor.is_cast else replace(tensor, dtype=dtype)
 
 
 def take(tensor: LazyTensor, dim: int, spans: Sequence[Range]) -> LazyTensor:
-    """The positions of a dim that lie in ascending ``spans``, laid end to end."""
+    """Return the positions of a dim that lie in ascending ``spans``, laid end to end."""
     size = tensor.shape[dim]
     if tuple(spans) == ((0, size),):
         return tensor
@@ -167,7 +167,7 @@ def take(tensor: LazyTensor, dim: int, spans: Sequence[Range]) -> LazyTensor:
 
 
 def permute(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
-    """The dims in another order."""
+    """Return the dims in another order."""
 
     def reorder(values: Shape) -> Shape:
         return tuple(values[dim] for dim in order)
@@ -180,7 +180,7 @@ def permute(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
 
 
 def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Tensors of one dtype laid end to end along a dim.
+    """Return tensors of one dtype laid end to end along a dim.
 
     Raises:
         ValueError: the tensors differ in another dim.
@@ -199,7 +199,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
 
 
 def unsqueeze(tensor: LazyTensor, dim: int) -> LazyTensor:
-    """A new dim of size 1."""
+    """Return a new dim of size 1."""
 
     def insert(values: Shape, value: int) -> Shape:
         return (*values[:dim], value, *values[dim:])
@@ -212,7 +212,7 @@ def unsqueeze(tensor: LazyTensor, dim: int) -> LazyTensor:
 
 
 def squeeze(tensor: LazyTensor, dim: int) -> LazyTensor:
-    """Without a dim of size 1."""
+    """Remove a dim of size 1."""
     assert tensor.shape[dim] == 1
 
     def remove(values: Shape) -> Shape:
@@ -226,7 +226,7 @@ def squeeze(tensor: LazyTensor, dim: int) -> LazyTensor:
 
 
 def reshape(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
-    """The elements in row-major order in another shape; None if a box would not stay a box."""
+    """Return the elements in row-major order in another shape; None if a box would not stay a box."""
     shape = tuple(shape)
     assert math.prod(shape) == math.prod(tensor.shape)
     if not tensor.pieces:
@@ -241,11 +241,11 @@ def reshape(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
 def assemble(
     dtype: str, shape: Sequence[int], parts: Iterable[tuple[LazyTensor, Sequence[Sequence[Range]]]]
 ) -> LazyTensor:
-    """A tensor from parts of it.
+    """Return a tensor from parts of it.
 
     Args:
-        dtype: of the tensor and its parts.
-        shape: of the tensor.
+        dtype: the dtype of the tensor and its parts.
+        shape: the shape of the tensor.
         parts: (part, positions): for each dim, ``positions`` has the spans of the tensor that the part's
             positions are, in order. Together the parts cover the tensor exactly once.
     """
@@ -260,7 +260,7 @@ def assemble(
 
 
 def contiguous_strides(shape: Sequence[int]) -> Shape:
-    """Row-major strides, in elements."""
+    """Return row-major strides, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -276,7 +276,7 @@ def _moved(piece: StridedBox, dim: int, distance: int) -> StridedBox:
 
 
 def _clipped(piece: StridedBox, dim: int, start: int, stop: int, new_start: int) -> StridedBox:
-    """The part of a piece from ``start`` to ``stop`` of a dim of the tensor, moved to ``new_start``."""
+    """Return the part of a piece from ``start`` to ``stop`` of a dim, moved to ``new_start``."""
     offset = piece.offset + (start - piece.start[dim]) * piece.strides[dim]
     return replace(
         piece,
@@ -302,7 +302,7 @@ _Group = tuple[Range, Range]
 
 
 def _reshape_groups(old: Shape, new: Shape) -> list[_Group]:
-    """The smallest runs of dims with equal products, in order."""
+    """Return the smallest runs of dims with equal products, in order."""
     groups: list[_Group] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -367,7 +367,9 @@ def _regroup(
 def _box(
     first: int, count: int, shape: Shape, step: int
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
-    """``count`` flat positions from ``first`` on as a box of a row-major ``shape``; None if they are none."""
+    """Return ``count`` flat positions from ``first`` on as a box of a row-major ``shape``; None if they are
+    none.
+    """
     strides = contiguous_strides(shape)
     start, sizes = [0] * len(shape), [1] * len(shape)
     for dim, stride in enumerate(strides):

@@ -9,26 +9,25 @@ A layer's ``forward`` is replaced on its instance, so that names in the model do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import PlanError
 from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature, given_cache
 from .random_streams import resumable
-from .without_cache import without_cache
 
 # The layers of a model, which data parallelism and recomputation wrap one by one.
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The children of the outermost lists of modules, each once, in the order of the model.
+    """Return the children of the outermost lists of modules, each once, in the order of the model.
 
     Children that are containers without a ``forward`` are replaced by their own children.
     """
@@ -95,7 +94,17 @@ def checkpoint_activations(
     inner: Any = unwrapped(model)
     if getattr(inner, _MARK, False) or getattr(inner, "is_gradient_checkpointing", False):
         raise PlanError("the model recomputes its activations already; enable that only once")
-    run = _checkpoint(_operators(save))
+    kept: frozenset[Any] = frozenset()
+    if save == "matmul":
+        kept = MATRIX_PRODUCTS
+    elif save is not None:
+        if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
+            raise PlanError(
+                f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default '
+                "(with overload)"
+            )
+        kept = frozenset(save)
+    run = _checkpoint(kept)
     layers = repeated_layers(inner)
     if replaced := [layer for layer in layers if "forward" in vars(layer)]:
         raise PlanError(
@@ -112,18 +121,6 @@ def checkpoint_activations(
     inner.register_forward_pre_hook(_WithoutCache(inner), with_kwargs=True)
     setattr(inner, _MARK, True)
     return model
-
-
-def _operators(save: str | Collection[Any] | None) -> frozenset[Any]:
-    if save is None:
-        return frozenset()
-    if save == "matmul":
-        return MATRIX_PRODUCTS
-    if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
-        raise PlanError(
-            f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default (with overload)'
-        )
-    return frozenset(save)
 
 
 def _checkpoint(kept: frozenset[Any]) -> Callable[..., Any]:
@@ -168,3 +165,48 @@ class _WithoutCache:
                 "filled twice; pass full sequences"
             )
         return (), without_cache(module, self._names, given)
+
+
+# Calls that would make a cache of keys and values, and must not.
+#
+# transformers treats positions that start again within a row as several packed samples, and masks these
+# from each other, but only in calls without a mask and without a cache. So a call that would have had a cache
+# gets a mask of ones, with which it attends to the same tokens.
+
+MAKES_CACHE = "use_cache"
+_MASK = "attention_mask"
+
+
+def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that makes no cache, and computes the same.
+
+    Args:
+        model: that is called.
+        names: the names of the arguments of its forward method.
+        given: the arguments by name; no cache is among them.
+    """
+    if MAKES_CACHE not in names:
+        return dict(given)
+    changed = {**given, MAKES_CACHE: False}
+    positions, tokens = given.get("position_ids"), given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    is_plain = isinstance(positions, Tensor) and given.get(_MASK) is None and _MASK in names
+    # Kernels of flash attention find packed samples by themselves, with a cache or without.
+    is_flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    if is_plain and isinstance(tokens, Tensor) and not is_flash and _makes_cache(model, given):
+        changed[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    return changed
+
+
+def _makes_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Return whether the call would make a cache: as it says, or else the config, but not where layers
+    recompute.
+    """
+    config: Any = getattr(model, "config", None)
+    value = given.get(MAKES_CACHE)
+    if value is None:
+        value = getattr(config, MAKES_CACHE, None)
+    if value is None and hasattr(config, "get_text_config"):
+        value = getattr(config.get_text_config(decoder=True), MAKES_CACHE, None)
+    recomputes = any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    return bool(value) and not recomputes

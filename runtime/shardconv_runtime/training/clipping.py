@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError, missing
-from ..format.grad_sums import by_axes
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
+from ..format.stored_layout import by_axes
 from ..loaded import loaded
 from ..saving.dcp_boxes import local_tensor, local_window
 from ..saving.replicas import mesh_of
@@ -68,21 +68,7 @@ def clip_grad_norm(
     norm = grad_norm(model, norm_type=norm_type)
     if error_if_nonfinite:
         require_finite(norm, norm_type)
-    _scale(model, (max_norm / (norm + 1e-6)).clamp(max=1.0), foreach=foreach is not False)
-    return norm
-
-
-def require_finite(norm: Tensor, norm_type: float) -> None:
-    """Raises ``RuntimeError`` unless the norm of gradients, a scalar, is finite; waits for the device."""
-    if not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
-            "clipped; skip the step, or pass error_if_nonfinite=False"
-        )
-
-
-def _scale(model: nn.Module, factor: Tensor, *, foreach: bool) -> None:
-    """Multiply the gradients by a scalar, in place."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -90,11 +76,21 @@ def _scale(model: nn.Module, factor: Tensor, *, foreach: bool) -> None:
             kinds[local.device, local.dtype].append(local)
     for (device, _), locals_ in kinds.items():
         scale = factor.to(device)
-        if foreach:
+        if foreach is not False:
             torch._foreach_mul_(locals_, scale)
         else:
             for local in locals_:
                 local.mul_(scale)
+    return norm
+
+
+def require_finite(norm: Tensor, norm_type: float) -> None:
+    """Raise ``RuntimeError`` unless the norm of gradients, a scalar, is finite; waits for the device."""
+    if not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
+            "clipped; skip the step, or pass error_if_nonfinite=False"
+        )
 
 
 def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
@@ -120,11 +116,11 @@ def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of some gradients of the full model; otherwise as ``grad_norm``.
+    """Return the norm of some gradients of the full model; otherwise as ``grad_norm``.
 
     Args:
         model: see ``grad_norm``.
-        gradients: of its parameters, local; the same parameters' on all processes.
+        gradients: the gradients of its parameters, local; the same parameters' on all processes.
         norm_type: see ``grad_norm``.
     """
     order = float(norm_type)
@@ -149,7 +145,7 @@ class _Share:
     cells: tuple[OwnedCell, ...]
 
     def norms(self, order: float) -> Iterator[Tensor]:
-        """The norm of each cell, a scalar; low precision is summed in float32."""
+        """Yield the norm of each cell, a scalar; low precision is summed in float32."""
         dtype = torch.float64 if self.gradient.dtype == torch.float64 else torch.float32
         for cell in self.cells:
             taken = _take(self.gradient, cell)
@@ -184,11 +180,11 @@ def _shares(model: nn.Module, counted: Collection[Tensor]) -> Iterator[_Share]:
 def owned_cells(
     entry: ParameterPlan, mesh: Mesh, rank: int, window: tuple[Range, ...]
 ) -> tuple[OwnedCell, ...]:
-    """The positions of a window of a rank's tensor that count on this rank, in disjoint cells.
+    """Return the positions of a window of a rank's tensor that count on this rank, in disjoint cells.
 
     Args:
         entry: the parameter's plan.
-        mesh: of the plan.
+        mesh: the mesh of the plan.
         rank: whose tensor it is.
         window: local positions that this process holds, one range for each dim.
     """
@@ -205,13 +201,13 @@ def owned_cells(
 
 
 def _clipped(spans: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
-    """The parts of ranges in ``[first, last)``, relative to ``first``."""
+    """Return the parts of ranges in ``[first, last)``, relative to ``first``."""
     clipped = ((max(start, first) - first, min(stop, last) - first) for start, stop in spans)
     return tuple((start, stop) for start, stop in clipped if start < stop)
 
 
 def _take(x: Tensor, cell: OwnedCell) -> Tensor:
-    """The elements of a cell of a local tensor; a view if each dim has one range."""
+    """Return the elements of a cell of a local tensor; a view if each dim has one range."""
     for dim, spans in enumerate(cell):
         parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
         if len(parts) == 1:
@@ -222,11 +218,11 @@ def _take(x: Tensor, cell: OwnedCell) -> Tensor:
 
 
 def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> Tensor:
-    """The norm over all processes, a scalar; one all_reduce over each group.
+    """Return the norm over all processes, a scalar; one all_reduce over each group.
 
     Args:
         total: ``[2]``, float64: this process's norm, and 0.
-        order: of the norm.
+        order: the order of the norm.
         groups: see ``groups_of``.
     """
     if math.isinf(order):  # whether a maximum keeps NaNs depends on the backend
@@ -242,8 +238,7 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
 
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Groups such that reductions over one after the other cover all processes of the model; a single group
-    if these are all processes of the job."""
+    """Return groups such that reductions over one after the other cover all processes of the model."""
     tp, mesh = loaded(model).launch.group, mesh_of(model)
     found = [] if tp is None else [tp]
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""Data parallelism beside tensor parallelism: FSDP2 over the other dims of the device mesh.
+"""Data parallelism on top of tensor parallelism: FSDP2 over the other dims of the device mesh.
 
 ``fully_shard`` shards the rank's local parameters; collectives of tensor parallelism and their sums of
 gradients run inside of the modules, on the local parameters that FSDP has gathered.
@@ -7,7 +7,7 @@ gradients run inside of the modules, on the local parameters that FSDP has gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
-from ..comm.mesh import PP, TP, Launch, data_dims, mesh_processes, model_group
+from ..comm.mesh import PP, TP, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_json import of_sequence
@@ -28,20 +28,20 @@ from ..saving.stored_model import named_modules, named_tensors
 from .checkpointing import repeated_layers
 from .replica_inputs import compare_replicas
 
-# The models that were loaded for training on several ranks, for functions that are given tensors alone.
+# The models that were loaded for training on several ranks, for functions that are given only tensors.
 
 MODELS: WeakSet[nn.Module] = WeakSet()
 """Each holds this rank's part of every parameter; copies are added when they are first called."""
 
 
 def models_of(parameters: Iterable[object]) -> list[nn.Module]:
-    """Those of ``MODELS`` that have some of these parameters."""
+    """Return the models of ``MODELS`` that have some of these parameters."""
     given = set(parameters)  # by identity
     return [model for model in MODELS if any(parameter in given for parameter in model.parameters())]
 
 
 MAX_DIMS = 2
-"""Of a mesh beside tensor parallelism: replicas, and shards."""
+"""Most dims of a mesh for data parallelism: replicas, and shards."""
 
 _ZEROS = "set_reduce_scatter_unused_params"
 """A method of FSDP2 in newer versions of torch: zeros are the gradients of parameters that nothing used."""
@@ -113,9 +113,9 @@ def shard_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, settings: D
     """Do the same to a model without values; no collective runs.
 
     Args:
-        model: of this rank, with parameters on the meta device in the dtypes that they will have. They become
-            DTensors on the meta device.
-        plan: of the model.
+        model: the model of this rank, with parameters on the meta device in the dtypes that they will have.
+            They become DTensors on the meta device.
+        plan: the plan of the model.
         mesh: see ``data_parallel``.
         settings: see there.
 
@@ -143,7 +143,7 @@ def require_data_dims(mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class _Units:
-    """The modules to shard, each alone."""
+    """The modules to shard, each separately."""
 
     layers: Sequence[nn.Module]
     others: Sequence[nn.Module]
@@ -155,7 +155,9 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
     over = mesh[along if len(along) > 1 else along[0]]
     for unit in (*units.layers, *units.others):
         frees = settings.reshard_after_forward and unit in units.layers
-        policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
+        dtypes = {settings.param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
+        reduce_dtype = None if dtypes == {torch.float64} else settings.reduce_dtype
+        policy = MixedPrecisionPolicy(settings.param_dtype, reduce_dtype)
         fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=frees)
         if unit in units.layers and _may_leave_out(unit):
             # Replicas reduce the gradients that they have: without zeros, other ones on each of them.
@@ -164,7 +166,7 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
 
 
 def _may_leave_out(layer: nn.Module) -> bool:
-    """Whether a layer has several modules of one kind, as experts are, of which it may run some."""
+    """Return whether a layer has several modules of one kind, as experts are, of which it may run some."""
     for modules in layer.modules():
         if isinstance(modules, nn.ModuleList | nn.ModuleDict) and len(modules) > 1:
             kinds = {type(child) for child in modules.children()}
@@ -190,24 +192,21 @@ def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
     source = loaded(model)
     if source.stage is not None:
         raise PlanError("a model with stages is sharded while it is loaded; pass data_parallel= to load")
-    _check_mesh(mesh, source.launch)
-    return _units(unwrapped(model), source.plan)
-
-
-def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
     require_data_dims(mesh)
     found = dist.get_process_group_ranks(model_group(mesh))
-    own = [dist.get_rank()] if start.group is None else dist.get_process_group_ranks(start.group)
+    group = source.launch.group
+    own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if found != own:
         raise LaunchError(
             f"the dim {TP!r} of the mesh has the processes {found}, and the model was loaded by {own}; also "
             "pass the mesh to load"
         )
+    return _units(unwrapped(model), source.plan)
 
 
 def _units(model: nn.Module, plan: Plan) -> _Units:
-    """The modules to shard: layers, and with stages other modules that lie in one stage, whose parameters are
-    only used inside of them; and last the model.
+    """Return the modules to shard: layers, and with stages other modules that lie in one stage, whose
+    parameters are only used inside of them; and last the model.
 
     Of a stage that is not the last one, the model returns nothing to which FSDP2 could attach what gathers
     its own parameters for a backward pass, and it would gather them in passes of all stages of a process.
@@ -224,7 +223,10 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
         )
     users = _users(model, plan)
     layers = repeated_layers(model)
-    apart = _apart_from(layers, model, plan)
+    # Modules that are in one stage and in no layer, such as embeddings and heads.
+    in_layers = {module for layer in layers for module in layer.modules()}
+    found = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
+    apart = [module for module in found if in_layers.isdisjoint(module.modules())]
     times = Counter(parameter for module in (*layers, *apart) for parameter in module.parameters())
 
     def is_closed(module: nn.Module) -> bool:
@@ -243,15 +245,8 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     return units
 
 
-def _apart_from(layers: Collection[nn.Module], model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The modules that lie in one stage and are not in layers, as embeddings and heads."""
-    inside = {module for layer in layers for module in layer.modules()}
-    found = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
-    return [module for module in found if inside.isdisjoint(module.modules())]
-
-
 def _users(model: nn.Module, plan: Plan) -> dict[Tensor, set[nn.Module]]:
-    """The modules that have each parameter, or replace it while they run (``gates``)."""
+    """Return the modules that have each parameter, or replace it while they run (``gates``)."""
     users: dict[Tensor, set[nn.Module]] = {parameter: set() for parameter in model.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -282,9 +277,3 @@ def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
                 f"a layer has parameters in {' and '.join(sorted(map(str, dtypes)))}, which fully_shard "
                 'cannot reduce together; load the model with dtype="float32" (and pass param_dtype)'
             )
-
-
-def _reduce_dtype(unit: nn.Module, settings: DataParallel) -> torch.dtype | None:
-    """The dtype of a unit's reduction; None for that of its gradients."""
-    found = {settings.param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
-    return None if found == {torch.float64} else settings.reduce_dtype

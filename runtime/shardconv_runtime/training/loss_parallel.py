@@ -19,8 +19,7 @@ from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import TensorStep, forward_signature, replace_at
 from ..parallel.staged_units import is_elsewhere
-from .loss import VocabParallelCrossEntropy
-from .token_losses import LossInputError
+from .loss import LossInputError, VocabParallelCrossEntropy
 
 # transformers' losses of language models on logits that are sharded over the vocabulary.
 
@@ -29,7 +28,7 @@ Loss = Callable[..., Tensor]
 
 
 def parallel_loss(loss_type: str | None, cross_entropy: VocabParallelCrossEntropy) -> Loss | None:
-    """The loss that replaces transformers' own for this kind of model.
+    """Return the loss that replaces transformers' own for this kind of model.
 
     Args:
         loss_type: ``model.loss_type``; transformers treats an unknown one as a causal language model.
@@ -43,17 +42,17 @@ def parallel_loss(loss_type: str | None, cross_entropy: VocabParallelCrossEntrop
 
 
 def has_parallel_loss(loss_type: str | None) -> bool:
-    """Whether the loss of this kind of model can be computed from sharded logits."""
+    """Return whether the loss of this kind of model can be computed from sharded logits."""
     return _maker(loss_type) is not None
 
 
 def predicts_next(loss_type: str | None) -> bool:
-    """Whether the labels of this kind of model are those of the next positions."""
+    """Return whether the labels of this kind of model are those of the next positions."""
     return _maker(loss_type) is causal_lm_loss
 
 
 def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss] | None:
-    from transformers.loss import loss_utils
+    from transformers.loss import loss_utils  # imports losses of vision models
 
     original = loss_utils.LOSS_MAPPING.get(loss_type, loss_utils.ForCausalLMLoss)
     if original is loss_utils.ForCausalLMLoss:
@@ -62,7 +61,7 @@ def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss]
 
 
 def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
-    """transformers' ``ForCausalLMLoss`` on local logits: the token at a position predicts the next one.
+    """Compute ``ForCausalLMLoss`` of transformers on local logits: a position predicts the next token.
 
     Differences: float64 logits stay float64, and a bad label is a ``LossInputError``.
     """
@@ -76,7 +75,7 @@ def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The loss, a replicated scalar; float64 for float64 logits, else float32.
+        """Return the loss, a replicated scalar; float64 for float64 logits, otherwise float32.
 
         Args:
             logits: local ``[..., S, local_size]``.
@@ -101,7 +100,7 @@ def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
 
 
 def masked_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
-    """transformers' ``ForMaskedLMLoss`` on local logits: labels are not shifted.
+    """Compute ``ForMaskedLMLoss`` of transformers on local logits: labels are not shifted.
 
     Differences: float64 logits stay float64, and a bad label is a ``LossInputError``.
     """
@@ -114,7 +113,9 @@ def masked_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
         ignore_index: int = -100,
         **kwargs: Any,
     ) -> Tensor:
-        """A replicated scalar; arguments as for ``causal_lm_loss``, but labels are of their own positions."""
+        """Return a replicated scalar; arguments as for ``causal_lm_loss``, but labels are of their own
+        positions.
+        """
         return _language_model_loss(cross_entropy, logits, labels, num_items_in_batch, ignore_index)
 
     return loss
@@ -142,7 +143,7 @@ class LogitsGather:
 
     Args:
         comm: the ranks.
-        dim: of the logits, the vocabulary.
+        dim: the dim of the logits, the vocabulary.
         layout: of that dim.
         grad_axes: see ``Gather``.
     """
@@ -158,7 +159,7 @@ class LogitsGather:
         self._gather = Gather(comm, dim, layout, grad_axes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Logits, global ``[..., V]``, or local ``[..., V_local]`` while skipped.
+        """Return logits, global ``[..., V]``, or local ``[..., V_local]`` while skipped.
 
         Args:
             x: logits, local ``[..., V_local]``.

@@ -1,4 +1,4 @@
-"""What torch's own clipping, scaler and optimizers do to gradients of which each rank has a part."""
+"""Guards of torch's clipping, scaler and optimizers, for gradients of which each rank has a part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _norm_over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
-    """The loaded model whose gradients these are; None if they are of others.
+    """Return the loaded model whose gradients these are; None if they are of others.
 
     Raises:
         PlanError: some of them are, and some are not, so that one norm cannot be taken of them.

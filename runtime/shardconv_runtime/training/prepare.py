@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Communicator
 from ..comm.steps import apply, unchanged
 from ..errors import PlanError
-from ..format.grad_sums import GradSum, sums
+from ..format.dims import axes_of
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
-from ..format.slot_steps import AllGatherStep
+from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
 from ..format.staged_names import is_inside
-from ..format.stored_layout import holds_values
+from ..format.stored_layout import holds_values, sums
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
 from ..parallel.layers import WHY_NO_LABELS, without_logits_gather
@@ -62,15 +62,15 @@ class GradientGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients pass unchanged."""
+        """Return whether gradients pass unchanged."""
         return not self._sums and not self._is_zero
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """The parameter, local, of its shape and dtype; see the class for the backward."""
+        """Return the local parameter, of its shape and dtype; see the class for the backward."""
         return apply(parameter, unchanged, self._backward)
 
     def _backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of the local parameter, of its shape and dtype; one all_reduce for each sum."""
+        """Return the gradient of the local parameter, of its shape and dtype; one all_reduce for each sum."""
         if self._is_zero:
             return torch.zeros_like(gradient)
         if not self._sums:
@@ -80,7 +80,11 @@ class GradientGate:
             return self._comm.all_reduce(wide, self._sums[0].axes).to(gradient.dtype)
         out = wide.clone(memory_format=torch.contiguous_format)
         for each in self._sums:
-            index = _index(each, wide.device)
+            positions = [
+                torch.cat([torch.arange(*span, device=wide.device) for span in spans])
+                for spans in each.positions
+            ]
+            index = torch.meshgrid(*positions, indexing="ij")
             out[index] = self._comm.all_reduce(wide[index], each.axes)
         return out.to(gradient.dtype)
 
@@ -140,12 +144,6 @@ class _Swap:
             self._parameters[index] = self._replacements[index] = None
 
 
-def _index(part: GradSum, device: torch.device) -> tuple[Tensor, ...]:
-    """The index of the positions of a sum in a local tensor: one int64 tensor for each of its dims."""
-    spans = [torch.cat([torch.arange(*span, device=device) for span in each]) for each in part.positions]
-    return torch.meshgrid(*spans, indexing="ij")
-
-
 # A check for code that was not traced, such as a fused kernel, and bypasses the layers that sum activations.
 #
 # Such code takes the local weights and returns a local term of the sum, without an error. It runs where a
@@ -159,8 +157,8 @@ def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> Non
     raises a ``PlanError``. Compiled code is not watched.
 
     Args:
-        model: of the rank.
-        modules: of the plan, by FQN.
+        model: the model of the rank.
+        modules: the modules of the plan, by FQN.
     """
     kinds: dict[str, dict[str, list[nn.Module]]] = {}
     for fqn, entry in modules.items():
@@ -246,7 +244,8 @@ def parallelize_for_training(
     """
     if training:
         require_training(plan)
-    may_pad = sequence_parallel and _may_pad(plan)
+    sequence = plan.training.sequence if plan.training is not None else None
+    may_pad = sequence_parallel and sequence is not None and sequence.may_pad
     if sequence_parallel:
         plan = of_sequence(plan)
     require_mesh(plan, comm)
@@ -258,7 +257,11 @@ def parallelize_for_training(
     if gather is None and gather_logits is False:
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
-        _refuse_states(model, plan, unless_inference=not sequence_parallel)
+        # Refuse outputs of inner activations, except those that the plan was solved for.
+        known = plan.training.extra_outputs if plan.training is not None else ()
+        for argument in ("output_hidden_states", *FLAT_OUTPUTS):
+            if argument not in known:
+                refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     apply_plan(model, plan, comm, modules, training=training, packed=packed)
     if training:
         assert plan.training is not None
@@ -268,7 +271,7 @@ def parallelize_for_training(
         attach_random_streams(model, plan.training.draws, comm)
         for missing in absent:
             watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, missing)})
-    if gather is not None and not is_inside(_head(plan), elsewhere):
+    if gather is not None and plan.logits and not is_inside(plan.logits.module, elsewhere):
         _attach_loss(model, plan, gather, gather_logits, heads)
     if sequence_parallel:
         # With stages, positions would be picked on the head's stage alone.
@@ -295,26 +298,8 @@ def _attach_loss(
     attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits], head)
 
 
-def _head(plan: Plan) -> str:
-    """FQN of the module that computes the logits."""
-    assert plan.logits is not None
-    return plan.logits.module
-
-
-def _refuse_states(model: nn.Module, plan: Plan, *, unless_inference: bool) -> None:
-    """Refuse outputs of inner activations, except those that the plan was solved for."""
-    known = plan.training.extra_outputs if plan.training is not None else ()
-    for argument in ("output_hidden_states", *FLAT_OUTPUTS):
-        if argument not in known:
-            refuse(model, argument, WHY_NO_STATES, unless_inference=unless_inference)
-
-
-def _may_pad(plan: Plan) -> bool:
-    return plan.training is not None and plan.training.sequence is not None and plan.training.sequence.may_pad
-
-
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
-    """The gather of the logits that a loss of sharded logits omits; None without such a loss.
+    """Return the gather of the logits that a loss of sharded logits omits; None without such a loss.
 
     Raises:
         PlanError: this form of the plan has no such gather.
@@ -348,3 +333,23 @@ def _attach_gates(
             gated.setdefault(around, []).append(Gated(owner, attribute, name, gate))
     for module, found in gated.items():
         attach_gates(model.get_submodule(module), found)
+
+
+def backward_axes(plan: Plan) -> list[Iterable[int]]:
+    """Return the sets of mesh axes of the collectives of training, beside those of a forward pass."""
+    steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
+    return [
+        range(len(plan.mesh)),
+        *(axes for step in steps for axes in _of_step(step)),
+        *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
+    ]
+
+
+def _of_step(step: Boundary) -> Iterable[Iterable[int]]:
+    match step:
+        case GradAllReduceStep():
+            yield step.axes
+        case AllReduceStep() | AllGatherStep():
+            yield step.grad_axes
+        case SliceStep():
+            yield axes_of(step.layout).difference(step.grad_axes)

@@ -1,7 +1,7 @@
 """Random streams in training: one for replicated tensors on all ranks, one on each rank for sharded ones.
 
 The ranks of a model are seeded alike and draw from one common stream. Where the plan has it, a rank switches
-at a module's boundary to a stream of its own, seeded by one number of the common CPU stream and the rank's
+at a module's boundary to its own stream, seeded by one number of the common CPU stream and the rank's
 coordinates in the mesh; afterwards the common stream continues where it was left. So all ranks stay in step
 whatever they draw in between, and activations that are recomputed from the common stream's state
 (``torch.utils.checkpoint``) get the same masks.
@@ -39,8 +39,8 @@ def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Com
     """Switch between random streams at the modules of a plan, in training mode.
 
     Args:
-        model: of the rank.
-        plans: of this form of the model.
+        model: the model of the rank.
+        plans: the plans of this form of the model.
         comm: this rank.
 
     Raises:
@@ -84,7 +84,7 @@ _running = _Running()
 
 
 def resumable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, to be called once and again to recompute; recomputing draws from the same stream.
+    """Return ``forward``, to be called once and again to recompute; recomputing draws from the same stream.
 
     The modules around a recomputed part do not run again, so their streams have to be resumed.
     """
@@ -135,7 +135,7 @@ class _Streams:
         self.frames: list[_Frame] = []
 
     def position(self) -> tuple[tuple[int, ...], GeneratorStates, list[_Frame]]:
-        """The stream and the running modules at this point of a pass."""
+        """Return the stream and the running modules at this point of a pass."""
         return self._axes, self._common, [replace(frame) for frame in self.frames]
 
     def resume(self, position: tuple[tuple[int, ...], GeneratorStates, list[_Frame]]) -> None:
@@ -148,9 +148,11 @@ class _Streams:
         _running.streams = self if self.frames else None
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the model: drops the frames of an interrupted pass."""
+        """Drop the frames of an interrupted pass; a forward pre-hook of the model."""
         if self.frames:
-            self._drop()
+            self.frames.clear()
+            self._tell()
+            self._change(())
 
     @_not_compiled
     def enter(self, name: str, plan: DrawPlan) -> None:
@@ -181,17 +183,13 @@ class _Streams:
         finally:
             self.frames.pop()
             is_followed = plan.afterwards is not None and bool(self.frames)
-            if is_followed and _is_in(name, self.frames[-1].name):
+            around = self.frames[-1].name if self.frames else ""
+            if is_followed and (not around or name.startswith(around + ".")):
                 self._change(plan.afterwards or ())
             else:
                 self._change(frame.outer)
             self._tell()
         self._note()
-
-    def _drop(self) -> None:
-        self.frames.clear()
-        self._tell()
-        self._change(())
 
     def _change(self, axes: tuple[int, ...]) -> None:
         axes = self._comm.real(axes)
@@ -208,7 +206,12 @@ class _Streams:
             number = int(torch.randint(_MAX_SEED, ()))
             self._common = states()
             position = coordinates(self._comm.mesh, self._comm.rank)
-            _seed(_derived_seed(number, axes, [position[a] for a in axes]))
+            # Ranks at the same position along the axes draw the same numbers, others different ones.
+            digest = hashlib.sha256(repr((number, axes, [position[a] for a in axes])).encode()).digest()
+            seed = int.from_bytes(digest[:8], "little") % _MAX_SEED
+            torch.default_generator.manual_seed(seed)
+            if _uses_cuda():
+                torch.cuda.manual_seed(seed)
 
     def _note(self) -> None:
         if self.frames and self.frames[-1].is_mixed:
@@ -245,7 +248,8 @@ class _StreamHooks:
         """
         if not module.training:
             return
-        if self._streams.frames or self._draws():
+        settings = (getattr(owner, name, 0) for owner, name in self._probabilities)
+        if self._streams.frames or any(value not in (0, None, False) for value in settings):
             if self._is_inside and not self._streams.frames:
                 raise PlanError(
                     f"{self._name} runs without the modules around it, and would draw different random "
@@ -282,12 +286,9 @@ class _StreamHooks:
                     "the same numbers for different activations; please report it"
                 )
 
-    def _draws(self) -> bool:
-        return any(getattr(owner, name, 0) not in (0, None, False) for owner, name in self._probabilities)
-
 
 def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
-    """Owners and names of the attributes of a module that are probabilities."""
+    """Return the owners and names of the attributes of a module that are probabilities."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}  # by identity: configs cannot be hashed
     for child in module.modules():
         if isinstance(child, nn.modules.dropout._DropoutNd):
@@ -300,21 +301,11 @@ def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
     return list(found.values())
 
 
-def _is_in(name: str, other: str) -> bool:
-    return not other or name.startswith(other + ".")
-
-
 def states() -> GeneratorStates:
-    """The states of the CPU's generator and, if one is used, of the current CUDA device's."""
+    """Return the states of the CPU's generator and, if one is used, of the current CUDA device's."""
     if _uses_cuda():
         return torch.get_rng_state(), torch.cuda.get_rng_state()
     return (torch.get_rng_state(),)
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
-        torch.cuda.manual_seed(seed)
 
 
 def _uses_cuda() -> bool:
@@ -323,8 +314,3 @@ def _uses_cuda() -> bool:
 
 def _same(a: GeneratorStates, b: GeneratorStates) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _derived_seed(number: int, axes: tuple[int, ...], position: list[int]) -> int:
-    digest = hashlib.sha256(repr((number, axes, position)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") % _MAX_SEED

@@ -43,7 +43,7 @@ def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int = MIN_B
     """Keep parts of what a sequence-parallel model gathers, where it runs with gradients.
 
     Args:
-        model: of the rank; its ``forward`` is replaced on the instance.
+        model: the model of the rank; its ``forward`` is replaced on the instance.
         comm: the ranks.
         min_bytes: smaller gathered tensors are kept.
     """
@@ -83,18 +83,18 @@ class _Pass:
             latest.keep()
 
     def pack(self, x: Tensor) -> Any:
-        """What autograd keeps of a tensor."""
+        """Return what autograd keeps of a tensor."""
         gathered: _Gathered | None = getattr(x if x._base is None else x._base, _MARK, None)
         if gathered is None or not gathered.save(x):
             return self._around.pack(x)
         return _View(gathered, x.shape, x.stride(), int(x.storage_offset()))
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again."""
+        """Return the tensor again."""
         return packed.tensor() if isinstance(packed, _View) else self._around.unpack(packed)
 
     def reshard(self, step: Resharding, x: Tensor) -> Tensor:
-        """``step`` on ``x``; its backward begins the gather that came before."""
+        """Return ``step`` on ``x``; its backward begins the gather that came before."""
         if x.requires_grad and isinstance(step, Gather):
             num_bytes = x.nbytes * step.comm.num_ranks(step.axes)
             return self._gather(step, x) if num_bytes >= self._min_bytes else step.plain(x)
@@ -117,7 +117,7 @@ class _Pass:
         return full
 
     def _freed(self) -> _Reference:
-        """The last gather, which is freed now if it was saved; it then has to begin again."""
+        """Return the last gather, which is freed now if it was saved; it then has to begin again."""
         latest = self._latest()
         return self._latest if latest is not None and latest.is_saved and latest.free() else _nothing
 
@@ -134,7 +134,7 @@ class _Gathered:
         self._part: Tensor | None = part.detach()
         self._dtype = part.dtype
         self._versions = (part._version, 0)
-        """Of the part and of the tensor."""
+        """The versions of the part and of the tensor."""
         self._full: Tensor | None = None
         self._kept: Any = None
         """The part or the tensor, packed, once it is known which."""
@@ -144,7 +144,7 @@ class _Gathered:
 
     @property
     def is_saved(self) -> bool:
-        """Whether autograd needs the tensor, or a view of it."""
+        """Return whether autograd needs the tensor, or a view of it."""
         return self._num_saved > 0
 
     def hold(self, full: Tensor) -> None:
@@ -152,7 +152,7 @@ class _Gathered:
         self._full, self._versions = full.detach(), (self._versions[0], full._version)
 
     def save(self, x: Tensor) -> bool:
-        """Whether ``x``, the tensor or a view of it, is as it was gathered: code may have changed it."""
+        """Return whether ``x`` is as it was gathered: code may have changed the tensor or a view of it."""
         if x._version != self._versions[1] or x.dtype != self._dtype:
             return False
         self._num_saved += 1
@@ -182,7 +182,7 @@ class _Gathered:
                 self._full = kept
 
     def take(self) -> Tensor:
-        """The tensor, for one of those that saved it; the last of them frees it again."""
+        """Return the tensor, for one of those that saved it; the last of them frees it again."""
         self.begin()
         if self._pending is not None:
             self._full, self._pending = self._pending(), None
@@ -210,7 +210,7 @@ class _View:
     offset: int
 
     def tensor(self) -> Tensor:
-        """The tensor again."""
+        """Return the tensor again."""
         return self.gathered.take().as_strided(self.shape, self.stride, self.offset)
 
 
@@ -223,7 +223,7 @@ class _Hooks:
 
 
 def _with_version(x: Tensor) -> tuple[Tensor, int]:
-    """What autograd itself keeps; it leaves versions to hooks where there are any."""
+    """Return what autograd itself keeps; it leaves versions to hooks if there are any."""
     return x.detach(), x._version
 
 
@@ -242,11 +242,11 @@ _Reference = Callable[[], _Gathered | None]
 
 
 def _nothing() -> None:
-    """A reference to nothing."""
+    """Return None, like a reference to a dead object."""
 
 
 def _then_begin(backward: Map, gathered: _Reference) -> Map:
-    """``backward``, after which a gather begins again."""
+    """Return ``backward``, after which a gather begins again."""
 
     def run(gradient: Tensor) -> Tensor:
         found = backward(gradient)

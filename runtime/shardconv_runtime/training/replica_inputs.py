@@ -31,7 +31,7 @@ def compare_replicas(model: nn.Module, all_ranks: Launch) -> None:
     """Have the replicas of a model compare which parts a call runs, in place; one without such parts stays.
 
     Args:
-        model: of this process, sharded by FSDP2.
+        model: the model of this process, sharded by FSDP2.
         all_ranks: all processes that train it.
     """
     modalities = getattr(model, "input_modalities", "text")
@@ -56,7 +56,7 @@ class ReplicaComparison:
     """Compares what calls are given: one small message between all processes for each of them.
 
     Args:
-        model: of this process.
+        model: the model of this process.
         all_ranks: all processes that train the model.
     """
 
@@ -67,11 +67,11 @@ class ReplicaComparison:
         self._all_ranks = all_ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaComparison:
-        """A copy of a model has the same replicas."""
+        """Return this object: a copy of a model has the same replicas."""
         return self
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook of the model; a schedule compares all of its microbatches beforehand."""
+        """Compare the inputs; a forward pre-hook. A schedule compares all of its microbatches beforehand."""
         if not self._is_scheduled():
             self.require_same(dict(zip(self._names, args, strict=False)) | kwargs)
 
@@ -109,12 +109,14 @@ class ReplicaComparison:
 
 
 def _num_stacks(module: nn.Module) -> int:
-    """The number of outermost lists of modules: an encoder and a decoder have one each."""
+    """Return the number of outermost lists of modules: an encoder and a decoder have one each."""
     return sum(1 if isinstance(m, nn.ModuleList) and len(m) else _num_stacks(m) for m in module.children())
 
 
 def _may_choose(value: Any) -> bool:
-    """Whether an argument may decide which parts run: it has numbers, as images, sounds, embeddings have."""
+    """Return whether an argument may decide which parts run: it has numbers, as images, sounds, embeddings
+    have.
+    """
     return any(x.is_floating_point() or x.dtype == torch.uint8 for x in _tensors(value))
 
 

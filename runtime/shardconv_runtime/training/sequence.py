@@ -25,7 +25,7 @@ from ..errors import PlanError
 from ..parallel.boundary import forward_signature, given_cache, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
-from .without_cache import without_cache
+from .checkpointing import without_cache
 
 IGNORED = -100
 """The label that the losses of transformers ignore unless a call says another one."""
@@ -47,7 +47,7 @@ _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cache_position")
 """Arguments of one dim that count the tokens of the sequence."""
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
-"""Arguments that are a second sequence, of a length of its own."""
+"""Arguments that are a second sequence, of its own length."""
 
 FLAT_OUTPUTS = ("output_router_logits",)
 """Arguments that request outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
@@ -73,9 +73,16 @@ def attach_sequence(
         num_ranks: divides the padded length.
         may_pad: pad other lengths; otherwise they are refused.
         head: computes the logits; None: it is not known, and requests for some positions are refused.
-        comm: of the model, which is told the lengths of the running call.
+        comm: the communicator of the model, which is told the lengths of the running call.
     """
-    hooks = _Padding(model, num_ranks, may_pad, None if head is None else _pick_in(head), comm)
+    picked: _Picked | None = None
+    if head is not None:
+        picked = _Picked()
+        if isinstance(head, ColumnParallelLinear | RowParallelLinear):
+            head.inputs = (*head.inputs, picked)
+        else:
+            head.register_forward_pre_hook(picked.before)
+    hooks = _Padding(model, num_ranks, may_pad, picked, comm)
     _PADDING_OF[model] = hooks
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
@@ -86,8 +93,7 @@ def attach_sequence(
 
 @contextmanager
 def padded(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments that the model's code gets in a call with these, while it is called past its hooks; the
-    same ones without sequence parallelism.
+    """Yield the padded arguments with which to call the model's code past its hooks, within this context.
 
     Raises:
         PlanError: they cannot be padded.
@@ -107,12 +113,12 @@ class _Picked:
 
     def __init__(self) -> None:
         self.positions: Tensor | slice | None = None
-        """Of the sequence without padding; None: all."""
+        """The positions of the sequence without padding; None: all."""
         self.length = 0
-        """Of the padded sequence."""
+        """The length of the padded sequence."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of hidden states ``[B, S, H]`` those at the positions, ``[B, K, H]``."""
+        """Return the hidden states at the positions, ``[B, K, H]`` of ``[B, S, H]``."""
         if self.positions is None:
             return x
         if x.dim() != 3 or x.shape[1] != self.length:
@@ -123,18 +129,8 @@ class _Picked:
         return x[:, self.positions]
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The step as a forward pre-hook."""
+        """Return the step as a forward pre-hook."""
         return (self(args[0]), *args[1:])
-
-
-def _pick_in(head: nn.Module) -> _Picked:
-    """Attach the step."""
-    picked = _Picked()
-    if isinstance(head, ColumnParallelLinear | RowParallelLinear):
-        head.inputs = (*head.inputs, picked)
-    else:
-        head.register_forward_pre_hook(picked.before)
-    return picked
 
 
 class _Padding:
@@ -194,7 +190,7 @@ class _Padding:
             )
         self._require_second_sequence(given)
         if missing:
-            # Refuse outputs whose tokens are not a dim of their own, since they cannot be trimmed.
+            # Refuse outputs whose tokens are not their own dim, since they cannot be trimmed.
             for name in FLAT_OUTPUTS:
                 if is_asked_for(module, name, given.get(name)):
                     raise PlanError(

@@ -31,8 +31,16 @@ from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
 from .loss_parallel import has_parallel_loss
 from .replica_inputs import COMPARISON, ReplicaComparison
-from .stage_forms import StageBoundary, ValueForm, count_labels, divide, measured_forms, require_alike
-from .stage_training import StageLoss, TiedGradients
+from .stage_training import (
+    StageBoundary,
+    StageLoss,
+    TiedGradients,
+    ValueForm,
+    count_labels,
+    divide,
+    measured_forms,
+    require_alike,
+)
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """By name, the schedules of torch for one stage in each process."""
@@ -124,7 +132,11 @@ class Pipeline:
         if len(parts) != self.microbatches:
             raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
         self._step.begin(parts)
-        self._compare(parts)
+        # Ranks of all stages compare what they were given, which costs a message: in the steps 1, 2, 4, 8 ...
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:
+            given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
+            require_same_inputs(self._start, given)
         replicas: ReplicaComparison | None = vars(self.model).get(COMPARISON)
         if replicas is not None:
             replicas.require_same({f"{n} of {i}": v for i, part in enumerate(parts) for n, v in part.items()})
@@ -133,27 +145,23 @@ class Pipeline:
         with self._tied.apart():
             numbers = torch.arange(self.microbatches)
             schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
-        return self._shared(losses)
-
-    def _compare(self, parts: Sequence[Batch]) -> None:
-        """Whether all ranks of all stages were given the same, in the steps 1, 2, 4, 8 ..."""
-        self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1) == 0:
-            given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
-            require_same_inputs(self._start, given)
+        # All stages return the sum of the losses of the last stage.
+        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        if losses:
+            total += torch.stack([loss.detach().double() for loss in losses]).sum()
+        dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
+        return total
 
     def _prepare(self, forms: object, first: Batch) -> Any:
-        """The schedule for microbatches of these forms; that of the last step is kept."""
+        """Return the schedule for microbatches of these forms; that of the last step is kept."""
         if self._prepared is None or self._prepared[0] != forms:
             made = measured_forms(self.model, self._stage, first)
             self._prepared = None  # gives the buffers of the other one back
-            self._prepared = forms, self._make(made)
+            stages = [self._torch_stage(each, made) for each in self._passes]
+            given: Any = stages if len(stages) > 1 else stages[0]
+            schedule = self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
+            self._prepared = forms, schedule
         return self._prepared[1]
-
-    def _make(self, forms: Mapping[Crossing, ValueForm]) -> Any:
-        stages = [self._torch_stage(each, forms) for each in self._passes]
-        given: Any = stages if len(stages) > 1 else stages[0]
-        return self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
 
     def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, ValueForm]) -> PipelineStage:
         link, number = self._link, each.number
@@ -172,17 +180,9 @@ class Pipeline:
             group=self._group,
         )
 
-    def _shared(self, losses: list[Tensor]) -> Tensor:
-        """The sum of the losses of the last stage, on all of them."""
-        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
-        if losses:
-            total += torch.stack([loss.detach().double() for loss in losses]).sum()
-        dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
-        return total
-
 
 def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage returns its loss."""
+    """Return the last stage returns its loss."""
     return output
 
 
@@ -221,7 +221,7 @@ class _Step:
     """What the passes of a step have in common: its microbatches, and the loss.
 
     Args:
-        model: of the stages of this process.
+        model: the model of the stages of this process.
         loss: see ``Pipeline``.
     """
 
@@ -232,7 +232,7 @@ class _Step:
         self._num_items: float | None = None
 
     def begin(self, parts: Sequence[Batch]) -> None:
-        """The microbatches of the next step."""
+        """Take the microbatches of the next step."""
         self.parts, self._num_items = parts, None
         if self._loss is not None:
             return
@@ -260,7 +260,7 @@ class _Step:
         )
 
     def output(self, part: Batch) -> Any:
-        """What the model returns for a microbatch, in the pass of a stage."""
+        """Return what the model returns for a microbatch, in the pass of a stage."""
         own_loss = self._own_function
         if own_loss is not None:
             own_loss.num_items, own_loss.was_called = self._num_items, False
@@ -272,11 +272,9 @@ class _Step:
                 own_loss.num_items, own_loss.num_parts = None, 1
 
     def loss(self, output: Any, part: Batch) -> Tensor:
-        """The share of a microbatch in the loss of the step, of what the last stage returned."""
-        found = self._own_loss(output) if self._loss is None else self._loss(output, part)
-        return found / len(self.parts)
-
-    def _own_loss(self, output: Any) -> Tensor:
+        """Return the share of a microbatch in the loss of the step, of what the last stage returned."""
+        if self._loss is not None:
+            return self._loss(output, part) / len(self.parts)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
         if not isinstance(loss, Tensor) or loss.dim():
             raise ShardconvError(
@@ -285,7 +283,7 @@ class _Step:
         own_function = self._own_function
         if self._num_items is not None and own_function is not None and not own_function.was_called:
             raise self._uneven(count_labels(self.model, self.parts))
-        return loss
+        return loss / len(self.parts)
 
 
 LOSS_DTYPE = torch.float64
@@ -298,7 +296,7 @@ class _Pass(nn.Module):
     Args:
         step: of which they are.
         stage: the link and forms of this process.
-        number: of the stage.
+        number: the number of the stage.
     """
 
     def __init__(self, step: _Step, stage: StageModel, number: int) -> None:
@@ -309,11 +307,11 @@ class _Pass(nn.Module):
         self.border = StageBoundary({}, {})
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """The values for the next stage, or on the last one the loss.
+        """Return the values for the next stage, or on the last one the loss.
 
         Args:
-            received: of the stage before, in the order of its border.
-            number: of the microbatch, ``[1]``, on the CPU.
+            received: the values of the stage before, in the order of its border.
+            number: the number of the microbatch, ``[1]``, on the CPU.
         """
         part = self._step.parts[int(number)]
         handover = self.border.handover(received)

@@ -1,10 +1,13 @@
-"""What the model of a stage of a pipeline needs to be trained: its loss, and refusals of calls without a
-schedule, whose gradients would end where the stage begins."""
+"""Training of the model of a pipeline stage: forms of what crosses its borders, loss, tied parameters.
+
+Calls without a schedule are refused, since their gradients would end where the stage begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -14,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.process_groups import axes_group
-from ..comm.stage_link import StageLink
+from ..comm.stage_link import Crossing, Handover, StageLink
 from ..comm.stage_processes import ProcessTransport
-from ..errors import ShardconvError
+from ..errors import PlanError, ShardconvError
 from ..format.plan import parameter_plans
 from ..format.staged_names import held_names, stages_of
 from ..loaded import loaded
@@ -24,8 +27,179 @@ from ..parallel.boundary import forward_signature, given_cache
 from ..parallel.stage_model import StageModel
 from ..saving.dcp_boxes import local_tensor
 from ..saving.stored_model import named_tensors
-from .stage_forms import StageBoundary, forms_inside
-from .without_cache import without_cache
+from .checkpointing import without_cache
+from .loss_parallel import predicts_next
+from .sequence import padded
+
+# A batch in parts that run one after another.
+
+IGNORED = -100
+"""The label of tokens without a loss, in transformers, unless a call says another one."""
+
+
+def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Divide the tensors of a batch along their first dim.
+
+    Args:
+        batch: arguments of a model by name; what is no tensor goes into each part.
+        count: of the parts, which are equally long.
+
+    Raises:
+        PlanError: the sizes of their first dims differ, or cannot be divided.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+    sizes = {name: value.shape[0] for name, value in tensors.items()}
+    if not sizes:
+        raise PlanError("the batch has no tensors to divide into microbatches")
+    if len(set(sizes.values())) > 1 or next(iter(sizes.values())) % count:
+        found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise PlanError(
+            f"a batch with first dims of {found} cannot be divided into {count} microbatches; give a list of "
+            "microbatches"
+        )
+    chunks = {name: value.chunk(count) for name, value in tensors.items()}
+    return [
+        {name: chunks[name][i] if name in chunks else value for name, value in batch.items()}
+        for i in range(count)
+    ]
+
+
+def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
+    """Return the names, shapes and dtypes that all parts have.
+
+    Raises:
+        PlanError: they differ.
+    """
+    forms = []
+    for part in parts:
+        form: list[tuple[Any, ...]] = []
+        for name, v in sorted(part.items()):
+            form.append((name, str(v.dtype), tuple(v.shape)) if isinstance(v, Tensor) else (name, repr(v)))
+        forms.append(form)
+    for number, form in enumerate(forms):
+        if form != forms[0]:
+            raise PlanError(
+                f"microbatch {number} has other arguments or shapes ({form}) than the first ({forms[0]}): "
+                "stages receive equal shapes; pad them"
+            )
+    return forms[0]
+
+
+def count_labels(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return how many labels of each part have a loss."""
+    first = 1 if predicts_next(getattr(model, "loss_type", None)) else 0
+    return [int((p["labels"][..., first:] != p.get("ignore_index", IGNORED)).sum()) for p in parts]
+
+
+# The values that cross the borders of a stage in the pass of a microbatch.
+#
+# Every stage finds their forms in a pass of placeholders, without a message: placeholders also replace its
+# own modules and return tensors of the shapes in the plan, while the code around them runs unchanged.
+
+
+@dataclass(frozen=True)
+class ValueForm:
+    """The shape, local, and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """Make a meta tensor of this form, which requires a gradient if it can have one."""
+        return torch.empty(
+            self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point
+        )
+
+
+@dataclass(frozen=True)
+class StageBoundary:
+    """What a stage receives from the one before, and leaves for the next one, in order."""
+
+    received: Mapping[Crossing, ValueForm]
+    left: Mapping[Crossing, ValueForm]
+
+    @classmethod
+    def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, ValueForm]) -> StageBoundary:
+        """Return the borders of the stage of a number; a value for a later one crosses all borders on its
+        way.
+        """
+        crossings = stage.crossings()
+        ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
+        return cls(
+            {c: forms[c] for c, (source, last) in ways.items() if source < number <= last},
+            {c: forms[c] for c, (source, last) in ways.items() if source <= number < last},
+        )
+
+    def handover(self, received: Sequence[Tensor]) -> Handover:
+        """Make the handover for a pass that received these values."""
+        return Handover(dict(zip(self.received, received, strict=True)))
+
+    def leaving(self, handover: Handover) -> tuple[Tensor, ...]:
+        """Return the values that the pass leaves for the next stage.
+
+        Raises:
+            ShardconvError: it did not compute it.
+        """
+        if missing := [crossing for crossing in self.left if crossing not in handover.values]:
+            raise ShardconvError(
+                f"{missing[0][0]} was not called for this microbatch, and was for the first one; give all "
+                "microbatches the same arguments"
+            )
+        return tuple(_for_backward(handover.values[crossing].contiguous()) for crossing in self.left)
+
+
+def _for_backward(x: Tensor) -> Tensor:
+    """Return a value with which a backward pass can begin, though no parameter that is trained made it."""
+    is_constant = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
+    return x.detach().requires_grad_() if is_constant else x
+
+
+class _Measuring(Handover):
+    """Records what passes would take, and gives zeros."""
+
+    only_measures = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__({})
+        self._device = device
+        self.forms: dict[Crossing, ValueForm] = {}
+
+    def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """Return zeros of this form."""
+        found = torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+        self.forms[crossing] = ValueForm(tuple(shape), found.dtype)
+        self.send(crossing, found, ())
+        return found
+
+
+def measured_forms(
+    model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]
+) -> dict[Crossing, ValueForm]:
+    """Return the forms of all values that stages hand on in a call.
+
+    Args:
+        model: the model of this stage. Its own hooks do not run.
+        stage: its link and the forms of its modules.
+        inputs: the inputs of the model, by name.
+    """
+    with padded(model, inputs) as given:
+        return forms_inside(model, stage, given)
+
+
+def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
+    """Return the same, of what the model's code is given, behind its hooks."""
+    measuring = _Measuring(stage.device)
+    devices = [stage.device] if stage.device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        stage.without_units(model),
+        stage.link.calling(),
+        stage.link.through(measuring),
+    ):
+        model.forward(**given)
+    return measuring.forms
+
 
 # A call, without gradients, of the model of a process that has several stages: one pass for each of them.
 #
@@ -37,7 +211,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
     """Have a call of a model run all stages of this process, in place.
 
     Args:
-        model: of this process; its ``forward`` is replaced on the instance.
+        model: the model of this process; its ``forward`` is replaced on the instance.
         stage: its link and forms.
     """
     inner = getattr(model.forward, "__func__", type(model).forward)
@@ -73,7 +247,9 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
 
 
 def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that makes no cache: each pass would make one, of the layers of its stage."""
+    """Return the arguments of a call that makes no cache: each pass would make one, of the layers of its
+    stage.
+    """
     if (name := given_cache(given)) is not None:
         raise ShardconvError(
             f"{name} was given to a model with several stages in each process, which keeps none; pass full "
@@ -147,7 +323,7 @@ class StageLoss:
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, a scalar; arguments as of the model's loss function."""
+        """Return the loss, a scalar; arguments are those of the model's loss function."""
         self.was_called = True
         if self._link.is_last and not self._link.is_measuring:
             is_sum = kwargs.get("num_items_in_batch") is not None

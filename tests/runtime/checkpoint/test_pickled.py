@@ -20,8 +20,7 @@ from lazy_cases import DTYPES, Draw, random_tensor, same, shapes
 from safetensors.torch import load_file
 from shardconv_runtime.checkpoint import pickled
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
-from shardconv_runtime.checkpoint.weight_files import stored_dtype
+from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors, stored_dtype
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf

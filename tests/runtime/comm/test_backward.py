@@ -10,10 +10,10 @@ from boundaries import boundary
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf, parse, size
-from shardconv_runtime.format.grad_sums import sums
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.format.slices import Mesh, local_segments
 from shardconv_runtime.format.slot_steps import Boundary
+from shardconv_runtime.format.stored_layout import sums
 from shardconv_runtime.parallel.boundary import step
 from shardconv_runtime.training.prepare import Gated, GradientGate, attach_gates
 from torch import Tensor, nn

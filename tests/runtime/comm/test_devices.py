@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
-from shardconv_runtime.comm import mesh, own_gpus, process_groups
-from shardconv_runtime.comm.devices import find_device
-from shardconv_runtime.comm.mesh import Launch
-from shardconv_runtime.comm.own_gpus import shared_gpu_error
+from shardconv_runtime.comm import agreement, mesh, process_groups
+from shardconv_runtime.comm.agreement import shared_gpu_error
+from shardconv_runtime.comm.mesh import Launch, find_device
 from shardconv_runtime.errors import LaunchError
 
 
@@ -74,10 +73,10 @@ def test_ranks_with_one_gpu_are_found() -> None:
 
 def compare_gpus(identities: list[str]) -> None:
     rank = dist.get_rank()
-    own_gpus.can_capture = lambda start: True
-    own_gpus.describe_gpu = lambda device: ("host", identities[rank])
+    agreement.can_capture = lambda start: True
+    agreement.describe_gpu = lambda device: ("host", identities[rank])
     group = dist.group.WORLD
-    own_gpus.require_own_gpus(Launch(rank, len(identities), torch.device("cpu"), group, group))
+    agreement.require_own_gpus(Launch(rank, len(identities), torch.device("cpu"), group, group))
 
 
 def test_all_ranks_raise_if_two_have_the_same_gpu() -> None:

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse, size, to_text
-from shardconv_runtime.format.packed_layout import (
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan
+from shardconv_runtime.format.slices import local_size, ranges
+from shardconv_runtime.format.stored_layout import (
     check_packing,
     granularity,
     is_sharded_between,
+    layout_sha256,
     packed_entries,
     stepped,
+    stored_plans,
     tensor_name,
 )
-from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan
-from shardconv_runtime.format.slices import local_size, ranges
-from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 from small_models import hand_plan, small_config
 
 DIMS = st.recursive(

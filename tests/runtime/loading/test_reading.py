@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -409,10 +410,10 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
     host = Late()
     monkeypatch.setattr(rank_files, "tensors", lambda shards, *_: staged(shards, host, buffer_bytes=1024))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(rank_files, "_assign", fail)
+    monkeypatch.setattr(rank_files, "nn", SimpleNamespace(Parameter=fail))
     with pytest.raises(RuntimeError, match="no memory"):
         shardconv_runtime.load(path)
     assert host.finished

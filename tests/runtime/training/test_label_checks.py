@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 from shardconv_runtime.parallel import row_ids
-from shardconv_runtime.training.loss import LabelCheck
-from shardconv_runtime.training.token_losses import LossInputError
+from shardconv_runtime.training.loss import LabelCheck, LossInputError
 
 GOOD = torch.tensor([[0, 9, -100], [3, 4, 5]], dtype=torch.int32)
 BAD = torch.tensor([[0, 9, -100], [3, 10, -1]], dtype=torch.int32)

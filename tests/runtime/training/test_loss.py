@@ -19,9 +19,8 @@ from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.dims import Dim, Leaf, parse, size
 from shardconv_runtime.format.slices import Mesh, group_of, ranges
-from shardconv_runtime.training.loss import VocabParallelCrossEntropy
+from shardconv_runtime.training.loss import LossInputError, VocabParallelCrossEntropy
 from shardconv_runtime.training.loss_parallel import causal_lm_loss, masked_lm_loss, parallel_loss
-from shardconv_runtime.training.token_losses import LossInputError
 from small_models import small_config
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
