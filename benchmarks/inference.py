@@ -256,7 +256,6 @@ def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
         "step": name,
         "beside": "transformers, tensor parallelism" if tp > 1 else "transformers, unsharded model",
         "shardconv, ms": _milliseconds(ours),
-        "unfused, ms": _milliseconds(cell["unfused"]),
         "transformers, ms": _milliseconds(theirs),
         "ratio": spread(ratios, 3) if both else "",
         "95% of the median": _median_interval(ratios),

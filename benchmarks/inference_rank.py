@@ -237,19 +237,17 @@ class Subject:
 
 
 def load_pair(converted: Path, source: Path, mode: str) -> dict[str, Subject]:
-    """Our model, fused and not, and that of transformers: sharded, or unsharded for a single process."""
+    """Our model and the one of transformers: sharded, or unsharded for a single process."""
     import shardconv_runtime
 
     compiled = mode == "compiled"
     ours = shardconv_runtime.load(converted, device="cpu", compile=compiled)
-    unfused = shardconv_runtime.load(converted, device="cpu", compile=compiled, fuse=False)
     theirs = load_transformers(source, parallel=world_size() > 1)
     if compiled:
         theirs._eager_forward = theirs.forward
         theirs.forward = torch.compile(theirs.forward)
-    share_weights(ours, unfused)
     share_weights(ours, theirs)
-    found = {"shardconv": ours, "unfused": unfused, "transformers": theirs}
+    found = {"shardconv": ours, "transformers": theirs}
     return {name: Subject(model, compiled) for name, model in found.items()}
 
 

@@ -72,7 +72,7 @@ class LoadOptions:
     dequantize: bool
     all_reduce: str | None
     """The name of the function, which is compared between the ranks."""
-    fuse: bool
+    fuse: bool | None
     adapter: AdapterDirectories | None
     data_parallel: DataSharding | None
     over_mesh: bool
@@ -241,7 +241,12 @@ class ModelBuilder:
 
             staged = StagedBuilder(plan, place, model)
             held_plan = staged.own(plan)
-        if not wanted.fuse or wanted.form:
+        fuse = wanted.fuse
+        if fuse is None:
+            # On a GPU, fused products save kernels: a fifth to a third of a compiled step. On a CPU they
+            # save nothing, and splitting their results makes a compiled prefill 7% slower.
+            fuse = wanted.compiled and start.device.type != "cpu"
+        if not fuse or wanted.form:
             held_plan = replace(held_plan, fused=())
         # The model of this rank, still on meta.
         packed = None

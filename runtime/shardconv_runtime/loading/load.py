@@ -286,7 +286,7 @@ def load(
             default they stay packed, and the modules of the format compute with them.
         fuse: combine layers with the same input (query, key and value; gate and up) into one product. It is
             not for training, nor for formats that pack columns first (GPTQ, AWQ). By default only with
-            ``compile``, since eager steps gain nothing.
+            ``compile`` on a GPU: eager steps, and CPUs, gain nothing.
         adapter: directory that ``shardconv adapt`` wrote for ``path``, or a dict from adapter names to
             directories, of which the first is active. With ``training``, only their parameters require
             gradients.
@@ -333,7 +333,7 @@ def load(
         verify=verify,
         dequantize=dequantize,
         all_reduce=all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
-        fuse=compile if fuse is None else fuse,
+        fuse=fuse,
         adapter=adapter,
         data_parallel=sharding,
         over_mesh=mesh is not None,
