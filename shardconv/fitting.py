@@ -35,7 +35,7 @@ class FewestRanks:
     """The smallest number of ranks that is enough, and its neighbors."""
 
     plan: Plan
-    """Of the chosen one."""
+    """The plan of the chosen number."""
     chosen: TriedRanks
     candidates: tuple[TriedRanks, ...]
     """Ascending, with the chosen one among them."""

@@ -283,4 +283,4 @@ COMMANDS = (
     merge_command,
     reshard_command,
 )
-"""In the order of the help."""
+"""The commands in the order of the help."""

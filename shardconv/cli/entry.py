@@ -33,7 +33,7 @@ _REMEDIES = {
     errno.EPERM: "correct the permissions",
     errno.EROFS: "name a directory that can be written",
 }
-"""Of errors of files."""
+"""What to do about errors of files."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

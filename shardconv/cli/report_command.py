@@ -111,4 +111,4 @@ def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
 
 
 COMMANDS = (report_command,)
-"""In the order of the help."""
+"""The commands in the order of the help."""

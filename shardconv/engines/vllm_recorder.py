@@ -33,13 +33,13 @@ SETTINGS = {
     # torch looks for GPUs without initializing CUDA, which cannot be used after a fork.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Of the environment, for vLLM: it starts no process, asks no server, and plans for a small cache."""
+"""The environment of vLLM: it starts no process, asks no server, and plans for a small cache."""
 
 TARGET = "VLLM_TARGET_DEVICE"
-"""Of the environment: the device for which vLLM chooses its parameters, in place of the one that it finds."""
+"""The variable of the environment with the device for which vLLM chooses its parameters."""
 
 MAX_PROCESSES = 4
-"""At a time."""
+"""The most processes that run at a time."""
 
 REQUEST, FAILURE, LOG = "request", "failure", "log"
 

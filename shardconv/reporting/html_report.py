@@ -21,7 +21,7 @@ from . import html_values
 from .human_numbers import human_bytes, percent
 from .plan_lines import fused_lines, memory_facts, memory_parts
 from .report import TOKENS, numerics_text, tensor_cells, unplanned
-from .summary import Summary, all_notes, summarize
+from .summary import Summary, all_notes, folders, summarize, summed_gradients
 
 MARK = '<meta name="generator" content="shardconv report">'
 """Near the beginning of every report; a file with it may be replaced."""
@@ -58,6 +58,7 @@ def html_report(
         "percent_of": percent,
     }
     environment.globals |= {"values": html_values, "memory_facts": memory_facts, "memory_parts": memory_parts}
+    environment.globals |= {"folders": folders, "summed_gradients": summed_gradients}
     environment.globals |= {"fused_lines": fused_lines, "tensor_cells": tensor_cells, "unplanned": unplanned}
     css = files(__package__).joinpath("templates", "report.css").read_text(encoding="utf-8")
     styles = [css, *re.findall(r"<style>(.*?)</style>", picture, flags=re.DOTALL)]

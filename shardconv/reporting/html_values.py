@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
 from shardconv_runtime.format.stage_part import of_stage
 from shardconv_runtime.format.stored_layout import is_common
@@ -17,7 +16,8 @@ MAX_BARS = 16
 """With more ranks, those that hold the same number of bytes share a bar."""
 
 CATEGORIES = ("column", "row", "vocab", "experts", "norm", "boundary", "other", "replicated")
-"""In the order of a bar's segments; ``other`` is sharded in a module without an entry in the plan."""
+"""The categories of a bar's segments in order; ``other`` is sharded in a module without an entry in the
+plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +151,3 @@ def totals(collectives: Sequence[Collective]) -> list[OpTotal]:
         items = [item for item in collectives if item.op == op]
         found.append(OpTotal(op, sum(c.count for c in items), sum(c.token_bytes for c in items)))
     return found
-
-
-def summed_gradients(plan: Plan) -> list[str]:
-    """Return the replicated parameters whose gradients are summed over the ranks."""
-    return [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
-
-
-def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:
-    """Return (folder, its files) of a converted directory."""
-    found: dict[str, list[FileEntry]] = {}
-    for entry in manifest.files:
-        found.setdefault(entry.path.rpartition("/")[0], []).append(entry)
-    return sorted(found.items())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
+from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import (
@@ -33,7 +34,7 @@ class TensorLine:
     """One parameter of a layer kind."""
 
     name: str
-    """Relative to its module."""
+    """The name relative to its module."""
     plan: ParameterPlan
 
 
@@ -49,7 +50,7 @@ class LayerKind:
     tensors: tuple[TensorLine, ...]
     edits: tuple[Edit, ...]
     rank_bytes: int
-    """Of all ``count`` modules together, on the rank that holds most."""
+    """Bytes of all ``count`` modules together, on the rank that holds most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Summary:
     sharded_bytes: int
     """Global bytes of the sharded tensors."""
     rank_bytes: tuple[int, ...]
-    """Of each rank; of a model with stages, of the ranks of each stage in turn, or of the plan's own one."""
+    """Bytes of each rank, with stages of the ranks of each stage in turn, or of the plan's own stage."""
 
 
 def all_notes(plan: Plan) -> tuple[str, ...]:
@@ -111,6 +112,19 @@ def summarize(plan: Plan) -> Summary:
         ),
         rank_bytes=tuple(n for stage in shown_stages(plan) for n in held[stage]),
     )
+
+
+def summed_gradients(plan: Plan) -> list[str]:
+    """Return the replicated parameters whose gradients are summed over the ranks."""
+    return [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
+
+
+def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:
+    """Return (folder, its files) of a converted directory."""
+    found: dict[str, list[FileEntry]] = {}
+    for entry in manifest.files:
+        found.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+    return sorted(found.items())
 
 
 def shown_stages(plan: Plan) -> Sequence[int]:

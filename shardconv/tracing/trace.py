@@ -339,8 +339,17 @@ class _ModuleHook:
         """Mark the outputs and restore the identities of the caller's tensors, as a forward hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():
-                self.recorder.tape.returned[self.recorder.stack[-1]] = self._form(output, args, kwargs)
-                self._leave(output)
+                recorder, call = self.recorder, self.recorder.stack[-1]
+                recorder.tape.returned[call] = self._form(output, args, kwargs)
+                slots = list(_tensor_slots("output", output))
+                recorder.mark(call, slots)
+                if isinstance(output, tuple):
+                    recorder.tape.result_tuples[call] = type(output), len(output)
+                returned = {tensor_key(t) for _, t in slots}
+                for tensor, tid in self.tracer.frames[call].outer:
+                    if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):
+                        recorder.identities.become(tensor, tid)
+                recorder.stack.pop()
 
     def _form(self, output: Any, args: Any, kwargs: Any) -> Returned:
         named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -356,18 +365,6 @@ class _ModuleHook:
         if type(output) in (tuple, list):
             return Returned(type(output).__name__, tuple(map(item, output)))
         return Returned("other")
-
-    def _leave(self, output: Any) -> None:
-        recorder = self.recorder
-        slots = list(_tensor_slots("output", output))
-        recorder.mark(recorder.stack[-1], slots)
-        if isinstance(output, tuple):
-            recorder.tape.result_tuples[recorder.stack[-1]] = type(output), len(output)
-        returned = {tensor_key(t) for _, t in slots}
-        for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
-            if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):
-                recorder.identities.become(tensor, tid)
-        recorder.stack.pop()
 
     def guarded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a ``forward`` that makes the module one operator if it cannot be traced."""
