@@ -14,8 +14,7 @@ from shardconv_runtime.format.stage_part import of_stage
 from shardconv_runtime.format.staged_names import staged_modules
 from shardconv_runtime.format.stored_layout import stored_plans
 
-from .human_numbers import human_bytes
-from .summary import item_bytes, shown_stages, stage_bytes
+from .summary import human_bytes, item_bytes, shown_stages, stage_bytes
 
 RESERVE = 2 * 10**9
 """Default bytes that are kept free on a device: for the driver, libraries and memory that is lost between

@@ -10,7 +10,6 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape
 
-from .human_numbers import human_bytes, human_count, percent
 from .plan_lines import Workload, device_lines, fused_lines, memory_lines, stage_lines
 from .summary import (
     Collective,
@@ -19,6 +18,9 @@ from .summary import (
     TensorLine,
     all_notes,
     folders,
+    human_bytes,
+    human_count,
+    percent,
     summarize,
     summed_gradients,
     weights_text,

@@ -318,22 +318,20 @@ class _ModuleHook:
         """Record the call and mark its inputs, as a forward pre-hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():  # sizes that the tracer reads are not the model's
-                self._enter(module, args, kwargs)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder = self.recorder
-        index = recorder.call_counts.get(self.fqn, 0)
-        recorder.call_counts[self.fqn] = index + 1
-        call = len(recorder.tape.calls)
-        recorder.tape.calls.append(ModuleCall(self.fqn, index, recorder.stack[-1] if recorder.stack else -1))
-        recorder.stack.append(call)
-        named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
-        self.tracer.caches.enter(call, {**named, **kwargs})
-        slots = list(_tensor_slots("input", {**named, **kwargs}))
-        outer = [(t, recorder.identities.tid(t)) for _, t in slots]
-        self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
-        recorder.mark(call, slots)
-        self.is_entered = True
+                recorder = self.recorder
+                index = recorder.call_counts.get(self.fqn, 0)
+                recorder.call_counts[self.fqn] = index + 1
+                call, parent = len(recorder.tape.calls), recorder.stack[-1] if recorder.stack else -1
+                recorder.tape.calls.append(ModuleCall(self.fqn, index, parent))
+                recorder.stack.append(call)
+                positional = self.parameters
+                named = {positional[i] if i < len(positional) else str(i): a for i, a in enumerate(args)}
+                self.tracer.caches.enter(call, {**named, **kwargs})
+                slots = list(_tensor_slots("input", {**named, **kwargs}))
+                outer = [(t, recorder.identities.tid(t)) for _, t in slots]
+                self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
+                recorder.mark(call, slots)
+                self.is_entered = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Mark the outputs and restore the identities of the caller's tensors, as a forward hook."""
