@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -106,11 +106,7 @@ def _forked(record: Callable[[], object], rank: int, files: Path) -> int:
     process = os.fork()
     if process:
         return process
-    _record(record, rank, files)
-
-
-def _record(record: Callable[[], object], rank: int, files: Path) -> NoReturn:
-    """Write the answer of a rank, and end this process."""
+    # This is the new process, which writes the answer of the rank and ends.
     status = 1
     try:
         log = os.open(files / f"{LOG}-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)

@@ -281,7 +281,7 @@ def _category(solution: Solution, op: Op) -> str:
     """Return the category of a module that contains this operator; empty if the operator does not decide
     it."""
     analysis = solution.analysis
-    if op.name.rsplit(".", 1)[0] not in contraction.RULES:
+    if op.name.rsplit(".", 1)[0] not in contraction.PRODUCTS:
         return ""
     is_weight = [t in analysis.parametric or t in analysis.from_stack for t in op.inputs]
     weights = [t for t, w in zip(op.inputs, is_weight, strict=True) if w and len(analysis.dims[t]) > 1]

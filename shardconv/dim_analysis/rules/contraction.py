@@ -194,13 +194,14 @@ def experts(b: Builder, op: Op, args: Arguments) -> None:
     b.result.experts.append((site, count))
 
 
-RULES = {
+PRODUCTS = {
     "aten.linear": linear,
     **dict.fromkeys(("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot"), matmul),
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), addmm),
     "aten.einsum": einsum,
     "aten.outer": outer,
     **dict.fromkeys(("aten._grouped_mm", "transformers.grouped_mm_fallback"), grouped_mm),
-    "aten.convolution": convolution,
-    EXPERTS: experts,
 }
+"""Products of matrices; a module of one of them has the category of how its weight is sharded."""
+
+RULES = {**PRODUCTS, "aten.convolution": convolution, EXPERTS: experts}
