@@ -29,7 +29,7 @@ class ExampleInputs:
     """A call of the model that the user gives, to be traced in place of values that are made up."""
 
     source: str
-    """For messages: the file, or what the caller passed."""
+    """The file, or what the caller passed, for messages."""
     call: Callable[[Any], Mapping[str, Any]]
     """Config -> keyword arguments of the call."""
 

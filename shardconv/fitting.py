@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.plan import Plan
 
-from .reporting.human_numbers import human_bytes, percent
 from .reporting.plan_lines import Needs, Workload, fits, needs, tightest
-from .reporting.summary import summarize
+from .reporting.summary import human_bytes, percent, summarize
 
 MAX_TP = 64
 """More ranks are not tried."""
@@ -35,7 +34,7 @@ class FewestRanks:
     """The smallest number of ranks that is enough, and its neighbors."""
 
     plan: Plan
-    """Of the chosen one."""
+    """The plan of the chosen number."""
     chosen: TriedRanks
     candidates: tuple[TriedRanks, ...]
     """Ascending, with the chosen one among them."""

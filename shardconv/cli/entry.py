@@ -17,12 +17,11 @@ from shardconv_runtime.hub_options import of_commands
 from shardconv_runtime.versions import __version__
 
 from .directory_commands import COMMANDS as ON_CONVERTED
-from .directory_commands import adapt_command
+from .directory_commands import adapt_command, report_command
 from .export_command import COMMANDS as EXPORTS
 from .export_command import push_command
 from .model_commands import COMMANDS as FROM_MODELS
 from .options import printable
-from .report_command import COMMANDS as REPORTS
 
 _REMEDIES = {
     errno.ENOENT: "name a directory that exists",
@@ -33,7 +32,7 @@ _REMEDIES = {
     errno.EPERM: "correct the permissions",
     errno.EROFS: "name a directory that can be written",
 }
-"""Of errors of files."""
+"""What to do about errors of files."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,5 +116,5 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED, *EXPORTS, adapt_command, *REPORTS, push_command):
+for _command in (*FROM_MODELS, *ON_CONVERTED, *EXPORTS, adapt_command, report_command, push_command):
     cli.add_command(_command)

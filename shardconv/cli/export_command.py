@@ -14,7 +14,7 @@ from ..converted.verify import DamagedError
 from ..engines.export_vllm import export_vllm
 from ..engines.vllm_calls import TESTED, is_tested
 from ..publishing.push import describe, push
-from ..reporting.human_numbers import human_bytes
+from ..reporting.summary import human_bytes
 from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
 
 VLLM = "vllm"

@@ -16,10 +16,9 @@ from shardconv_runtime.hub_options import Hub
 from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
 from ..fitting import smallest_tp, table
-from ..reporting.human_numbers import human_bytes
 from ..reporting.plan_lines import RESERVE, Workload, aligned
 from ..reporting.report import report
-from ..reporting.summary import summarize
+from ..reporting.summary import human_bytes, summarize
 from .options import (
     auto_tp_option,
     device_options,

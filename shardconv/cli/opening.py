@@ -30,7 +30,7 @@ class Opened:
     """A converted directory, with its manifest and plan."""
 
     directory: Path
-    """Of a repository: in the cache, with only these two files."""
+    """The directory; that of a repository is in the cache and has only these two files."""
     manifest: Manifest
     plan: Plan
     repository: Repository | None = None

@@ -158,12 +158,12 @@ class _Span(NamedTuple):
     file: str
     """The path in the directory."""
     begin: int
-    """In bytes of the file."""
+    """Offset of the first byte in the file."""
     end: int
     name: str
     rank: int | None
     shape: Shape
-    """Local."""
+    """Local shape."""
     dtype: str
 
 
@@ -252,20 +252,18 @@ class _Comparer:
         if held is None or len(held) < num_bytes:
             held = self._buffers.held = np.empty(num_bytes, np.uint8)
         into = held[:num_bytes].data
+        path = self._files[index][0].path
         while len(into):
-            count = self._read_some(index, offset, into)
+            try:
+                count = os.preadv(self._handle(index, path), [into], offset)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read at byte {offset} ({error.strerror})") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{path} has no byte {offset}: it was cut off since its header was read"
+                )
             into, offset = into[count:], offset + count
         return held[:num_bytes]
-
-    def _read_some(self, index: int, offset: int, into: memoryview) -> int:
-        path = self._files[index][0].path
-        try:
-            count = os.preadv(self._handle(index, path), [into], offset)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read at byte {offset} ({error.strerror})") from error
-        if count == 0:
-            raise CheckpointError(f"{path} has no byte {offset}: it was cut off since its header was read")
-        return count
 
     def _handle(self, index: int, path: Path) -> int:
         with self._lock:

@@ -41,7 +41,7 @@ from ..reporting.progress import Progress, Silent
 from ..writing.durable import fsync
 from ..writing.job import PARTIAL, TargetFile, read_state, target_file
 from ..writing.outputs import Output
-from ..writing.workspace import Claim, Workspace, opened, refuse_if_busy
+from ..writing.workspace import Claim, opened, refuse_if_busy
 from . import derived, shards
 from .shards import Converted, OwnedPart
 
@@ -123,7 +123,7 @@ def export(
     path = Path(directory).expanduser()
     state = read_state(path / PARTIAL)
     if state is not None and "export" in state.job and state.moves is None:
-        # An earlier run died after `_finish` had created the empty last shard, before anything was moved.
+        # An earlier run died after it had created the empty last shard, before anything was moved.
         refuse_if_busy(path)
         for file in path.iterdir():
             if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
@@ -245,17 +245,12 @@ def _write(
         fill(workspace, numbered(tensors), memory=memory, progress=progress)
         with workspace.exclusive():
             derived.require_nothing_new("DIR", output.path)
-            _finish(workspace, found)
-
-
-def _finish(workspace: Workspace, found: Converted) -> None:
-    """Move all files to their directory, which readers reject until the last shard is there."""
-    assert workspace.checksums() is not None, "all of it was written"
-    small = [entry.path for entry in derived.copy_small_files(found, workspace.path)]
-    names = [file.path for file in workspace.files]
-    # Readers of this format do not notice missing shards, and leave the elements uninitialized. But they open
-    # every file, and fail at an empty one in place of the last shard.
-    last = workspace.out / names[-1]
-    last.touch()
-    fsync(last.parent)
-    workspace.finish([*small, *names], ())
+            assert workspace.checksums() is not None, "all of it was written"
+            small = [entry.path for entry in derived.copy_small_files(found, workspace.path)]
+            names = [file.path for file in workspace.files]
+            # Readers of this format do not notice missing shards, and leave the elements uninitialized. But
+            # they open every file, and fail at an empty one in place of the last shard.
+            last = workspace.out / names[-1]
+            last.touch()
+            fsync(last.parent)
+            workspace.finish([*small, *names], ())

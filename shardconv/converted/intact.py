@@ -217,14 +217,21 @@ class _Files:
         for entry in self.contents.manifest.files:
             try:
                 path = manifest.resolve(self.contents.directory, entry.path)
-                num_bytes = _num_bytes(path)
+                try:
+                    stats = path.stat()
+                except FileNotFoundError as error:
+                    raise CheckpointError("is missing") from error
+                except OSError as error:
+                    raise CheckpointError(f"cannot be read ({error.strerror})") from error
+                if not stat.S_ISREG(stats.st_mode):
+                    raise CheckpointError("is not a file")
             except CheckpointError as error:
                 self._problem(entry, str(error).removeprefix(f"{self.contents.directory}: {entry.path} "))
                 continue
-            if num_bytes == entry.num_bytes:
+            if stats.st_size == entry.num_bytes:
                 self.located[entry] = path
             else:
-                self._damage(entry, path, f"has {num_bytes:,} bytes and should have {entry.num_bytes:,}")
+                self._damage(entry, path, f"has {stats.st_size:,} bytes and should have {entry.num_bytes:,}")
 
     def measure(self, advance: Advance) -> None:
         """Compare the checksums."""
@@ -253,18 +260,6 @@ class _Files:
     def _damage(self, entry: FileEntry, path: Path, what: str) -> None:
         """Note a problem, and if the header says so, where the file belongs."""
         self._problem(entry, what + (_origin(path, entry, self.contents) if is_shard(entry) else ""))
-
-
-def _num_bytes(path: Path) -> int:
-    try:
-        stats = path.stat()
-    except FileNotFoundError as error:
-        raise CheckpointError("is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    if not stat.S_ISREG(stats.st_mode):
-        raise CheckpointError("is not a file")
-    return stats.st_size
 
 
 def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:

@@ -29,8 +29,8 @@ from torch import Tensor
 from ..dim_analysis.rules import RULES
 from ..inputs.example_inputs import stored_example
 from ..inputs.trace_inputs import trace_inputs
-from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress
+from ..reporting.summary import human_bytes
 from ..simulation.available_memory import available_bytes
 from ..simulation.lockstep import Lockstep, LockstepOutcome
 from ..simulation.model_runs import PRECISIONS, Precision

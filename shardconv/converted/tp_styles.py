@@ -74,16 +74,16 @@ STYLES = (
     Style("rowwise_split_input", nn.Linear, _columns, ("slice",), ("all_reduce",)),
     Style("embedding_rowwise", nn.Embedding, _rows, ("local_rows",), ("zero_out_of_shard", "all_reduce")),
 )
-"""Of modules with sharded parameters; all their parameters are sharded as the style says."""
+"""Styles of modules with sharded parameters; all their parameters are sharded as the style says."""
 
 OWN_CODE_STYLES = (
     Style("moe_tp_experts", nn.Module, _nothing, outputs=("all_reduce",)),
     Style("local_params", nn.Module, _nothing),
 )
-"""Of modules with sharded parameters, which have rules of their own: the module's code gets local ones."""
+"""Styles of modules with sharded parameters whose own code gets local parameters, by rules of their own."""
 
 REPLICATED_STYLES = (Style("all_reduce", nn.Module, _nothing, outputs=("all_reduce",)),)
-"""Of modules without sharded parameters."""
+"""Styles of modules without sharded parameters."""
 
 PARAMETER_STYLES: Mapping[str, Sharding] = {
     "colwise": _rows,

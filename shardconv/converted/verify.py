@@ -18,9 +18,9 @@ from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.default_modes import in_default_modes
 
-from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent
 from ..reporting.report import numerics_text
+from ..reporting.summary import human_bytes
 from . import shards
 from .derived import require_trusted
 from .intact import Contents, Findings, check, one_line, open_contents

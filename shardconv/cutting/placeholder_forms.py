@@ -160,7 +160,9 @@ class UnitForms:
 
     def _tensor(self, unit: Unit, slot: str, mark: Mark) -> PlaceholderTensor:
         """Describe a result of a unit as its caller gets it."""
-        layouts = self._layout(unit, slot)
+        shown = self._marks.get((self._shown(unit.fqn), slot))
+        nodes = self._layouts.analysis.dims.get(shown.target) if shown is not None else None
+        layouts = [self._layouts.dim(node) for node in nodes] if nodes else []
         shape = self.tape.tensors[mark.target].shape
         dims = []
         for index, sizes in enumerate(_pairs(shape, self._second.shapes.get((unit.fqn, slot)))):
@@ -242,11 +244,6 @@ class UnitForms:
         mark = self._marks.get((self._shown(unit.fqn), given.slot))
         nodes = self._layouts.analysis.dims.get(mark.source) if mark is not None else None
         return self._layouts.dim(nodes[dim]) if nodes else None
-
-    def _layout(self, unit: Unit, slot: str) -> Sequence[Dim]:
-        mark = self._marks.get((self._shown(unit.fqn), slot))
-        nodes = self._layouts.analysis.dims.get(mark.target) if mark is not None else None
-        return [self._layouts.dim(node) for node in nodes] if nodes else ()
 
     def _is_open(self, unit: Unit, slot: str, index: int) -> bool:
         """Return whether the inputs of the model determine the size of a dim."""

@@ -16,7 +16,7 @@ from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
 from .placeholder_forms import UnitForms
 from .second_call import SecondCall
-from .tape_units import Crossings, TapeUnits, Unit, Value
+from .tape_units import Crossings, TapeUnits, Unit
 
 # The cuts are at the borders that distribute bytes and work most evenly.
 
@@ -277,24 +277,21 @@ class _Stages:
     def _entry(self, unit: Unit) -> StagedModule:
         stages = tuple(sorted({self._stage(start) for start in unit.starts}))
         returns, items = self.forms.returned(unit)
-        sent = self._sent(unit, stages)
+        values = dict.fromkeys(v for received in self.received for v in received if v.unit == unit.fqn)
+        if values and len(unit.calls) > 1:
+            raise SolveError(f"{unit.fqn} is called more than once, and another stage needs its results")
+        sent = []
+        for value in values:
+            to = tuple(stage for stage, received in enumerate(self.received) if value in received)
+            item = int(value.slot.partition(".")[2] or 0)
+            per_token = math.ceil(math.prod(self.units.tape.tensors[value.tid].shape) / self.tokens)
+            sent.append(SentValue(item, to, per_token, self.forms.is_called_again(value.unit)))
         takes_cache = any(call in self.units.tape.given_caches for call in unit.calls)
-        return StagedModule((), stages, returns, items, takes_cache, self.forms.cache_calls(unit), sent)
+        cache = self.forms.cache_calls(unit)
+        return StagedModule((), stages, returns, items, takes_cache, cache, tuple(sent))
 
     def _stage(self, position: int) -> int:
         return sum(1 for border in self.positions[1:-1] if border <= position)
-
-    def _sent(self, unit: Unit, stages: tuple[int, ...]) -> tuple[SentValue, ...]:
-        values = {v: None for received in self.received for v in received if v.unit == unit.fqn}
-        if values and len(unit.calls) > 1:
-            raise SolveError(f"{unit.fqn} is called more than once, and another stage needs its results")
-        return tuple(self._value(value) for value in values)
-
-    def _value(self, value: Value) -> SentValue:
-        to = tuple(stage for stage, received in enumerate(self.received) if value in received)
-        item = int(value.slot.partition(".")[2] or 0)
-        numel = math.prod(self.units.tape.tensors[value.tid].shape)
-        return SentValue(item, to, math.ceil(numel / self.tokens), self.forms.is_called_again(value.unit))
 
 
 def _joined(members: Sequence[Sequence[CacheCall]]) -> tuple[CacheCall, ...]:

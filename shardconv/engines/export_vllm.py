@@ -57,9 +57,9 @@ class EngineSource:
 
     name: str
     directory: Path
-    """With its config."""
+    """The directory with its config."""
     tensors: Mapping[str, LazyTensor]
-    """Global, by the names of its checkpoint."""
+    """The global tensors, by the names of its checkpoint."""
     origin: Origin
     trust_remote_code: bool
 
@@ -69,19 +69,19 @@ class StateExport:
     """The files for vLLM that were written."""
 
     num_tensors: int
-    """Of a rank."""
+    """Number of tensors of a rank."""
     num_files: int
-    """Of weights."""
+    """Number of files of weights."""
     rank_bytes: int
-    """Of the tensors of the largest rank."""
+    """Bytes of the tensors of the largest rank."""
     dtype: str
-    """To be given to vLLM."""
+    """The dtype to give to vLLM."""
     version: str
-    """Of vLLM."""
+    """Version of vLLM."""
     platform: str
-    """For which it chose its parameters."""
+    """The platform for which vLLM chose its parameters."""
     is_complete: bool
-    """False: other ranks are still to be written."""
+    """Whether all ranks are written."""
 
 
 @in_default_modes
@@ -263,15 +263,13 @@ def _finish(
     workspace: Workspace, found: EngineSource, state: EngineState, version: str, progress: Progress
 ) -> bool:
     """Complete the directory if all ranks are written, and return whether they are."""
-    from ..writing.writer import listed_owners
+    from ..writing.writer import checksums_of_all
 
     if workspace.is_finishing:
         workspace.finish_again()
         return True
-    checksums = workspace.checksums()
+    checksums = checksums_of_all(workspace, len(state.declared), progress)
     if checksums is None:
-        rest = listed_owners(workspace.unfinished(), len(state.declared))
-        progress.stage(f"this part is finished; others still have to write {rest}")
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]

@@ -36,7 +36,7 @@ class StorageRecord:
     is_real: bool
     """Whether its memory has the values; False once a write was kept and not done."""
     writes: list[tuple[View, LazyTensor | str | None]] = field(default_factory=list)
-    """In their order: a view, and what it holds since; None: what its memory holds."""
+    """Views in the order of the writes, and what each holds since then; None: what its memory holds."""
 
     def note(self, tensor: torch.Tensor, content: LazyTensor | str | None) -> None:
         """Add a write to a view of the storage."""

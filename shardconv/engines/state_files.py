@@ -49,20 +49,20 @@ class StateManifest:
     tp: int
     engine: str
     engine_version: str
-    """Whose loader was recorded."""
+    """Version of the engine whose loader was recorded."""
     platform: str
-    """For which the engine chose its parameters, as ``"cpu"``."""
+    """The platform for which the engine chose its parameters, such as ``"cpu"``."""
     dtype: str
     """Default dtype of the parameters, to be given to the engine."""
     signatures: tuple[str, ...]
-    """For each rank, ``signature`` of its tensors."""
+    """``signature`` of the tensors of each rank."""
     source: Source
     tools: Mapping[str, str]
     """Versions of the programs that wrote it, by name."""
     files: tuple[FileEntry, ...]
-    """Sorted by path; a rank's files have its number in their names."""
+    """The files, sorted by path; those of a rank have its number in their names."""
     sha256: str = ""
-    """Of this document without the field, in hex."""
+    """sha256 (hex) of this document without the field."""
     version: int = field(default=VERSION, kw_only=True)
 
 

@@ -41,7 +41,7 @@ class Write:
 
     view: View
     content: LazyTensor | str
-    """Of the view's shape; or why it is not known."""
+    """A tensor of the view's shape, or the reason why it is not known."""
 
 
 class UnknownContentError(ValueError):

@@ -60,7 +60,7 @@ class EngineValue:
 
     module: str
     name: str
-    """In the module, with dots."""
+    """The name in the module, with dots."""
 
     def problem(self) -> str | None:
         """Return why it cannot be used so; None if it can."""

@@ -28,14 +28,14 @@ class Request:
     """What is recorded."""
 
     directory: Path
-    """With the model's config."""
+    """The directory with the model's config."""
     tensors: Mapping[str, LazyTensor]
     """The checkpoint: global tensors by its names."""
     tp: int
     ranks: tuple[int, ...]
-    """Whose loading is recorded; of the others, only what they have is asked for."""
+    """The ranks whose loading is recorded; of the others, only what they have is asked for."""
     dtype: str
-    """Of the parameters, or ``"auto"``: vLLM chooses."""
+    """The dtype of the parameters, or ``"auto"``: vLLM chooses."""
     trust_remote_code: bool
 
 
@@ -48,7 +48,7 @@ class Recorded:
     """The state of a rank's model after loading, before vLLM processes it for a device."""
 
     tensors: Mapping[str, LazyTensor]
-    """Local, by vLLM's names."""
+    """Local tensors by vLLM's names."""
     refused: Mapping[str, str]
     """Names of tensors whose content is not known, and why."""
     is_as_declared: bool
@@ -61,11 +61,11 @@ class Answer:
 
     declared: Declared
     recorded: Recorded | None
-    """None: it was not asked for."""
+    """The state; None if it was not asked for."""
     dtype: str
-    """That the parameters have by default."""
+    """The dtype that the parameters have by default."""
     platform: str
-    """For which vLLM chose its parameters."""
+    """The platform for which vLLM chose its parameters."""
     model_class: str
     """vLLM's, for reports."""
 

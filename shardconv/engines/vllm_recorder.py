@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ SETTINGS = {
     # torch looks for GPUs without initializing CUDA, which cannot be used after a fork.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Of the environment, for vLLM: it starts no process, asks no server, and plans for a small cache."""
+"""The environment of vLLM: it starts no process, asks no server, and plans for a small cache."""
 
 TARGET = "VLLM_TARGET_DEVICE"
-"""Of the environment: the device for which vLLM chooses its parameters, in place of the one that it finds."""
+"""The variable of the environment with the device for which vLLM chooses its parameters."""
 
 MAX_PROCESSES = 4
-"""At a time."""
+"""The most processes that run at a time."""
 
 REQUEST, FAILURE, LOG = "request", "failure", "log"
 
@@ -106,11 +106,7 @@ def _forked(record: Callable[[], object], rank: int, files: Path) -> int:
     process = os.fork()
     if process:
         return process
-    _record(record, rank, files)
-
-
-def _record(record: Callable[[], object], rank: int, files: Path) -> NoReturn:
-    """Write the answer of a rank, and end this process."""
+    # This is the new process, which writes the answer of the rank and ends.
     status = 1
     try:
         log = os.open(files / f"{LOG}-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)

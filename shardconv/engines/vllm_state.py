@@ -32,7 +32,7 @@ class EngineState:
     """What the ranks of an engine hold after loading, before it changes them for a device."""
 
     declared: tuple[Declared, ...]
-    """For each rank, dtype and local shape of tensors, by the engine's names."""
+    """dtype and local shape of tensors by the engine's names, for each rank."""
     ranks: Mapping[int, Mapping[str, LazyTensor]]
     """The tensors of the ranks that were asked for."""
     dtype: str

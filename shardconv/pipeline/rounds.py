@@ -36,7 +36,7 @@ class PlanProblem:
     spec: ModelSpec
     options: SolveOptions
     model: nn.Module
-    """Global, on meta."""
+    """The unsharded model, on meta."""
     inputs: TraceInputs
     folded: Folded
     analysis: Analysis

@@ -45,17 +45,9 @@ class _Module:
 
 def draw_plans(solution: Solution, model: nn.Module) -> tuple[DrawPlan, ...]:
     """Return the modules at which the stream of random numbers changes; equal ones share an entry."""
-    entries = _entries(_modules(solution, model))
-    grouped: dict[tuple[str, DrawPlan], list[str]] = {}
-    for fqn, entry in entries.items():
-        for name in solution.folded.names(fqn):
-            grouped.setdefault((starred(name), entry), []).append(name)
-    return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in grouped.items())
-
-
-def _entries(modules: Mapping[str, _Module]) -> dict[str, DrawPlan]:
+    modules = _modules(solution, model)
     if not any(kind != () for module in modules.values() for kind in module.all_kinds()):
-        return {}
+        return ()
     own = {fqn: DrawPlan((), _only(module)) for fqn, module in modules.items()}
     needed = {fqn for fqn, module in modules.items() if own[fqn].axes}
     for fqn, module in modules.items():
@@ -70,7 +62,12 @@ def _entries(modules: Mapping[str, _Module]) -> dict[str, DrawPlan]:
                     own[child] = replace(own[child], afterwards=following.get(child, ()))
     alike = {fqn for fqn, module in modules.items() if module.all_kinds() == {()}}
     inside = {fqn for fqn in alike if any(not n or fqn.startswith(n + ".") for n in needed)}
-    return {fqn: entry for fqn, entry in own.items() if fqn in needed | inside}
+    grouped: dict[tuple[str, DrawPlan], list[str]] = {}
+    for fqn, entry in own.items():
+        if fqn in needed | inside:
+            for name in solution.folded.names(fqn):
+                grouped.setdefault((starred(name), entry), []).append(name)
+    return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in grouped.items())
 
 
 def _following(fqn: str, module: _Module) -> dict[str, tuple[int, ...]] | None:

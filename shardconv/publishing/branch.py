@@ -32,7 +32,7 @@ from .published import HubFile, Item, Tree
 Value = TypeVar("Value")
 
 TRIES = 4
-"""Of a call that the client does not repeat itself."""
+"""The number of tries of a call that the client does not repeat itself."""
 FIRST_WAIT_S = 1.0
 """After the first try; doubled after each further one."""
 THREADS = 4

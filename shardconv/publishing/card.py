@@ -12,9 +12,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.packed.schemes import requirement
 
-from ..reporting.human_numbers import human_bytes, human_count
 from ..reporting.report import numerics_text
-from ..reporting.summary import packed_methods, summarize, weights_text
+from ..reporting.summary import human_bytes, human_count, packed_methods, summarize, weights_text
 from .published import Published
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")

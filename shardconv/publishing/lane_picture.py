@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardconv_runtime.format.dims import Dim, axes_of, size
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 
-from ..reporting.human_numbers import human_bytes
+from ..reporting.summary import human_bytes
 from .lanes import Bar, Block, Cell, Lane
 from .stretches import Coordinates, HeldSegment, Holders, holders, stretches
 from .svg import (

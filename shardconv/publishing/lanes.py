@@ -33,7 +33,7 @@ class LayerParts:
 
     tensors: dict[str, ParameterPlan]
     modules: dict[str, tuple[float, ModulePlan]]
-    """With the order in which they run."""
+    """The modules, with the order in which they run."""
     tied: dict[str, str]
     """Tensor -> FQN of the parameter that it is tied to."""
     after: dict[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class CellTensor:
     """A parameter of a cell."""
 
     name: str
-    """Within its module, as ``weight``."""
+    """The name within its module, such as ``weight``."""
     plan: ParameterPlan
 
 
@@ -164,7 +164,7 @@ class Cell:
     """A weight, and the vectors that belong to it."""
 
     path: str
-    """Of the module, relative to the block; a pattern for several alike modules."""
+    """The path of the module, relative to the block; a pattern for several alike modules."""
     tensors: tuple[CellTensor, ...]
     count: int
     """Modules of one layer that the cell stands for."""
@@ -190,7 +190,7 @@ class Bar:
 
     op: str
     path: str
-    """Of its module, relative to the block."""
+    """The path of its module, relative to the block."""
     slot: str
     token_bytes: int
     """Bytes of the global tensor for each token, in one layer."""
@@ -331,7 +331,7 @@ class Block:
     replicated: tuple[Cell, ...]
     """Replicated vectors of modules without collectives."""
     rank_bytes: int
-    """Of all ``count`` layers together, on rank 0, which holds most."""
+    """Bytes of all ``count`` layers together on rank 0, which holds most."""
 
 
 def outline(plan: Plan) -> tuple[Block, ...]:

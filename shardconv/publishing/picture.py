@@ -11,9 +11,16 @@ from html import escape
 
 from shardconv_runtime.format.plan import Plan, global_shape
 
-from ..reporting.human_numbers import human_bytes, human_count
 from ..reporting.plan_lines import crossing_bytes, layers_text
-from ..reporting.summary import COMMUNICATING, Summary, stage_bytes, summarize, weights_text
+from ..reporting.summary import (
+    COMMUNICATING,
+    Summary,
+    human_bytes,
+    human_count,
+    stage_bytes,
+    summarize,
+    weights_text,
+)
 from .lane_picture import Paint, lane_picture, longest_dim
 from .lanes import Bar, Block, Cell, outline
 from .svg import (

@@ -22,9 +22,9 @@ class Published:
 
     folder: Folder
     manifests: tuple[Manifest, ...]
-    """Of its converted directories, one for each stage."""
+    """Manifests of its converted directories, one for each stage."""
     plan: Plan
-    """Of all stages."""
+    """The plan of all stages."""
 
     @property
     def path(self) -> str:
@@ -59,11 +59,11 @@ class Item:
     """A file that the repository is to have."""
 
     path: str
-    """In the repository."""
+    """The path in the repository."""
     content: Path | bytes = field(repr=False)
     num_bytes: int
     sha256: str
-    """Of the content, in hex."""
+    """sha256 (hex) of the content."""
 
     def blob_id(self) -> str:
         """Return the Hub's id of a small file with this content, which is read."""
@@ -84,7 +84,7 @@ class HubFile:
     num_bytes: int
     blob_id: str
     sha256: str | None
-    """Of a file in large-file storage; None: a small file, with ``blob_id`` of its content."""
+    """sha256 of a file in large-file storage; None: a small file, with ``blob_id`` of its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ class Tree:
     """A branch of a repository at a commit."""
 
     commit: str | None
-    """None: the repository does not exist."""
+    """The id of the commit; None if the repository does not exist."""
     files: Mapping[str, HubFile]
     private: bool = False
     has_branch: bool = True
-    """False: the branch does not exist yet; it will start at this commit."""
+    """Whether the branch exists; if not, it will start at this commit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..converted.verify import verify
-from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Progress, Silent
+from ..reporting.summary import human_bytes
 from .published import new_bytes, published
 
 

@@ -28,10 +28,10 @@ class HeldSegment:
     """Neighboring positions of a dim that the same ranks hold."""
 
     start: float
-    """From 0 to 1, as it is drawn."""
+    """The first position as it is drawn, from 0 to 1."""
     stop: float
     coordinates: Coordinates | None
-    """None: a gap, for stretches that are left out."""
+    """Coordinates of the ranks; None: a gap, for stretches that are left out."""
 
 
 @dataclass(frozen=True, slots=True)

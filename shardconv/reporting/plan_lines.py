@@ -14,8 +14,7 @@ from shardconv_runtime.format.stage_part import of_stage
 from shardconv_runtime.format.staged_names import staged_modules
 from shardconv_runtime.format.stored_layout import stored_plans
 
-from .human_numbers import human_bytes
-from .summary import item_bytes, shown_stages, stage_bytes
+from .summary import human_bytes, item_bytes, shown_stages, stage_bytes
 
 RESERVE = 2 * 10**9
 """Default bytes that are kept free on a device: for the driver, libraries and memory that is lost between
@@ -30,7 +29,7 @@ class Workload:
 
     device_bytes: int
     reserve_bytes: int = RESERVE
-    """Kept free."""
+    """Bytes that are kept free."""
     context: int | None = None
     """Tokens of each sequence; of both the encoder and the decoder, where there are two."""
     batch: int = 1
@@ -41,10 +40,10 @@ class Needs:
     """Bytes on the rank that needs most."""
 
     weights: int
-    """In memory, with the buffers that no file holds."""
+    """Bytes of the weights in memory, with the buffers that no file holds."""
     cache: int
     activations: int
-    """Of the prefill of the whole batch, beside the cache."""
+    """Bytes for the prefill of the whole batch, beside the cache."""
 
     @property
     def total(self) -> int:
@@ -141,7 +140,7 @@ def fused_lines(plan: Plan) -> list[str]:
 
 
 MICROBATCHES = (1, 4)
-"""For each stage; schedules wait less the more there are."""
+"""Numbers of microbatches for each stage; schedules wait less the more there are."""
 
 
 def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:

@@ -6,11 +6,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardconv_runtime.format.dims import to_text
-from shardconv_runtime.format.manifest import FileEntry, Manifest
+from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape
 
-from .human_numbers import human_bytes, human_count, percent
 from .plan_lines import Workload, device_lines, fused_lines, memory_lines, stage_lines
 from .summary import (
     Collective,
@@ -18,7 +17,12 @@ from .summary import (
     Summary,
     TensorLine,
     all_notes,
+    folders,
+    human_bytes,
+    human_count,
+    percent,
     summarize,
+    summed_gradients,
     weights_text,
 )
 
@@ -183,7 +187,7 @@ def _training(plan: Plan) -> Iterator[str]:
     if plan.training is None:
         yield "  no: this plan is for inference only"
         return
-    summed = [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
+    summed = summed_gradients(plan)
     logits = "shards of the logits" if plan.training.parallel_loss else "gathered logits"
     sequence = "replicated (see --sequence-parallel)"
     if plan.training.sequence:
@@ -223,10 +227,7 @@ def files_report(manifest: Manifest) -> str:
         initial_indent=f"  {'numerics':<15}",
         subsequent_indent=" " * 17,
     )
-    folders: dict[str, list[FileEntry]] = {}
-    for entry in manifest.files:
-        folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
-    for folder, entries in sorted(folders.items()):
+    for folder, entries in folders(manifest):
         num_bytes = human_bytes(sum(entry.num_bytes for entry in entries))
         files = "file" if len(entries) == 1 else "files"
         lines.append(f"  {folder or '.':<28} {len(entries):>4} {files:<5} {num_bytes:>12}")

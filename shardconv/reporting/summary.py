@@ -1,4 +1,4 @@
-"""The numbers of a plan that a person asks for, computed once for all reports."""
+"""The numbers of a plan that a person asks for, and how they are written, for all reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
+from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
     Edit,
@@ -32,7 +33,7 @@ class TensorLine:
     """One parameter of a layer kind."""
 
     name: str
-    """Relative to its module."""
+    """The name relative to its module."""
     plan: ParameterPlan
 
 
@@ -48,7 +49,7 @@ class LayerKind:
     tensors: tuple[TensorLine, ...]
     edits: tuple[Edit, ...]
     rank_bytes: int
-    """Of all ``count`` modules together, on the rank that holds most."""
+    """Bytes of all ``count`` modules together, on the rank that holds most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Summary:
     sharded_bytes: int
     """Global bytes of the sharded tensors."""
     rank_bytes: tuple[int, ...]
-    """Of each rank; of a model with stages, of the ranks of each stage in turn, or of the plan's own one."""
+    """Bytes of each rank, with stages of the ranks of each stage in turn, or of the plan's own stage."""
 
 
 def all_notes(plan: Plan) -> tuple[str, ...]:
@@ -110,6 +111,19 @@ def summarize(plan: Plan) -> Summary:
         ),
         rank_bytes=tuple(n for stage in shown_stages(plan) for n in held[stage]),
     )
+
+
+def summed_gradients(plan: Plan) -> list[str]:
+    """Return the replicated parameters whose gradients are summed over the ranks."""
+    return [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
+
+
+def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:
+    """Return (folder, its files) of a converted directory."""
+    found: dict[str, list[FileEntry]] = {}
+    for entry in manifest.files:
+        found.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+    return sorted(found.items())
 
 
 def shown_stages(plan: Plan) -> Sequence[int]:
@@ -231,3 +245,33 @@ def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str,
         statistics = {"layer": 2}.get(module.norm.kind, 1)
         kept = module.norm.compute_dtype
         yield "all_reduce", "statistic", statistics, dtype if kept == "input" else kept
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return bytes with three or four digits, such as ``16.8 MB`` (decimal units)."""
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def human_count(count: float) -> str:
+    """Return a number of parameters, such as ``405.9 B``."""
+    return _scaled(count, ("", "k", "M", "B", "T"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    unit = 0
+    while value >= 999.95 and unit < len(units) - 1:
+        value, unit = value / 1000, unit + 1
+    number = f"{value:.0f}" if unit == 0 else f"{value:.1f}"
+    return f"{number} {units[unit]}".rstrip()
+
+
+def percent(part: int, total: int) -> str:
+    """Return a share with two decimals; 0% and 100% only where that is exact."""
+    if total == 0:
+        return "0%"
+    percent = 100 * part / total
+    if 0 < percent < 0.01:
+        return "less than 0.01%"
+    if percent < 100 and f"{percent:.2f}" == "100.00":
+        return "more than 99.99%"
+    return f"{percent:.2f}%"

@@ -220,10 +220,10 @@ class Lockstep:
 
     plan: Plan
     model: nn.Module
-    """Global, on meta; it is copied."""
+    """The unsharded model, on meta; it is copied."""
     inputs: TraceInputs
     tape: Tape
-    """Of the model with these inputs."""
+    """The tape of the model with these inputs."""
     unsharded: Mapping[str, LazyTensor]
     """Global parameters and persistent buffers of the unsharded model, by FQN."""
     ranks: Sequence[Mapping[str, LazyTensor]]

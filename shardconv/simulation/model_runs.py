@@ -128,7 +128,7 @@ class Precision:
 
     dtype: torch.dtype
     tolerance: float
-    """Relative to the largest output."""
+    """The largest difference that is allowed, relative to the largest output."""
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context that leaves out casts to float32 if the dtype is float64."""

@@ -90,7 +90,7 @@ class _Gradients:
     """Gradients of the unsharded model, and the scales to which differences are relative."""
 
     values: Mapping[str, Tensor]
-    """By name of the parameter, global."""
+    """Global gradients by the name of the parameter."""
     scales: Mapping[str, float]
     """The largest gradient of each parameter."""
 

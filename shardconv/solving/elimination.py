@@ -78,7 +78,9 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
         if len(scope) > MAX_WIDTH:
             constant += _condition(tables, neighbors, solution)
             break
-        total = _joined(tables, touching[variable], scope)
+        total = np.zeros((2,) * len(scope))
+        for key in sorted(touching[variable]):
+            total += tables[key].reshape(tuple(2 if v in key else 1 for v in scope))
         steps.append((variable, scope, total))
         rest = tuple(v for v in scope if v != variable)
         message = total.min(axis=scope.index(variable))
@@ -102,16 +104,6 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
         index = tuple(slice(None) if v == variable else solution[v] for v in scope)
         solution[variable] = int(np.argmin(total[index]))
     return constant
-
-
-def _joined(
-    tables: dict[tuple[int, ...], Table], keys: set[tuple[int, ...]], scope: tuple[int, ...]
-) -> Table:
-    total = np.zeros((2,) * len(scope))
-    for key in sorted(keys):
-        shape = tuple(2 if v in key else 1 for v in scope)
-        total += tables[key].reshape(shape)
-    return total
 
 
 def _condition(

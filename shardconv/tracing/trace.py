@@ -318,29 +318,36 @@ class _ModuleHook:
         """Record the call and mark its inputs, as a forward pre-hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():  # sizes that the tracer reads are not the model's
-                self._enter(module, args, kwargs)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder = self.recorder
-        index = recorder.call_counts.get(self.fqn, 0)
-        recorder.call_counts[self.fqn] = index + 1
-        call = len(recorder.tape.calls)
-        recorder.tape.calls.append(ModuleCall(self.fqn, index, recorder.stack[-1] if recorder.stack else -1))
-        recorder.stack.append(call)
-        named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
-        self.tracer.caches.enter(call, {**named, **kwargs})
-        slots = list(_tensor_slots("input", {**named, **kwargs}))
-        outer = [(t, recorder.identities.tid(t)) for _, t in slots]
-        self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
-        recorder.mark(call, slots)
-        self.is_entered = True
+                recorder = self.recorder
+                index = recorder.call_counts.get(self.fqn, 0)
+                recorder.call_counts[self.fqn] = index + 1
+                call, parent = len(recorder.tape.calls), recorder.stack[-1] if recorder.stack else -1
+                recorder.tape.calls.append(ModuleCall(self.fqn, index, parent))
+                recorder.stack.append(call)
+                positional = self.parameters
+                named = {positional[i] if i < len(positional) else str(i): a for i, a in enumerate(args)}
+                self.tracer.caches.enter(call, {**named, **kwargs})
+                slots = list(_tensor_slots("input", {**named, **kwargs}))
+                outer = [(t, recorder.identities.tid(t)) for _, t in slots]
+                self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
+                recorder.mark(call, slots)
+                self.is_entered = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Mark the outputs and restore the identities of the caller's tensors, as a forward hook."""
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():
-                self.recorder.tape.returned[self.recorder.stack[-1]] = self._form(output, args, kwargs)
-                self._leave(output)
+                recorder, call = self.recorder, self.recorder.stack[-1]
+                recorder.tape.returned[call] = self._form(output, args, kwargs)
+                slots = list(_tensor_slots("output", output))
+                recorder.mark(call, slots)
+                if isinstance(output, tuple):
+                    recorder.tape.result_tuples[call] = type(output), len(output)
+                returned = {tensor_key(t) for _, t in slots}
+                for tensor, tid in self.tracer.frames[call].outer:
+                    if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):
+                        recorder.identities.become(tensor, tid)
+                recorder.stack.pop()
 
     def _form(self, output: Any, args: Any, kwargs: Any) -> Returned:
         named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -356,18 +363,6 @@ class _ModuleHook:
         if type(output) in (tuple, list):
             return Returned(type(output).__name__, tuple(map(item, output)))
         return Returned("other")
-
-    def _leave(self, output: Any) -> None:
-        recorder = self.recorder
-        slots = list(_tensor_slots("output", output))
-        recorder.mark(recorder.stack[-1], slots)
-        if isinstance(output, tuple):
-            recorder.tape.result_tuples[recorder.stack[-1]] = type(output), len(output)
-        returned = {tensor_key(t) for _, t in slots}
-        for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
-            if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):
-                recorder.identities.become(tensor, tid)
-        recorder.stack.pop()
 
     def guarded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a ``forward`` that makes the module one operator if it cannot be traced."""

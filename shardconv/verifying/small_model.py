@@ -48,7 +48,7 @@ class Resized:
     """Global shapes of a tensor."""
 
     before: tuple[int, ...]
-    """In the model that the plan is for."""
+    """The value in the model that the plan is for."""
     after: tuple[int, ...]
 
 
@@ -57,11 +57,11 @@ class FullModel:
     """A traced model at its true size."""
 
     model: nn.Module
-    """On meta."""
+    """The model, on meta."""
     inputs: TraceInputs
     folded: Folded
     analysis: Analysis
-    """Of the folded tape."""
+    """The analysis of the folded tape."""
     resized: Mapping[str, Resized] = field(default_factory=dict)
     """Stored tensors that have other shapes than in the model that the plan is for, by FQN."""
 
@@ -71,7 +71,7 @@ class SmallModel:
     """A model that does what the full one does, on smaller shapes."""
 
     model: nn.Module
-    """On meta, without the layers that are left out."""
+    """The smaller model on meta, without the layers that are left out."""
     inputs: TraceInputs
     shapes: SmallShapes
     changes: Changes
@@ -79,7 +79,7 @@ class SmallModel:
     stand_ins: Mapping[str, str]
     """Layer -> the layer that represents it."""
     resized: Mapping[str, Resized] = field(default_factory=dict)
-    """As in ``FullModel``."""
+    """The sizes that changed, as in ``FullModel``."""
 
 
 class Attempt:
@@ -122,7 +122,9 @@ class Attempt:
             self._apply(model, changes)
         except ShardconvError as error:
             return Obstacle((), str(error))
-        inputs = self._inputs(tokens)
+        named = zip(self.tape.inputs, self.full.inputs.tensors.items(), strict=True)
+        mapped = {name: tokens[tid].tensor(t) if tid in tokens else t for tid, (name, t) in named}
+        inputs = replace(self.full.inputs, tensors=mapped)
         return self._difference(model, inputs, changes) or self._small(
             model, self._fewer_rows(model, inputs), changes
         )
@@ -209,12 +211,6 @@ class Attempt:
                 if ("", path) not in known and value == group.size:
                     out["", path] = Change(group.size, self.sizes[group])
         return out
-
-    def _inputs(self, tokens: Mapping[int, FewerTokens]) -> TraceInputs:
-        inputs = self.full.inputs
-        named = zip(self.tape.inputs, inputs.tensors.items(), strict=True)
-        mapped = {name: tokens[tid].tensor(t) if tid in tokens else t for tid, (name, t) in named}
-        return replace(inputs, tensors=mapped)
 
     # The model -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, least significant first."""
+"""The polynomial of CRC-32, least significant bit first."""
 
 _Matrix = tuple[int, ...]
 """Images of the 32 unit vectors."""
@@ -22,7 +22,7 @@ class Extent(NamedTuple):
     """A range of bytes of a file that was written."""
 
     offset: int
-    """In bytes from the start of the file."""
+    """Offset of the first byte in the file."""
     num_bytes: int
     crc32: int
 

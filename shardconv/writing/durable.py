@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -128,11 +128,5 @@ def remove(root: Path, paths: Iterable[str]) -> None:
         file.unlink(missing_ok=True)
         for parent in file.relative_to(root).parents:
             if parent != Path():
-                _remove_if_empty(root / parent)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError:
-        return
+                with suppress(OSError):  # others may have files in it
+                    (root / parent).rmdir()

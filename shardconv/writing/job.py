@@ -30,7 +30,7 @@ class TargetFile:
     """A safetensors file to write."""
 
     path: str
-    """Relative to the output directory, with ``/``."""
+    """The path relative to the output directory, with ``/``."""
     owner: str
     """A rank or the common part; one process at a time writes the files of an owner."""
     layout: FileLayout

@@ -68,7 +68,7 @@ _FORGET: UnitKey = (-2, 0)
 """The key of a line that voids all earlier ones about its file."""
 
 _CRC_LENGTH = 9
-"""Of the digits and the space."""
+"""The number of characters of the digits and the space."""
 
 Written = dict[UnitKey, tuple[Extent, ...]]
 """Unit -> the extents that it wrote to one file."""
@@ -238,9 +238,9 @@ class Claim:
     """The owners that a process writes."""
 
     required: Collection[str]
-    """Refused if another process writes one of them."""
+    """The owners that this process must write; it is refused if another process writes one of them."""
     optional: Collection[str] = ()
-    """Left out where another process writes them."""
+    """The owners that are left out where another process writes them."""
 
 
 @contextmanager

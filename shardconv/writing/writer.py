@@ -52,7 +52,7 @@ class Origin:
     """Where the weights come from, for everything that is written beside them."""
 
     source: Source
-    """For the manifest."""
+    """The source that the manifest names."""
     identity: Mapping[str, object]
     """JSON that changes whenever the weights do; a run continues one of the same identity."""
     copy_small_files: Callable[[Path], list[FileEntry]]
@@ -210,10 +210,8 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
     if workspace.is_finishing:
         workspace.finish_again()
         return True
-    checksums = workspace.checksums()
+    checksums = checksums_of_all(workspace, plan.tp, progress)
     if checksums is None:
-        rest = listed_owners(workspace.unfinished(), plan.tp)
-        progress.stage(f"this part is finished; others still have to write {rest}")
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     ranks = {rank_directory(rank, plan.tp): rank for rank in range(plan.tp)}
@@ -235,6 +233,15 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
         entries += origin.copy_unused(workspace.path)
     complete(workspace, plan, origin.source, entries, output)
     return True
+
+
+def checksums_of_all(workspace: Workspace, tp: int, progress: Progress) -> dict[str, int] | None:
+    """Return the CRC-32 of each file by path; None, and report it, while others still have to write some."""
+    checksums = workspace.checksums()
+    if checksums is None:
+        rest = listed_owners(workspace.unfinished(), tp)
+        progress.stage(f"this part is finished; others still have to write {rest}")
+    return checksums
 
 
 def complete(

@@ -24,7 +24,7 @@ RULES: dict[str, Rule] = {
     **attention.RULES,
     **factory.RULES,
 }
-"""By the name of the operator without overload, ``aten.linear``."""
+"""The rules by the name of the operator without overload, such as ``aten.linear``."""
 
 POINTWISE: Rule = pointwise.nonlinear
-"""For operators that torch tags as pointwise and that have no entry of their own."""
+"""The rule of operators that torch tags as pointwise and that have no entry of their own."""

@@ -36,19 +36,15 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
             b.block_dim(x)
             b.block_dim(y)
     if mask is not None:
-        _mask(b, mask, [*q[:-1], k[-2]])
+        scores, masked = [*q[:-1], k[-2]], b.tensor(mask)
+        for dim, score in zip(masked, scores[len(scores) - len(masked) :], strict=True):
+            if dim.size == score.size:
+                dim_trees.unify(dim, score)
+            else:
+                b.block_dim(dim)
     lead = [x if x.size >= y.size else y for x, y in zip(q[:-2], k[:-2], strict=True)]
     b.work([*q, k[-2]])
     b.set(op.outputs[0], [*lead, q[-2], v[-1]])
-
-
-def _mask(b: Builder, mask: int, scores: list[dim_trees.Node]) -> None:
-    dims = b.tensor(mask)
-    for dim, score in zip(dims, scores[len(scores) - len(dims) :], strict=True):
-        if dim.size == score.size:
-            dim_trees.unify(dim, score)
-        else:
-            b.block_dim(dim)
 
 
 RULES = {"aten.scaled_dot_product_attention": attention}

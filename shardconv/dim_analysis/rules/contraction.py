@@ -202,6 +202,6 @@ PRODUCTS = {
     "aten.outer": outer,
     **dict.fromkeys(("aten._grouped_mm", "transformers.grouped_mm_fallback"), grouped_mm),
 }
-"""Products of matrices."""
+"""Products of matrices; a module of one of them has the category of how its weight is sharded."""
 
 RULES = {**PRODUCTS, "aten.convolution": convolution, EXPERTS: experts}

@@ -79,14 +79,9 @@ def slice_(b: Builder, op: Op, args: Arguments) -> None:
     source = op.inputs[0]
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
-    start, stop, step = _bounds(dims[dim].size, args["start"], args["end"], args["step"])
-    dims[dim] = _segment(b, dims[dim], start, stop, step)
+    start, stop, step = slice(args["start"], args["end"], args["step"]).indices(dims[dim].size)
+    dims[dim] = _segment(b, dims[dim], start, max(start, stop), step)
     b.set(op.outputs[0], dims, b.partial(source))
-
-
-def _bounds(size: int, start: int | None, end: int | None, step: int | None) -> tuple[int, int, int]:
-    first, last, stride = slice(start, end, step).indices(size)
-    return first, max(first, last), stride
 
 
 def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:

@@ -27,8 +27,7 @@ from shardconv.publishing.lanes import Bar, Block, Cell, outline
 from shardconv.publishing.picture import picture
 from shardconv.publishing.stretches import MAX_STRETCHES, holders, stretches
 from shardconv.publishing.svg import WIDTH, fitted, text_width
-from shardconv.reporting.human_numbers import human_bytes
-from shardconv.reporting.summary import stage_bytes, summarize
+from shardconv.reporting.summary import human_bytes, stage_bytes, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
 

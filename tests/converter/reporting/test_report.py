@@ -11,9 +11,8 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import FusedPlan, ModulePlan, NormInfo, ParameterPlan, Plan
 from small_models import hand_plan, small_config
 
-from shardconv.reporting.human_numbers import human_bytes, human_count
 from shardconv.reporting.report import report
-from shardconv.reporting.summary import summarize
+from shardconv.reporting.summary import human_bytes, human_count, summarize
 
 
 @pytest.fixture(scope="module")
