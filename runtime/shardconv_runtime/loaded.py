@@ -17,7 +17,7 @@ from .errors import PlanError
 from .format import staged_names
 from .format.manifest import Manifest
 from .format.plan import Plan
-from .format.stage_part import of_stage
+from .format.plan_json import of_stage
 
 _ATTRIBUTE = "_shardconv_loaded"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
-from shardconv_runtime.format.stage_part import of_stage
+from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.stored_layout import is_common
 
 from .human_numbers import human_bytes, human_count, percent

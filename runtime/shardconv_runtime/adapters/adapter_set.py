@@ -24,9 +24,9 @@ from ..format.plan import (
     global_shape,
     parameter_plans,
 )
+from ..format.plan_json import of_stage
 from ..format.slices import Mesh, Rows
 from ..format.slot_steps import AllGatherStep
-from ..format.stage_part import of_stage
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors

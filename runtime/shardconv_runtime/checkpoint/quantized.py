@@ -58,7 +58,7 @@ def quantization_of(config: Any) -> Settings | None:
     return None
 
 
-def require_supported(settings: Settings, where: str, *, dequantize: bool = False) -> None:
+def require_supported(settings: Settings, where: str, *, dequantize: bool) -> None:
     """Check that weights of this format can be read.
 
     Args:

@@ -105,7 +105,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     return found
 
 
-def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None, stages_per_process: int = 1) -> None:
+def check_world_size(plan: Plan, group: dist.ProcessGroup | None, stages_per_process: int) -> None:
     """Check that there is one process for each rank of the plan, or of this many stages. No collective runs.
 
     Raises:

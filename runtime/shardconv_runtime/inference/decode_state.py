@@ -361,7 +361,7 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Any:
     return options
 
 
-def may_take(model: Any, arguments: dict[str, Any], options: Any) -> bool:
+def may_take(arguments: dict[str, Any], options: Any) -> bool:
     """Return whether a call of ``generate`` may be decoded here; more is known once it is prepared."""
     return (
         all(arguments.get(name) is None for name in OTHER_WAYS)

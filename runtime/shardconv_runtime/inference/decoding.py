@@ -114,7 +114,7 @@ class Decoder:
         if mode is GenerationMode.ASSISTED_GENERATION or given_cache(arguments) is not None:
             defaults.cache_implementation = None
         try:
-            yield self._method(arguments) if may_take(self._model, arguments, options) else None
+            yield self._method(arguments) if may_take(arguments, options) else None
         finally:
             defaults.cache_implementation = cache
 

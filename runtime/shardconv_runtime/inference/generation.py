@@ -222,7 +222,12 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
 
         if not gather_logits:
             raise PlanError("generate needs full logits; load the model with gather_logits=True")
-        args, kwargs = _by_name(type(self).generate, args, kwargs)
+        # Positional arguments get their names, for errors and to replace a streamer.
+        parameters = list(inspect.signature(type(self).generate).parameters.values())[1:]
+        names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        # Python raises an error for other arguments, or the model's own generate takes them.
+        if len(args) <= len(names) and not kwargs.keys() & set(names[: len(args)]):
+            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
         if start.world_size == 1:
             return _generate(self, args, kwargs)
 
@@ -261,17 +266,6 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method is not None:
             kwargs = {**kwargs, "custom_generate": method}
         return type(model).generate(model, **kwargs)
-
-
-def _by_name(
-    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same call with positional arguments by name, for errors and to replace a streamer."""
-    parameters = list(inspect.signature(generate).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
-        return args, kwargs  # Python raises, or the model's own generate takes them
-    return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _MARK = "_shardconv_gathered"
 """Attribute of a gathered tensor: its record."""
 
 
-def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int = MIN_BYTES) -> None:
+def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int) -> None:
     """Keep parts of what a sequence-parallel model gathers, where it runs with gradients.
 
     Args:

@@ -84,7 +84,12 @@ class ReplicaComparison:
             LaunchError: another process does not call the model.
         """
         start = self._all_ranks
-        names = sorted(name for name, value in given.items() if "mask" not in name and _may_choose(value))
+        # Numbers, such as images, sounds and embeddings, may decide which parts of the model run.
+        names = []
+        for name, value in sorted(given.items()):
+            has_numbers = any(x.is_floating_point() or x.dtype == torch.uint8 for x in _tensors(value))
+            if "mask" not in name and has_numbers:
+                names.append(name)
         number = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
         found = torch.tensor([number, -number])
         try:
@@ -111,13 +116,6 @@ class ReplicaComparison:
 def _num_stacks(module: nn.Module) -> int:
     """Return the number of outermost lists of modules: an encoder and a decoder have one each."""
     return sum(1 if isinstance(m, nn.ModuleList) and len(m) else _num_stacks(m) for m in module.children())
-
-
-def _may_choose(value: Any) -> bool:
-    """Return whether an argument may decide which parts run: it has numbers, as images, sounds, embeddings
-    have.
-    """
-    return any(x.is_floating_point() or x.dtype == torch.uint8 for x in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
