@@ -404,9 +404,7 @@ class _BaseWithoutBytes:
                 raise _changes_the_model(adapter)
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the tables of the model's modules, and the names in them, of parameters and persistent
-        buffers.
-        """
+        """Return the tables and names of parameters and persistent buffers of the model's modules."""
         found: list[tuple[dict[str, Any], str]] = []
         for module in self.model.modules():
             found += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)

@@ -154,9 +154,7 @@ def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> 
 def _unwrapped(
     spec: ModelSpec, tensors: Mapping[str, LazyTensor], tell: Callable[[str], object]
 ) -> _Loaded | None:
-    """Return the same of a checkpoint of a wrapped model, if it is complete under the names that the model
-    has.
-    """
+    """Load the checkpoint of a wrapped model, if it is complete under the model's names."""
     for names in without_wrappers(tensors):
         try:
             found = _loaded(spec, {names[name]: tensor for name, tensor in tensors.items()})

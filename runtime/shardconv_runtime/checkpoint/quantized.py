@@ -47,9 +47,7 @@ class PackedWeight:
 
 
 def quantization_of(config: Any) -> Settings | None:
-    """Return the quantization settings of a config or of one of its sub-configs; None for an unquantized
-    model.
-    """
+    """Return the quantization settings of a config or of a sub-config; None if there are none."""
     for part in _parts(config):
         settings = getattr(part, "quantization_config", None)
         if settings:

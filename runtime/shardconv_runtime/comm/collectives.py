@@ -108,9 +108,7 @@ class Communicator(ABC):
         return self._sum(x.contiguous(), axes)
 
     def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Concatenate local ``[n, ...]`` of ``p`` ranks along ``axes``, in order: ``[p * n, ...]``. No
-        backward.
-        """
+        """Concatenate local ``[n, ...]`` of ``p`` ranks along ``axes`` to ``[p * n, ...]``. No backward."""
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x

@@ -84,8 +84,7 @@ class Launch:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes, without starting a group: of the given one, otherwise of the launcher's
-    environment."""
+    """Return the number of processes, of a group or of the launcher's environment; starts no group."""
     if group is not None or dist.is_initialized():
         return dist.get_world_size(group)
     return env_int("WORLD_SIZE", 1)
@@ -199,9 +198,7 @@ def can_capture(start: Launch) -> bool:
 
 
 def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
-    """Return the sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass
-    run.
-    """
+    """Return the sets of mesh axes of more than one rank over which a forward pass communicates."""
     used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
     return {tuple(sorted(axis for axis in axes if plan.mesh[axis] > 1)) for axes in (*used, *more)} - {()}
 

@@ -43,9 +43,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     call: Callable[..., Any] = model._call_impl
 
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
-        """Return a function of ours around torch's: Dynamo skips torch's own first function, and the hooks in
-        it.
-        """
+        """Wrap torch's function: Dynamo skips torch's own first function, and the hooks in it."""
         return call(*args, **kwargs)
 
     compile = partial(as_one_graph, same_bits=same_bits)
@@ -95,9 +93,7 @@ def as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[.
 
 
 def _own_limit() -> dict[str, Any]:
-    """Return the options of ``torch.compile``: other models that share Python code do not count toward the
-    limit.
-    """
+    """Return options of ``torch.compile`` so that other models with the same code do not count."""
     options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if options.keys() <= inspect.signature(torch.compile).parameters.keys():
         return options

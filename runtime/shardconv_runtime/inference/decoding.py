@@ -312,9 +312,7 @@ class Decoder:
     # Recording -----------------------------------------------------------------------------------
 
     def _record(self, state: StepState) -> Replay | None:
-        """Return the step, compiled and recorded; it ran, so that the state is void. None if it is not one
-        graph.
-        """
+        """Return the compiled, recorded step, which has run and left no valid state; None if it failed."""
         state.rewind()
         devices = [self._buffers.device] if self._records else []
         try:

@@ -101,9 +101,7 @@ class _TokensOfLastStage:
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
-    """Return a model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between
-    ranks.
-    """
+    """Return ``_get_stopping_criteria`` with which rank 0 decides on criteria that ranks may differ in."""
 
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import StoppingCriteriaList, generation
@@ -141,9 +139,7 @@ class _DecidedByRank0:
         self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return the sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B
-        bytes.
-        """
+        """Return finished sequences, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B bytes."""
         done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
         if self._start.rank == 0:
             done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)

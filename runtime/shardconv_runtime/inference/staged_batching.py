@@ -53,9 +53,7 @@ class StepsInFlight:
         self._requests.difference_update(each.state.request_id for each in requests)
 
     def _next_step(self, *budgets: int) -> tuple[Any, ...]:
-        """Return the next step, of a share of the requests that are in none; as transformers'
-        ``schedule_batch``.
-        """
+        """Schedule a share of the requests that are in no step, like ``schedule_batch`` of transformers."""
         scheduler, busy = self._scheduler, self._requests
         active, most = scheduler.active_requests, scheduler.max_requests_per_batch
         share = -(-(len(active) + len(scheduler.waiting_requests)) // self._most_steps)

@@ -132,9 +132,7 @@ def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSli
 
 
 def plain_state(blocks: Blocks) -> Tensor:
-    """Return the tensor of bytes of a state without a shape (it says ``[1, 1]``), whose factors are not
-    nested.
-    """
+    """Return the bytes of a state without a shape (it says ``[1, 1]``) and without nested factors."""
     said = {"blocksize": blocks.size, "dtype": str(blocks.dtype).removeprefix("torch."), "shape": [1, 1]}
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 

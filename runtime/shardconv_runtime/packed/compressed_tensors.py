@@ -155,9 +155,10 @@ class CompressedScheme:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> CompressedScheme:
-        """
+        """Make the scheme of a checkpoint's settings.
+
         Raises:
-            SourceError: a variant of the format that is not covered.
+            SourceError: the variant of the format is not covered.
         """
         return cls(weight_settings(settings, where))
 

@@ -44,9 +44,10 @@ class Fp8Scheme:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Fp8Scheme:
-        """
+        """Make the scheme of a checkpoint's settings.
+
         Raises:
-            SourceError: a variant of the format that is not covered.
+            SourceError: the variant of the format is not covered.
         """
         if settings.get("expert_dtype", "fp8") != "fp8":
             raise SourceError(f"{where} has experts in {settings['expert_dtype']} in addition to fp8{REMEDY}")

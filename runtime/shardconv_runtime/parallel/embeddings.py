@@ -163,9 +163,7 @@ class _Embedding:
         return self._reduce(self._gather(output))
 
     def full(self, x: Tensor) -> Tensor | None:
-        """Return the full rows for a hook on the embedding; None if they are full, or sharded over the
-        sequence.
-        """
+        """Return full rows for a hook on the embedding; None if they are full, or part of the sequence."""
         if not self._running or self._is_sequence:
             return None
         return self._reduce(self._gather(x))

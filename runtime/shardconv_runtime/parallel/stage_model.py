@@ -94,9 +94,7 @@ class Placeholder(nn.Module):
 
 @functools.cache
 def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
-    """Return the class of placeholders for modules of a class, derived from it, since models look for
-    classes.
-    """
+    """Return a class of placeholders derived from a module's class, since models look for classes."""
     if issubclass(kind, Placeholder):
         return kind
 
@@ -251,9 +249,7 @@ class StageModel:
     _units: Mapping[str, StagedUnit]
 
     def crossings(self) -> dict[Crossing, tuple[int, int]]:
-        """Return all values that stages hand on: from which stage, and the last one that needs them; in the
-        order of the plan.
-        """
+        """Return the values that stages hand on, in plan order: the sender, and the last receiver."""
         return {
             (fqn, value.item): (unit.entry.stages[0], max(value.to))
             for fqn, unit in self._units.items()

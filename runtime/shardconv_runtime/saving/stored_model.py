@@ -71,9 +71,7 @@ def stored_model(model: nn.Module) -> StoredModel:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return local parameters and persistent buffers by FQNs of the plan, tied ones under each of their
-    names.
-    """
+    """Return local parameters and persistent buffers by FQNs of the plan, tied ones under each."""
     return {_fqn(name): tensor for name, tensor in stored_tensors(unwrapped(model))}
 
 

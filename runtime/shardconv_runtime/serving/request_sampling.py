@@ -222,9 +222,7 @@ _GENERATOR, _MATCHER = "_shardconv_generator", "_shardconv_matcher"
 
 
 def _tokens(state: Any) -> tuple[list[int], list[int]]:
-    """Return the prompt and the answer so far; a request that was taken out of the cache begins again with
-    both.
-    """
+    """Return prompt and answer so far; a request that was taken out of the cache begins again with both."""
     end = state._true_initial_tokens or len(state.initial_tokens)
     return state.initial_tokens[:end], state.initial_tokens[end:] + state.generated_tokens
 
@@ -246,9 +244,7 @@ def _adjusted(scores: Tensor, state: Any, sampling: Sampling) -> Tensor:
 
 
 def _warped(scores: Tensor, settings: tuple[float, int, float, float]) -> Tensor:
-    """Return the scores ``[B, V]`` of the tokens that may be drawn, by ``generate``'s processors in their
-    order.
-    """
+    """Return scores ``[B, V]`` of tokens that may be drawn, by ``generate``'s processors in order."""
     temperature, top_k, top_p, min_p = settings
     ids = torch.empty(scores.size(0), 0, dtype=torch.long, device=scores.device)  # they read none
     if temperature != 1:

@@ -120,9 +120,7 @@ class StageBoundary:
 
     @classmethod
     def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, ValueForm]) -> StageBoundary:
-        """Return the borders of the stage of a number; a value for a later one crosses all borders on its
-        way.
-        """
+        """Return the borders of a stage; a value for a later stage crosses all borders on its way."""
         crossings = stage.crossings()
         ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
         return cls(
@@ -247,9 +245,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
 
 
 def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that makes no cache: each pass would make one, of the layers of its
-    stage.
-    """
+    """Return arguments of a call without a cache, which each pass would make for its stage."""
     if (name := given_cache(given)) is not None:
         raise ShardconvError(
             f"{name} was given to a model with several stages in each process, which keeps none; pass full "
