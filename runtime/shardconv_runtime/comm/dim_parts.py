@@ -63,7 +63,7 @@ class Parts(ABC):
 
     @abstractmethod
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
-        """Divide positions of ``[..., n, ...]`` by the ranks along ``axes`` that do not shard them."""
+        """Divide ``[..., n, ...]`` by the number of ranks along ``axes`` that do not shard a position."""
 
     def _require(self, x: Tensor, dim: int, expected: int) -> None:
         if x.shape[dim] != expected:

@@ -312,7 +312,7 @@ class Decoder:
     # Recording -----------------------------------------------------------------------------------
 
     def _record(self, state: StepState) -> Replay | None:
-        """Return the compiled, recorded step, which has run and left no valid state; None if it failed."""
+        """Return the recorded step, which has run, so the state is void; None if it is not one graph."""
         state.rewind()
         devices = [self._buffers.device] if self._records else []
         try:
