@@ -39,22 +39,16 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
         return found
     if not torch.cuda.is_available():
         raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
-    bound: int | None
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
-        bound = world.bound_device_id.index
-    else:  # GPU 0 may be current without having been chosen
-        bound = torch.cuda.current_device() or None
-    return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
-
-
-def _index_of_local_rank(num_local: int) -> int:
-    count = torch.cuda.device_count()
-    local = env_int("LOCAL_RANK", -1)
+        return torch.device("cuda", world.bound_device_id.index)
+    if torch.cuda.current_device():  # GPU 0 may be current without having been chosen
+        return torch.device("cuda", torch.cuda.current_device())
+    count, local = torch.cuda.device_count(), env_int("LOCAL_RANK", -1)
     if count == 1:
-        return 0
+        return torch.device("cuda", 0)
     if local < 0:  # a launcher that fills one host after the other; duplicates are found once all have joined
-        return env_int("RANK", 0) % count
+        return torch.device("cuda", env_int("RANK", 0) % count)
     wanted = max(local + 1, num_local)
     if wanted > count:
         raise LaunchError(
@@ -62,7 +56,7 @@ def _index_of_local_rank(num_local: int) -> int:
             f"rank needs its own GPU; start {count} processes per host (torchrun --nproc-per-node {count}), "
             "or pass device='cpu'"
         )
-    return local
+    return torch.device("cuda", local)
 
 
 @dataclass(frozen=True)

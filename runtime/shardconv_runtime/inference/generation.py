@@ -84,17 +84,14 @@ class _TokensOfLastStage:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return 0 for the chosen token of each sequence and -inf for others, ``[B, V]``, on each stage."""
         tokens = torch.zeros(scores.shape[0], dtype=torch.int64, device=scores.device)
-        if self._link.is_last:
-            tokens = self._chosen(scores)
+        if self._link.is_last and not self._draws:
+            tokens = scores.argmax(-1)
+        elif self._link.is_last:
+            devices = [scores.device] if scores.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):  # the caller draws once more, on every stage
+                tokens = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
         self._link.share([tokens])
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
-
-    def _chosen(self, scores: Tensor) -> Tensor:
-        if not self._draws:
-            return scores.argmax(-1)
-        devices = [scores.device] if scores.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # the caller draws once more, on every stage
-            return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
 
 
 # Criteria that end generation at the same step on every rank.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, missing
 from ..format.header import STORED_NAME
-from ..format.names import compress, expand_all
+from ..format.names import grouped
 from ..format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
 from ..parallel.build import stored_tensors
@@ -103,7 +103,11 @@ def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
     """Return the plan with these dtypes of its parameters, by name, and without packings."""
-    parameters = [part for entry in plan.parameters for part in _parts(entry, dtypes)]
+    parameters: list[ParameterPlan] = []
+    for entry in plan.parameters:  # one for each dtype among the names of an entry
+        kinds = grouped(entry.names, dtypes.__getitem__)
+        split = (replace(entry, names=names, dtype=d, packing=None) for d, names in kinds.items())
+        parameters += [entry] if kinds.keys() == {entry.dtype} and entry.packing is None else split
     # The dtype of most elements among the tensors that had the model's own dtype.
     counts: Counter[str] = Counter()
     for name, entry in parameter_plans(plan).items():
@@ -111,18 +115,6 @@ def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
             counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
     dtype = counts.most_common(1)[0][0] if counts else plan.model.dtype
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
-
-
-def _parts(entry: ParameterPlan, dtypes: Mapping[str, str]) -> list[ParameterPlan]:
-    """Return one entry for each dtype among the names of an entry."""
-    kinds: dict[str, list[str]] = {}
-    for name in expand_all(entry.names):
-        kinds.setdefault(dtypes[name], []).append(name)
-    if kinds.keys() == {entry.dtype} and entry.packing is None:
-        return [entry]
-    return [
-        replace(entry, names=compress(names), dtype=dtype, packing=None) for dtype, names in kinds.items()
-    ]
 
 
 def _name(dtype: torch.dtype) -> str:
