@@ -216,7 +216,7 @@ class ModelBuilder:
 
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         if self.wanted.data_parallel is not None:
-            from ..training.replica_inputs import compare_replicas
+            from ..training.fsdp import compare_replicas
 
             compare_replicas(model, self.all_ranks)
         settle_hooks(model)

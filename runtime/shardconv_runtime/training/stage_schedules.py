@@ -29,8 +29,8 @@ from ..comm.stage_processes import ProcessTransport
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
+from .fsdp import COMPARISON, ReplicaComparison
 from .loss_parallel import has_parallel_loss
-from .replica_inputs import COMPARISON, ReplicaComparison
 from .stage_training import (
     StageBoundary,
     StageLoss,
