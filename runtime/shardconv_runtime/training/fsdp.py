@@ -285,10 +285,10 @@ def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
 
 # The replicas of a model with optional parts must run the same parts.
 #
-# FSDP2 gathers the parameters of a module when it runs, with all replicas that shard it. If one replica has an
-# image and another has none, the first one gathers parts of a vision tower while the other gathers layers of
-# the text: the gathers pair up by their order, which ends the processes or hangs them. The inputs decide which
-# parts run, so replicas compare those before the first gather.
+# FSDP2 gathers the parameters of a module when it runs, with all replicas that shard it. If one replica has
+# an image and another has none, the first one gathers parts of a vision tower while the other gathers layers
+# of the text: the gathers pair up by their order, which ends the processes or hangs them. The inputs decide
+# which parts run, so replicas compare those before the first gather.
 
 COMPARISON = "_shardconv_replicas"
 """Attribute of a model that is sharded over replicas and has optional parts: its ``ReplicaComparison``."""
