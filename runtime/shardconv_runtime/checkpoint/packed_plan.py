@@ -135,7 +135,7 @@ def packings_of(plan: Plan) -> dict[str, Packing]:
 
 
 def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
-    """Return a plan with notes about packed weights, in addition to what was verified of dequantized ones.
+    """Return a plan with notes about packed weights, in addition to the verification with dequantized ones.
 
     Args:
         plan: with packings.

@@ -40,7 +40,7 @@ class PackedWeight:
     """A packed parameter."""
 
     shape: Shape
-    """The shape of the weight that it stands for."""
+    """The shape of the dequantized weight."""
     packing: Packing
     tensors: Mapping[str, LazyTensor]
     """Global stored tensors, in the shapes of their ``dims``, by their names in the packing."""

@@ -275,7 +275,7 @@ class GatherIndex:
 
         Args:
             stride: positions that each member takes in the concatenation, where they are padded
-                to a common size; by default each takes what it holds.
+                to a common size; by default each takes its own positions.
         """
         offsets = [0]
         for held in self.sizes:

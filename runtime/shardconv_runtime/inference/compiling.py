@@ -32,7 +32,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     - The call that allocates a cache of fixed size, the first one of ``generate``, runs uncompiled.
     - Greedy decoding and sampling run as ``decoding.py`` has it.
 
-    No call returns memory that a CUDA graph owns: what a caller keeps stays as it is.
+    No call returns memory that a CUDA graph owns, so results that a caller keeps do not change.
 
     Args:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.

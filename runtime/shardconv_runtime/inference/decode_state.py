@@ -23,7 +23,7 @@ MOST_STOP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shapes of a step's tensors, and what its graph has to do.
+    """Shapes of a step's tensors, and the options of its graph.
 
     Attributes:
         batch: number of rows, B; a call may have fewer.
@@ -85,7 +85,7 @@ class StepState:
     stops: Tensor | None = None
 
     def history(self) -> History:
-        """Return what processors know of the text."""
+        """Return the text as processors know it."""
         return History(self.count, self.seen, self.stops)
 
     def arguments(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
 #
-# The last stage alone has the logits. Where a call chooses one token for each sequence from them, greedily
+# Only the last stage has the logits. Where a call chooses one token for each sequence from them, greedily
 # or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
 # Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
 # each stage.

@@ -94,7 +94,7 @@ class _StagedForward:
         self._compiled: set[Any] = set()
 
         def between(received: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-            """Compute what is between the messages, and return what is to be sent."""
+            """Compute the values between the messages, and return those to be sent."""
             transport = HeldTransport(received)
             with link.through(transport):
                 output = plain(*args, **kwargs)

@@ -137,7 +137,7 @@ def _base(model: Any) -> Any:
 
 
 def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
-    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise what it returns.
+    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise its own results.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
@@ -173,7 +173,7 @@ def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> 
 
 
 def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausalLMOutput:
-    """Return what TRL's trainers read of each position; 0 for positions without a label.
+    """Return the values that TRL's trainers read at each position; 0 for positions without a label.
 
     Args:
         logits: ``[B, T, V]``.

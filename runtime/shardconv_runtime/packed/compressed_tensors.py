@@ -340,7 +340,7 @@ def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
 def _for_inputs(
     values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: WeightSlice
 ) -> Tensor:
-    """Repeat what groups share to the part of the weight."""
+    """Repeat the values of groups to the part of the weight."""
     if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
         return values.index_select(1, tensors["*_g_idx"].long())
     return spread(values, stored, held)

@@ -197,7 +197,8 @@ class VocabParallelEmbedding(nn.Embedding):
         rows: maps ids to local rows.
         embedding_dim: local; equal to the global one unless the plan shards it too.
         padding_idx: local row of the padding id; None where it is out-of-shard.
-        num_embeddings: what the model's code reads under this name; None is the global number of rows.
+        num_embeddings: the value that the model's code reads under this name; None is the global number of
+            rows.
         inputs: steps on the ids.
         outputs: steps on the output; a ``Reduce`` sums the ranks' rows.
 

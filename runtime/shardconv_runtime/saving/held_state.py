@@ -234,7 +234,7 @@ def install(
     """Load state and groups into the optimizer through its ``load_state_dict``.
 
     Tensors that had their parameter's dtype get the one that it has now: optimizers need them alike. Others
-    keep what the optimizer chose for them.
+    keep the values that the optimizer chose for them.
     """
     numbers = {name: number for number, name in enumerate(held.parameters)}
     states = {numbers[name]: dict(state) for name, state in fresh.items()}

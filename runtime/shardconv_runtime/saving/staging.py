@@ -1,6 +1,6 @@
 """A directory that many processes write and that appears only once it is complete.
 
-It is made beside its final path, and renamed when all of it is on disk. A directory that it replaces is
+It is made next to its final path, and renamed when all of it is on disk. A directory that it replaces is
 renamed first, and removed last, so that at any moment one of the two is complete:
 
     .OUT.partial-TOKEN     being written

@@ -26,7 +26,7 @@ class StoredModel:
     """One rank's tensors, and their layout."""
 
     plan: Plan
-    """The plan of what this process holds, with the present dtypes of the tensors, and without packings."""
+    """The plan of this process's parameters, with the present dtypes of the tensors, and without packings."""
     tensors: dict[str, Tensor]
     """Local, by FQN, each parameter and persistent buffer once. The shape of a DTensor, which is sharded over
     data-parallel processes, is local to the rank too."""

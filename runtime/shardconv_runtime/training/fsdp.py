@@ -212,8 +212,9 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     """Return the modules to shard: layers, and with stages other modules that lie in one stage, whose
     parameters are only used inside of them; and last the model.
 
-    Of a stage that is not the last one, the model returns nothing to which FSDP2 could attach what gathers
-    its own parameters for a backward pass, and it would gather them in passes of all stages of a process.
+    Of a stage that is not the last one, the model returns nothing to which FSDP2 could attach hooks that
+    gather its own parameters for a backward pass, and it would gather them in passes of all stages of a
+    process.
 
     Raises:
         PlanError: see ``data_parallel``.
@@ -320,7 +321,7 @@ def _not_compiled(function: _Function) -> _Function:
 
 
 class ReplicaComparison:
-    """Compares what calls are given: one small message between all processes for each of them.
+    """Compares the inputs of calls: one small message between all processes for each call.
 
     Args:
         model: the model of this process.

@@ -7,7 +7,7 @@ whatever they draw in between, and activations that are recomputed from the comm
 (``torch.utils.checkpoint``) get the same masks.
 
 Modules whose probabilities (attributes found by their names, on submodules and configs) are all 0 are left
-alone; outside of compiled code it is checked that they draw nothing. Where random numbers are drawn, a
+only; outside of compiled code it is checked that they draw nothing. Where random numbers are drawn, a
 compiled graph ends at these modules.
 """
 

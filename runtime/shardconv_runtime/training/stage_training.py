@@ -1,4 +1,4 @@
-"""Training of the model of a pipeline stage: forms of what crosses its borders, loss, tied parameters.
+"""Training of the model of a pipeline stage: forms of values that cross its borders, loss, tied parameters.
 
 Calls without a schedule are refused, since their gradients would end where the stage begins.
 """
@@ -41,7 +41,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Divide the tensors of a batch along their first dim.
 
     Args:
-        batch: arguments of a model by name; what is no tensor goes into each part.
+        batch: arguments of a model by name; values that are not tensors go into each part.
         count: of the parts, which are equally long.
 
     Raises:
@@ -113,7 +113,7 @@ class ValueForm:
 
 @dataclass(frozen=True)
 class StageBoundary:
-    """What a stage receives from the one before, and leaves for the next one, in order."""
+    """The values that a stage receives from the one before, and leaves for the next one, in order."""
 
     received: Mapping[Crossing, ValueForm]
     left: Mapping[Crossing, ValueForm]
@@ -153,7 +153,7 @@ def _for_backward(x: Tensor) -> Tensor:
 
 
 class _Measuring(Handover):
-    """Records what passes would take, and gives zeros."""
+    """Records the values that passes would receive, and returns zeros."""
 
     only_measures = True
 
@@ -185,7 +185,7 @@ def measured_forms(
 
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
-    """Return the same, of what the model's code is given, behind its hooks."""
+    """Return the same for the arguments of the model's code, behind its hooks."""
     measuring = _Measuring(stage.device)
     devices = [stage.device] if stage.device.type == "cuda" else []
     with (
