@@ -3,11 +3,11 @@
 The ranks of a model are seeded alike and draw from one common stream. Where the plan has it, a rank switches
 at a module's boundary to its own stream, seeded by one number of the common CPU stream and the rank's
 coordinates in the mesh; afterwards the common stream continues where it was left. So all ranks stay in step
-whatever they draw in between, and activations that are recomputed from the common stream's state
+even if they draw differently in between, and activations that are recomputed from the common stream's state
 (``torch.utils.checkpoint``) get the same masks.
 
 Modules whose probabilities (attributes found by their names, on submodules and configs) are all 0 are left
-only; outside of compiled code it is checked that they draw nothing. Where random numbers are drawn, a
+alone; outside of compiled code it is checked that they draw nothing. Where random numbers are drawn, a
 compiled graph ends at these modules.
 """
 

@@ -1,16 +1,16 @@
 """Sequence parallelism that keeps parts: gathered activations are gathered again in the backward pass.
 
-The sequence is gathered in front of each parallel block, and the gradients of the block's weights need what
-was gathered. While the model runs, what autograd saves passes hooks: of a gathered tensor, or a view of it,
-only this rank's part is kept. In the backward pass the part is gathered once for all that saved it.
+The sequence is gathered in front of each parallel block, and the gradients of the block's weights need the
+gathered tensor. While the model runs, hooks see the tensors that autograd saves, and keep only this rank's
+part of a gathered tensor or a view of it. In the backward pass the part is gathered once for all users.
 (Megatron-LM, arXiv 2205.05198, on sequence parallelism.)
 
 All ranks issue collectives in one order: a gather begins again in the backward of the collective that
 followed it in the forward pass, the reduce_scatter at the end of the block or else the next gather, and runs
-beside the backward pass of the block. The last one of a pass, which nothing follows, is needed at once and
+during the backward pass of the block. The last one of a pass, which nothing follows, is needed at once and
 stays.
 
-Where other hooks see what autograd saves, as in a layer that is recomputed, and in compiled code, the full
+If other hooks see saved tensors, as in a layer that is recomputed, and in compiled code, the full
 tensor is saved. Hooks around the model (that offload to the CPU, for example) get the part, and all other
 tensors.
 """
