@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -31,6 +31,7 @@ from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature
 from ..saving.stored_model import named_modules, named_tensors
 from .checkpointing import repeated_layers
+from .random_streams import not_compiled
 
 # The models that were loaded for training on several ranks, for functions that are given only tensors.
 
@@ -311,15 +312,6 @@ def compare_replicas(model: nn.Module, all_ranks: Launch) -> None:
     model.register_forward_pre_hook(comparison.before, prepend=True, with_kwargs=True)
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _not_compiled(function: _Function) -> _Function:
-    """End compiled graphs before ``function``."""
-    disable: Any = torch.compiler.disable
-    return cast("_Function", disable(function, reason="replicas compare their inputs"))
-
-
 class ReplicaComparison:
     """Compares the inputs of calls: one small message between all processes for each call.
 
@@ -343,7 +335,7 @@ class ReplicaComparison:
         if not self._is_scheduled():
             self.require_same(dict(zip(self._names, args, strict=False)) | kwargs)
 
-    @_not_compiled
+    @not_compiled("replicas compare their inputs")
     def require_same(self, given: Mapping[str, Any]) -> None:
         """Check that all replicas are given the same kinds of inputs.
 

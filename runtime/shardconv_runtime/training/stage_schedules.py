@@ -182,7 +182,7 @@ class Pipeline:
 
 
 def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    """Return the last stage returns its loss."""
+    """Return the loss, which is the output of the last stage."""
     return output
 
 
