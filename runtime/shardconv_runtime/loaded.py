@@ -17,7 +17,7 @@ from .errors import PlanError
 from .format import staged_names
 from .format.manifest import Manifest
 from .format.plan import Plan
-from .format.stage_part import of_stage
+from .format.plan_json import of_stage
 
 _ATTRIBUTE = "_shardconv_loaded"
 
@@ -67,9 +67,7 @@ class Loaded:
 
     @cached_property
     def held_before(self) -> Mapping[str, str]:
-        """Return the parameters that a process of earlier stages holds too: the first name of each -> that in
-        this model.
-        """
+        """Return the parameters that earlier stages hold too: first name -> name in this model."""
         if self.stage is None:
             return {}
         return staged_names.held_before(self.plan, self.place, self.stage.link.num_places)

@@ -1,4 +1,4 @@
-"""The version of both packages and of the libraries that a manifest records; what the converter offers.
+"""The version of both packages and of the libraries that a manifest records; functions of the converter.
 
 The packages also run from a clone that is not installed, which has no metadata to ask. So the version is a
 constant here, and both ``pyproject.toml`` take it from this file.
@@ -14,7 +14,7 @@ from .errors import LaunchError
 __version__ = "0.1.0"
 
 CONVERTER = "shardconv_runtime.converter"
-"""The group of entry points under which the converter declares what calls of the runtime need it for."""
+"""The group of entry points under which the converter declares the functions that the runtime calls."""
 
 
 def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
@@ -22,8 +22,8 @@ def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
 
     Args:
         name: the name of its entry point.
-        purpose: what it is needed for, as the beginning of a sentence.
-        remedy: what else the user can do.
+        purpose: its purpose, as the beginning of a sentence.
+        remedy: an alternative for the user.
 
     Raises:
         LaunchError: the converter is not installed.

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Edit, Plan
-from shardconv_runtime.format.stage_part import of_stage
+from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.stored_layout import is_common
 
 from .plan_lines import fused_lines, memory_facts, memory_parts

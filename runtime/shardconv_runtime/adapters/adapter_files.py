@@ -23,8 +23,8 @@ from .attaching import Adapter, read_config
 
 # A directory with an adapter and the plan of its model with it, as ``shardconv adapt`` writes it.
 #
-# Beside ``adapter_plan.json`` it has what the peft library saves, so that peft loads it too. Each rank takes
-# its part out of the ordinary file.
+# In addition to ``adapter_plan.json`` it has the files of the peft library, so that peft loads it too. Each
+# rank takes its part out of the ordinary file.
 
 Given = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 """A directory, or several by the names that the adapters get."""

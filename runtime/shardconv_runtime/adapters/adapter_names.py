@@ -31,7 +31,7 @@ def naming_errors(what: str) -> Iterator[None]:
     """Raise errors of the library as our own.
 
     Args:
-        what: of which adapter, for messages.
+        what: the adapter, for messages.
 
     Raises:
         SourceError: the library refuses the adapter for this model.

@@ -24,9 +24,9 @@ from ..format.plan import (
     global_shape,
     parameter_plans,
 )
+from ..format.plan_json import of_stage
 from ..format.slices import Mesh, Rows
 from ..format.slot_steps import AllGatherStep
-from ..format.stage_part import of_stage
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors
@@ -38,8 +38,8 @@ from .attaching import Adapter, Attached, attach
 # One plan for several adapters of a model, from the plan for each of them.
 #
 # Where an adapter wraps a layer, the layer's steps may have moved to the wrapper: a model with several
-# adapters takes what a plan says of a module from an adapter that wraps it, if any does. All of these plans
-# must say the same.
+# adapters takes the entry of a module from the plan of an adapter that wraps it, if any does. All of these
+# plans must say the same.
 
 
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
@@ -85,9 +85,9 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
     """Return the plan of a model with several adapters.
 
     Args:
-        alone: by the names of the adapters.
+        alone: plans of single adapters, by name.
         model: with all of them, on meta.
-        attached: what was attached to it.
+        attached: the adapters that were attached to it.
 
     Raises:
         PlanError: the plans differ in a module, or some have no form that others have.
@@ -404,7 +404,7 @@ class AdapterSet:
         return attached
 
     def of_stages(self, stages: Collection[int], attached: Attached) -> tuple[AdapterSet, Attached]:
-        """Return the part of the set, and of what was attached, that a process needs for its stages."""
+        """Return the parts of the set and of the attached adapters that a process needs for its stages."""
         held = held_names(self.base, stages)
         names = {now: held.get(old, old) for now, old in attached.base_names.items()}
         copies = {name: held.get(old, old) for name, old in attached.copies.items()}

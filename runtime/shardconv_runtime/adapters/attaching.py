@@ -2,7 +2,7 @@
 
 The model's own tensors get memory without bytes on the CPU while the library works (one number, repeated). So
 it initializes an adapter there, from torch's random numbers as in one process, or takes a saved one, with all
-of its own renaming and casts; and what reads or writes the weights of the model is found out.
+of its own renaming and casts; and reads and writes of the weights of the model are detected.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: dict[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
-        """Address -> what has no bytes there; copies are added."""
+        """Address -> the tensor without bytes; copies are added."""
         self.read_by = ""
 
     def __torch_dispatch__(
@@ -327,7 +327,7 @@ def _reads_no_values(func: Any) -> bool:
 
 
 class _BaseWithoutBytes:
-    """The stored meta tensors of a model, and what takes their place on the CPU."""
+    """The stored meta tensors of a model, and the proxies that replace them on the CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -338,7 +338,7 @@ class _BaseWithoutBytes:
         self.memory: dict[int, Tensor] = {}
         """Address of a proxy, or of a copy of one -> the original."""
         self.replaced: dict[int, Tensor] = {}
-        """By the id of the original: what an adapter was saved with in its place."""
+        """By the id of the original: the tensor of a saved adapter that replaces it."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -404,9 +404,7 @@ class _BaseWithoutBytes:
                 raise _changes_the_model(adapter)
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the tables of the model's modules, and the names in them, of parameters and persistent
-        buffers.
-        """
+        """Return the tables and names of parameters and persistent buffers of the model's modules."""
         found: list[tuple[dict[str, Any], str]] = []
         for module in self.model.modules():
             found += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)

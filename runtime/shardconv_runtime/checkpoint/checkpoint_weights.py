@@ -154,9 +154,7 @@ def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> 
 def _unwrapped(
     spec: ModelSpec, tensors: Mapping[str, LazyTensor], tell: Callable[[str], object]
 ) -> _Loaded | None:
-    """Return the same of a checkpoint of a wrapped model, if it is complete under the names that the model
-    has.
-    """
+    """Load the checkpoint of a wrapped model, if it is complete under the model's names."""
     for names in without_wrappers(tensors):
         try:
             found = _loaded(spec, {names[name]: tensor for name, tensor in tensors.items()})
@@ -229,7 +227,7 @@ def are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) 
 def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, mismatched: set[str]) -> None:
     """Refuse packed weights of layers that may have their plain weight as (in, out).
 
-    Some formats store each weight as (out, in), whatever its layer has. Nothing in the checkpoint says so; a
+    Some formats store each weight as (out, in), in any kind of layer. Nothing in the checkpoint says so; a
     square one would be mistaken for its transpose.
     """
     for fqn, module in model.named_modules():
@@ -324,8 +322,9 @@ def _require_all(spec: ModelSpec, missing: Iterable[str], wrapped: str | None = 
 def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collection[str]) -> None:
     """Refuse tensors without which others are incomplete: biases, scales and the like.
 
-    transformers leaves out whatever the model does not use. Whole modules may be left out, such as another
-    task's head; but a part of a module says that the config, or the code, is not that of the checkpoint.
+    transformers leaves out tensors that the model does not use. Whole modules may be left out, such as
+    another task's head; but a part of a module says that the config, or the code, is not that of the
+    checkpoint.
     """
     extra = set(unexpected)
     used = {name.rpartition(".")[0] for name in tensors if name not in extra}

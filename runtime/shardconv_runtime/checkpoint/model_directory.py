@@ -1,4 +1,4 @@
-"""The directory of a model: where it is, what kind it is, its ``config.json`` and its index of weights.
+"""The directory of a model: its place, its kind, its ``config.json`` and its index of weights.
 
 Nothing here imports torch, so that a wrong path or a broken file is an error at once.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import PlanError, SourceError
 from ..format.dims import axes_of
-from ..format.names import compress, expand_all
+from ..format.names import grouped
 from ..format.plan import Packing, ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import check_packing, granularity, holds_values, tensor_name
@@ -95,7 +95,11 @@ def with_packings(plan: Plan, packings: Packings) -> Plan:
     """
     if not packings:
         return plan
-    parameters = [part for entry in plan.parameters for part in _parts(entry, packings)]
+    parameters: list[ParameterPlan] = []
+    for entry in plan.parameters:  # one for each packing among the names of an entry
+        kinds = grouped(entry.names, packings.get)
+        split = (replace(entry, names=names, packing=kind) for kind, names in kinds.items())
+        parameters += [entry] if kinds.keys() == {None} else split
     try:
         for entry in parameters:
             if entry.packing is not None:
@@ -131,7 +135,7 @@ def packings_of(plan: Plan) -> dict[str, Packing]:
 
 
 def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
-    """Return a plan with notes about packed weights, in addition to what was verified of dequantized ones.
+    """Return a plan with notes about packed weights, in addition to the verification with dequantized ones.
 
     Args:
         plan: with packings.
@@ -147,13 +151,3 @@ def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
         "quantized model by about the error of that quantization"
     )
     return replace(plan, notes=(*plan.notes, note))
-
-
-def _parts(entry: ParameterPlan, packings: Packings) -> list[ParameterPlan]:
-    """Return one entry for each packing among the names of an entry."""
-    kinds: dict[Packing | None, list[str]] = {}
-    for name in expand_all(entry.names):
-        kinds.setdefault(packings.get(name), []).append(name)
-    if kinds.keys() == {None}:
-        return [entry]
-    return [replace(entry, names=compress(names), packing=kind) for kind, names in kinds.items()]

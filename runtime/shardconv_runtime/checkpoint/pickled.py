@@ -138,9 +138,7 @@ def _storage_offset(file: Path, name: str, tensor: torch.Tensor, records: dict[i
 
 
 def _is_nested(tensor: torch.Tensor) -> bool:
-    """Return whether elements do not overlap, and each stride exceeds the extent of dims with smaller
-    strides.
-    """
+    """Return whether elements do not overlap, and strides exceed the extent of dims with smaller ones."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < extent:

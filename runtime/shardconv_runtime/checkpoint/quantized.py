@@ -40,16 +40,14 @@ class PackedWeight:
     """A packed parameter."""
 
     shape: Shape
-    """The shape of the weight that it stands for."""
+    """The shape of the dequantized weight."""
     packing: Packing
     tensors: Mapping[str, LazyTensor]
     """Global stored tensors, in the shapes of their ``dims``, by their names in the packing."""
 
 
 def quantization_of(config: Any) -> Settings | None:
-    """Return the quantization settings of a config or of one of its sub-configs; None for an unquantized
-    model.
-    """
+    """Return the quantization settings of a config or of a sub-config; None if there are none."""
     for part in _parts(config):
         settings = getattr(part, "quantization_config", None)
         if settings:
@@ -58,7 +56,7 @@ def quantization_of(config: Any) -> Settings | None:
     return None
 
 
-def require_supported(settings: Settings, where: str, *, dequantize: bool = False) -> None:
+def require_supported(settings: Settings, where: str, *, dequantize: bool) -> None:
     """Check that weights of this format can be read.
 
     Args:

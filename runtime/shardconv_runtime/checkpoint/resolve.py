@@ -351,9 +351,7 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
 
 
 def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metadata: Mapping[str, Any]) -> str:
-    """Return the dtype in which ``from_pretrained`` loads the model: asked for, or the config's, or the
-    weights'.
-    """
+    """Return the dtype in which ``from_pretrained`` loads the model: given, the config's, or the weights'."""
     if asked is not None:
         return asked.removeprefix("torch.")
     said = getattr(config, "dtype", None) or metadata.get("dtype")

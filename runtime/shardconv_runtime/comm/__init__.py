@@ -25,7 +25,7 @@ OTHER_LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 
 
 def other_launcher() -> str:
-    """Return what to do if a launcher other than torchrun started several processes; empty if none did.
+    """Return the remedy if a launcher other than torchrun started several processes; empty if none did.
 
     It is the end of a message about the number of processes. Without RANK each process believes to be the
     only one.

@@ -48,7 +48,16 @@ def from_rank_0(make: Callable[[], V], group: dist.ProcessGroup | None = None) -
     if group is None or dist.get_world_size(group) == 1:
         return make()
     if rank(group) != 0:
-        return cast(V, _received(group))
+        received: list[Any] = [None]
+        try:
+            dist.broadcast_object_list(received, group_src=0, group=control_group(group))
+        except (RuntimeError, LaunchError) as lost:
+            why = str(lost).splitlines()[0]
+            raise LaunchError(f"rank 0 ended; its own output says why ({why})") from lost
+        content, failure = received[0]
+        if failure is not None:
+            raise LaunchError(f"rank 0: {failure}")
+        return cast(V, pickle.loads(content))
     try:
         value = make()
         pickled = pickle.dumps(value)
@@ -61,18 +70,6 @@ def from_rank_0(make: Callable[[], V], group: dist.ProcessGroup | None = None) -
 
 def _send(group: dist.ProcessGroup, message: tuple[bytes, str | None]) -> None:
     dist.broadcast_object_list([message], group_src=0, group=control_group(group))
-
-
-def _received(group: dist.ProcessGroup) -> Any:
-    received: list[Any] = [None]
-    try:
-        dist.broadcast_object_list(received, group_src=0, group=control_group(group))
-    except (RuntimeError, LaunchError) as error:
-        raise LaunchError(f"rank 0 ended; its own output says why ({str(error).splitlines()[0]})") from error
-    pickled, failure = received[0]
-    if failure is not None:
-        raise LaunchError(f"rank 0: {failure}")
-    return pickle.loads(pickled)
 
 
 # The random state of rank 0 on every rank.

@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 
 
 class Regathering(Protocol):
-    """A forward pass that keeps parts of what it gathers along the sequence (``training/regather.py``).
+    """A forward pass that keeps parts of activations that it gathers along the sequence
+    (``training/regather.py``).
 
     ``step`` is a ``tensor_steps.Resharding``.
     """
@@ -51,7 +52,7 @@ class Communicator(ABC):
             is allocated in a call may belong to a CUDA graph.
 
     Attributes:
-        regathering: set while a forward pass runs that keeps parts of what it gathers.
+        regathering: set while a forward pass runs that keeps parts of gathered activations.
         sequence: for the last forward pass whose activations are sharded over the sequence, its length, and
             that with padding. It is kept for a backward pass that recomputes.
     """
@@ -108,9 +109,7 @@ class Communicator(ABC):
         return self._sum(x.contiguous(), axes)
 
     def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Concatenate local ``[n, ...]`` of ``p`` ranks along ``axes``, in order: ``[p * n, ...]``. No
-        backward.
-        """
+        """Concatenate local ``[n, ...]`` of ``p`` ranks along ``axes`` to ``[p * n, ...]``. No backward."""
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x

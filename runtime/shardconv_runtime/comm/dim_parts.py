@@ -43,9 +43,7 @@ class Parts(ABC):
 
     @abstractmethod
     def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part at its positions, zero elsewhere: local ``[..., n, ...]`` to ``[..., N,
-        ...]``.
-        """
+        """Return this rank's part at its positions in zeros: local ``[..., n, ...]`` to ``[..., N, ...]``."""
 
     @abstractmethod
     def padded(self, x: Tensor, dim: int) -> Tensor:
@@ -65,9 +63,7 @@ class Parts(ABC):
 
     @abstractmethod
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
-        """Divide each position of ``[..., n, ...]`` by the number of ranks along the ``axes`` that do not
-        shard it.
-        """
+        """Divide ``[..., n, ...]`` by the number of ranks along ``axes`` that do not shard a position."""
 
     def _require(self, x: Tensor, dim: int, expected: int) -> None:
         if x.shape[dim] != expected:
@@ -164,9 +160,7 @@ class Select:
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
 
     def put(self, x: Tensor, out: Tensor, dim: int) -> Tensor:
-        """Write ``x: [..., n, ...]`` to its positions in ``out: [..., N, ...]``, the inverse of the
-        selection.
-        """
+        """Write ``x: [..., n, ...]`` to its positions in ``out: [..., N, ...]``, inverting the selection."""
         if self._index is not None:
             return out.index_copy_(dim, self._index_on(x.device), x)
         done = 0

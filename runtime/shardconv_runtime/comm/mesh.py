@@ -39,22 +39,16 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
         return found
     if not torch.cuda.is_available():
         raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
-    bound: int | None
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
-        bound = world.bound_device_id.index
-    else:  # GPU 0 may be current without having been chosen
-        bound = torch.cuda.current_device() or None
-    return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
-
-
-def _index_of_local_rank(num_local: int) -> int:
-    count = torch.cuda.device_count()
-    local = env_int("LOCAL_RANK", -1)
+        return torch.device("cuda", world.bound_device_id.index)
+    if torch.cuda.current_device():  # GPU 0 may be current without having been chosen
+        return torch.device("cuda", torch.cuda.current_device())
+    count, local = torch.cuda.device_count(), env_int("LOCAL_RANK", -1)
     if count == 1:
-        return 0
+        return torch.device("cuda", 0)
     if local < 0:  # a launcher that fills one host after the other; duplicates are found once all have joined
-        return env_int("RANK", 0) % count
+        return torch.device("cuda", env_int("RANK", 0) % count)
     wanted = max(local + 1, num_local)
     if wanted > count:
         raise LaunchError(
@@ -62,7 +56,7 @@ def _index_of_local_rank(num_local: int) -> int:
             f"rank needs its own GPU; start {count} processes per host (torchrun --nproc-per-node {count}), "
             "or pass device='cpu'"
         )
-    return local
+    return torch.device("cuda", local)
 
 
 @dataclass(frozen=True)
@@ -84,8 +78,7 @@ class Launch:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes, without starting a group: of the given one, otherwise of the launcher's
-    environment."""
+    """Return the number of processes, of a group or of the launcher's environment; starts no group."""
     if group is not None or dist.is_initialized():
         return dist.get_world_size(group)
     return env_int("WORLD_SIZE", 1)
@@ -105,7 +98,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     return found
 
 
-def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None, stages_per_process: int = 1) -> None:
+def check_world_size(plan: Plan, group: dist.ProcessGroup | None, stages_per_process: int) -> None:
     """Check that there is one process for each rank of the plan, or of this many stages. No collective runs.
 
     Raises:
@@ -199,9 +192,7 @@ def can_capture(start: Launch) -> bool:
 
 
 def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
-    """Return the sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass
-    run.
-    """
+    """Return the sets of mesh axes of more than one rank over which a forward pass communicates."""
     used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
     return {tuple(sorted(axis for axis in axes if plan.mesh[axis] > 1)) for axes in (*used, *more)} - {()}
 

@@ -143,7 +143,7 @@ class StageLink:
         """Run passes with another transport.
 
         Args:
-            transport: for what the passes send and receive.
+            transport: sends and receives the values of the passes.
             stage: the one of this rank's stages whose pass it is; None: the same as before.
         """
         before = self._transport, self._stage

@@ -114,7 +114,7 @@ class ProcessTransport(Transport):
         """Begin to send to each stage.
 
         Returns:
-            For each stage what to wait for, and a copy of the tensor, which is to be kept until then.
+            The work to wait for at each stage, and a copy of the tensor, which is to be kept until then.
         """
         x = x.detach().contiguous().clone()  # the model may change it before it is sent
         self._count(x, stages)
@@ -167,7 +167,7 @@ class ProcessTransport(Transport):
 
 
 class AsyncTransport(Transport):
-    """Sends between processes without waiting, and notes what is exchanged.
+    """Sends between processes without waiting, and records the messages.
 
     Args:
         processes: the transport that it sends with.

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
@@ -61,21 +62,14 @@ def check_code(plan: Plan) -> None:
 
 
 def _source_digest(name: str) -> str:
-    source = _source(name)
+    spec, source = _find(name), None
+    if spec is not None and isinstance(spec.loader, InspectLoader):
+        with suppress(ImportError, OSError, SyntaxError, UnicodeDecodeError):
+            source = spec.loader.get_source(name)
     if source is None:
         return _MISSING
     text = source.replace("\r\n", "\n").replace("\r", "\n")
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _source(name: str) -> str | None:
-    spec = _find(name)
-    if spec is None or not isinstance(spec.loader, InspectLoader):
-        return None
-    try:
-        return spec.loader.get_source(name)
-    except (ImportError, OSError, SyntaxError, UnicodeDecodeError):
-        return None
 
 
 def _find(name: str) -> ModuleSpec | None:

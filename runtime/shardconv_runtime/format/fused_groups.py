@@ -107,9 +107,7 @@ def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def _dtypes_by_rows(entry: ParameterPlan) -> dict[str, str]:
-    """Return the dtypes of the tensors as which a parameter is stored, if they run along its rows in their
-    first dim.
-    """
+    """Return the dtypes of a parameter's stored tensors that run along its rows in their first dim."""
     if entry.packing is None:
         return {WHOLE: entry.dtype}
     return {t.name: t.dtype for t in entry.packing.tensors if t.dims and t.dims[0].of == 0}

@@ -125,8 +125,11 @@ def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int 
         length: tokens of each in the cache, as after a decoding step.
         source_length: tokens of each that an encoder has read.
     """
-    sequence = sum(_term_bytes(term, length, source_length) for term in memory.cache)
-    return memory.fixed_bytes + batch * (memory.sequence_bytes + sequence)
+    sequence = memory.sequence_bytes
+    for term in memory.cache:
+        num_tokens = source_length if term.source else length
+        sequence += term.token_bytes * (min(num_tokens, term.window) if term.window else num_tokens)
+    return memory.fixed_bytes + batch * sequence
 
 
 def prefill_bytes(memory: MemoryPlan, batch: int, length: int) -> int:
@@ -147,9 +150,3 @@ def moment_bytes(moment: LiveBytes, batch: int, length: int) -> int:
         (batch * each + other) * power
         for each, other, power in zip(moment.sequence, moment.once, powers, strict=True)
     )
-
-
-def _term_bytes(term: CacheTerm, length: int, source_length: int) -> int:
-    """Return the bytes of one sequence."""
-    num_tokens = source_length if term.source else length
-    return term.token_bytes * (min(num_tokens, term.window) if term.window else num_tokens)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
+from typing import TypeVar
 
 from ..errors import PlanError
+
+K = TypeVar("K")
 
 MAX_NAMES = 2**19
 """Maximum number of names of the patterns of one plan; a plan is untrusted input."""
@@ -57,6 +60,14 @@ def expand_all(patterns: Iterable[str], limit: int = MAX_NAMES) -> list[str]:
     for pattern in patterns:
         names.extend(expand(pattern, limit - len(names)))
     return names
+
+
+def grouped(patterns: Iterable[str], key: Callable[[str], K]) -> dict[K, tuple[str, ...]]:
+    """Return the names that patterns expand to, as patterns, by a key of each name."""
+    groups: dict[K, list[str]] = {}
+    for name in expand_all(patterns):
+        groups.setdefault(key(name), []).append(name)
+    return {each: compress(names) for each, names in groups.items()}
 
 
 def _components(pattern: str) -> list[str]:

@@ -35,11 +35,11 @@ class PlaceholderDim:
     size: Dim | None = None
     """A layout, of which each rank has its local size."""
     times: int = 1
-    """In the sequence-parallel form: what is given is this part of the dim."""
+    """In the sequence-parallel form, the argument is this part of the dim."""
     over: int = 1
-    """In the sequence-parallel form: the dim is this part of what is given."""
+    """In the sequence-parallel form, the dim is this part of the argument."""
     at_most: int = 0
-    """The most that the product of what is given can be; 0: anything."""
+    """The largest product of the arguments' dims; 0 for no limit."""
 
     def __post_init__(self) -> None:
         if min(self.times, self.over) < 1:

@@ -1,6 +1,6 @@
 """The rules between the parts of a plan; checked whenever a plan is read or written.
 
-What one value can tell by itself, it checks when it is made.
+Checks that need only one value run when the value is made.
 """
 
 from __future__ import annotations

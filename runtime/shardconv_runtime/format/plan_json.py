@@ -13,9 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import PlanError
+from .fused_groups import fused_groups
 from .names import expand_all
-from .plan import FORMAT, VERSION, Plan, parameter_plans
+from .plan import FORMAT, VERSION, FusedPlan, Plan, parameter_plans
 from .plan_checks import check_plan
+from .staged_names import Stages, absent_modules, held_names, is_inside, own_parameters
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 # The forms of a plan other than inference: for training, and sequence-parallel.
@@ -138,3 +140,22 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
 def sha256(text: str) -> str:
     """Return the sha256 (hex) of a document as it is on disk; of a plan, its identity."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def of_stage(plan: Plan, stages: Stages) -> Plan:
+    """Return the plan of one stage, or of one process, by the names in its model, with its fused groups.
+
+    The modules are those of all stages.
+    """
+    if plan.stages is None:
+        return plan
+    absent = absent_modules(plan, stages)
+    held = held_names(plan, stages)
+    tied = [
+        (alias, held[name])
+        for alias, name in plan.tied
+        if name in held and alias != held[name] and not is_inside(alias, absent)
+    ]
+    groups = [group for group in fused_groups(plan) if not any(is_inside(fqn, absent) for fqn in group)]
+    fused = tuple(FusedPlan(tuple((fqn,) for fqn in group)) for group in groups)
+    return replace(plan, parameters=own_parameters(plan, stages), tied=tuple(tied), fused=fused)

@@ -143,9 +143,7 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 4096
 
 
 def sample_checksum(path: str | os.PathLike[str]) -> str:
-    """Return ``crc32:`` and 8 hex digits: of blocks at equal distances, from the first to the last of the
-    file.
-    """
+    """Return ``crc32:`` and 8 hex digits of equally distant blocks, from the first to the last of a file."""
     with open(path, "rb", buffering=0) as file:
         last = max(0, os.fstat(file.fileno()).st_size - BLOCK_BYTES)
         starts = dict.fromkeys(last * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS))

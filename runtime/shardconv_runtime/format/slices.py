@@ -99,7 +99,17 @@ def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
         return merged(out)
     held: tuple[Range, ...] = ((0, 1),)
     for factor in dim.factors:
-        held = _refine(held, size(factor), ranges(factor, mesh, rank))
+        extent, inner = size(factor), ranges(factor, mesh, rank)
+        if inner == ((0, extent),):  # the rank holds all of the factor
+            held = tuple((a * extent, b * extent) for a, b in held)
+            continue
+        if sum(b - a for a, b in held) * len(inner) > MAX_RANGES:
+            raise PlanError(
+                f"a dim falls into more than {MAX_RANGES} ranges for one rank: shard an outer factor"
+            )
+        held = merged(
+            (i * extent + a, i * extent + b) for s, e in held for i in range(s, e) for a, b in inner
+        )
     return held
 
 
@@ -115,17 +125,6 @@ def num_ranges(dim: Dim) -> int:
             count = outer * num_ranges(factor)
         outer *= size(factor)
     return count
-
-
-def _refine(outer: tuple[Range, ...], inner_size: int, inner: tuple[Range, ...]) -> tuple[Range, ...]:
-    if inner == ((0, inner_size),):
-        return tuple((a * inner_size, b * inner_size) for a, b in outer)
-    count = sum(b - a for a, b in outer) * len(inner)
-    if count > MAX_RANGES:
-        raise PlanError(f"a dim falls into more than {MAX_RANGES} ranges for one rank: shard an outer factor")
-    return merged(
-        (i * inner_size + a, i * inner_size + b) for s, e in outer for i in range(s, e) for a, b in inner
-    )
 
 
 def merged(parts: Iterable[Range]) -> tuple[Range, ...]:
@@ -276,7 +275,7 @@ class GatherIndex:
 
         Args:
             stride: positions that each member takes in the concatenation, where they are padded
-                to a common size; by default each takes what it holds.
+                to a common size; by default each takes its own positions.
         """
         offsets = [0]
         for held in self.sizes:

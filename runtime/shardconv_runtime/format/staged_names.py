@@ -76,7 +76,7 @@ def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None)
 
 
 def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the values of what a stage or process holds, by the names in its model.
+    """Return the values of a stage or process, by the names in its model.
 
     Args:
         plan: with stages.

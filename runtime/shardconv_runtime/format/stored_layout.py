@@ -81,8 +81,7 @@ def is_sharded_between(dim: Dim, step: int, mesh: Mesh) -> bool:
 
 
 def stepped(dim: Dim, step: int) -> Dim:
-    """Return a dim of one position for each ``step`` of another one; sharded alike only where
-    ``is_sharded_between`` accepts the dim."""
+    """Return a dim of one position per ``step`` of another; see ``is_sharded_between`` for its shards."""
     if step == 1:
         return dim
     if any(_divided(segment, step) is None for segment in segments(dim)):
@@ -123,9 +122,7 @@ def _blocks(segment: Dim, step: int) -> Dim:
 
 
 def layout_sha256(plan: Plan) -> str:
-    """Return the sha256 (hex) over tp, the stage, ties, and each tensor's name, dtype, shape and positions on
-    ranks.
-    """
+    """Return the sha256 (hex) of tp, stage, ties and each tensor's name, dtype, shape and positions."""
     digest = hashlib.sha256(f"shardconv layout 1\ntp {plan.tp}\n".encode())
     if plan.stages is not None and plan.stages.own is not None:
         digest.update(f"stage {plan.stages.own} of {plan.stages.count}\n".encode())

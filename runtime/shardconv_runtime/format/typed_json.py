@@ -171,9 +171,23 @@ def from_json(hint: Any, value: Any, where: str) -> Any:
     if get_origin(hint) in (Union, UnionType):
         return _read_union(hint, value, where)
     if get_origin(hint) is tuple:
-        return _read_tuple(get_args(hint), value, where)
+        hints = get_args(hint)
+        if not isinstance(value, list):
+            _fail(where, f"expected a list, got {_shown(value)}")
+        if hints[-1] is Ellipsis:
+            hints = hints[:1] * len(value)
+        elif len(value) != len(hints):
+            _fail(where, f"expected a list of {len(hints)}, got {len(value)} items")
+        parts = enumerate(zip(hints, value, strict=True))
+        return tuple(from_json(each, item, f"{where}[{i}]") for i, (each, item) in parts)
     if get_origin(hint) is Mapping:
-        return _read_mapping(get_args(hint)[1], value, where)
+        if not isinstance(value, dict):
+            _fail(where, f"expected an object, got {_shown(value)}")
+        each = get_args(hint)[1]
+        return {
+            _read_scalar(str, key, where): from_json(each, item, _join(where, key))
+            for key, item in value.items()
+        }
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             _fail(where, f"expected an object, got {_shown(value)}")
@@ -250,7 +264,10 @@ def _read_union(hint: Any, value: Any, where: str) -> Any:
     if value is None and len(kinds) < len(get_args(hint)):
         return None
     if frozenset(kinds) == _DIM_KINDS:
-        return _read_dim(value, where)
+        try:
+            return parse(_read_scalar(str, value, where))
+        except PlanError as error:
+            raise MalformedError(where, str(error)) from error
     if len(kinds) > 1:
         if not isinstance(value, dict):
             _fail(where, f"expected an object, got {_shown(value)}")
@@ -262,34 +279,6 @@ def _read_union(hint: Any, value: Any, where: str) -> Any:
             _fail(_join(where, name), f"expected one of {', '.join(known)}; got {_shown(tag)}")
         return _read_fields(known[tag], {key: item for key, item in value.items() if key != name}, where)
     return from_json(kinds[0], value, where)
-
-
-def _read_dim(value: Any, where: str) -> Dim:
-    try:
-        return parse(_read_scalar(str, value, where))
-    except PlanError as error:
-        raise MalformedError(where, str(error)) from error
-
-
-def _read_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        _fail(where, f"expected a list, got {_shown(value)}")
-    if hints[-1] is Ellipsis:
-        hints = hints[:1] * len(value)
-    elif len(value) != len(hints):
-        _fail(where, f"expected a list of {len(hints)}, got {len(value)} items")
-    return tuple(
-        from_json(hint, item, f"{where}[{i}]")
-        for i, (hint, item) in enumerate(zip(hints, value, strict=True))
-    )
-
-
-def _read_mapping(hint: Any, value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _fail(where, f"expected an object, got {_shown(value)}")
-    return {
-        _read_scalar(str, key, where): from_json(hint, item, _join(where, key)) for key, item in value.items()
-    }
 
 
 def _read_scalar(kind: Any, value: Any, where: str) -> Any:

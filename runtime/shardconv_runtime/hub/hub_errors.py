@@ -79,9 +79,7 @@ TEMPORARY = (408, 412, 429, 500, 502, 503, 504)
 
 
 def hub_error(error: BaseException) -> Exception | None:
-    """Return the first error of the Hub or of the network in the chain of causes of ``error``; None without
-    one.
-    """
+    """Return the first error of the Hub or the network in the chain of causes of an error; None if none."""
     for found in _chain(error):
         if isinstance(found, HTTP_ERROR | OfflineModeIsEnabled | NoAnswerError | NotReachedError):
             return found  # type: ignore[return-value]

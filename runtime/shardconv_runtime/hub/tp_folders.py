@@ -74,9 +74,7 @@ def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, 
 
 
 def folder_in(where: str) -> tuple[str, Folder | None]:
-    """Return the id of a repository and the folder behind it, as in ``user/model/pp-2-tp-8``; None without
-    one.
-    """
+    """Return the id of a repository and the folder of ``user/model/pp-2-tp-8``; None without a folder."""
     repo_id, _, last = where.rpartition("/")
     folder = Folder.named(last)
     return (where, None) if folder is None or "/" not in repo_id else (repo_id, folder)

@@ -199,7 +199,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             raise LaunchError("the manager was stopped before all requests were answered")
 
     def _create_batch_processor(self) -> Any:
-        """Return the cache and what goes with it: an error of one rank is raised on all."""
+        """Return the processor with its cache; an error of one rank is raised on all."""
         if self.batch_processor is not None:
             return super()._create_batch_processor()
         made, failure = attempt(super()._create_batch_processor)

@@ -32,7 +32,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     - The call that allocates a cache of fixed size, the first one of ``generate``, runs uncompiled.
     - Greedy decoding and sampling run as ``decoding.py`` has it.
 
-    No call returns memory that a CUDA graph owns: what a caller keeps stays as it is.
+    No call returns memory that a CUDA graph owns, so results that a caller keeps do not change.
 
     Args:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.
@@ -43,9 +43,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     call: Callable[..., Any] = model._call_impl
 
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
-        """Return a function of ours around torch's: Dynamo skips torch's own first function, and the hooks in
-        it.
-        """
+        """Wrap torch's function: Dynamo skips torch's own first function, and the hooks in it."""
         return call(*args, **kwargs)
 
     compile = partial(as_one_graph, same_bits=same_bits)
@@ -95,9 +93,7 @@ def as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[.
 
 
 def _own_limit() -> dict[str, Any]:
-    """Return the options of ``torch.compile``: other models that share Python code do not count toward the
-    limit.
-    """
+    """Return options of ``torch.compile`` so that other models with the same code do not count."""
     options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     if options.keys() <= inspect.signature(torch.compile).parameters.keys():
         return options

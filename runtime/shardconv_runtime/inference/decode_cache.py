@@ -150,7 +150,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         """Copy the cache of a prefill's layer (each ``[rows, local heads, n, head dim]``)."""
         stop = int(layer.get_seq_length())
         for buffer, found in zip(self.buffers, (layer.keys, layer.values), strict=True):
-            buffer.zero_()  # what is masked must be finite
+            buffer.zero_()  # masked values must be finite
             positions = torch.arange(stop - found.shape[-2], stop, device=buffer.device)
             slots = positions % self.slots if self.is_ring else positions  # of all buffers, or of the ring
             buffer[: len(found)].index_copy_(-2, slots, found)

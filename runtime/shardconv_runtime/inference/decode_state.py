@@ -23,7 +23,7 @@ MOST_STOP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shapes of a step's tensors, and what its graph has to do.
+    """Shapes of a step's tensors, and the options of its graph.
 
     Attributes:
         batch: number of rows, B; a call may have fewer.
@@ -85,7 +85,7 @@ class StepState:
     stops: Tensor | None = None
 
     def history(self) -> History:
-        """Return what processors know of the text."""
+        """Return the text as processors know it."""
         return History(self.count, self.seen, self.stops)
 
     def arguments(self) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Any:
     return options
 
 
-def may_take(model: Any, arguments: dict[str, Any], options: Any) -> bool:
+def may_take(arguments: dict[str, Any], options: Any) -> bool:
     """Return whether a call of ``generate`` may be decoded here; more is known once it is prepared."""
     return (
         all(arguments.get(name) is None for name in OTHER_WAYS)

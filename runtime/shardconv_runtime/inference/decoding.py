@@ -48,7 +48,7 @@ ROWS_STEP = 8
 
 LEAST_REACH = 2048
 """Fewest slots that a step reads. A longer text gets a graph with twice the reach each time that it is full.
-Below this number all slots together are few bytes beside the weights, and not worth another graph."""
+Below this number all slots together are few bytes compared with the weights, and not worth a graph."""
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 """By which the first step's logits, in float32, may differ from those of an ordinary step, relative to their
@@ -114,7 +114,7 @@ class Decoder:
         if mode is GenerationMode.ASSISTED_GENERATION or given_cache(arguments) is not None:
             defaults.cache_implementation = None
         try:
-            yield self._method(arguments) if may_take(self._model, arguments, options) else None
+            yield self._method(arguments) if may_take(arguments, options) else None
         finally:
             defaults.cache_implementation = cache
 
@@ -155,7 +155,7 @@ class Decoder:
         return self._buffers.num_bytes
 
     def warm_up(self, batch: int, length: int) -> bool:
-        """Compile and record what calls of this size run, with the model's own options of generation.
+        """Compile and record the steps of calls of this size, with the model's own generation options.
 
         Args:
             batch: number of rows, of which some may be padded.
@@ -312,9 +312,7 @@ class Decoder:
     # Recording -----------------------------------------------------------------------------------
 
     def _record(self, state: StepState) -> Replay | None:
-        """Return the step, compiled and recorded; it ran, so that the state is void. None if it is not one
-        graph.
-        """
+        """Return the recorded step, which has run, so the state is void; None if it is not one graph."""
         state.rewind()
         devices = [self._buffers.device] if self._records else []
         try:

@@ -25,7 +25,7 @@ from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
 #
-# The last stage alone has the logits. Where a call chooses one token for each sequence from them, greedily
+# Only the last stage has the logits. Where a call chooses one token for each sequence from them, greedily
 # or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
 # Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
 # each stage.
@@ -84,26 +84,21 @@ class _TokensOfLastStage:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return 0 for the chosen token of each sequence and -inf for others, ``[B, V]``, on each stage."""
         tokens = torch.zeros(scores.shape[0], dtype=torch.int64, device=scores.device)
-        if self._link.is_last:
-            tokens = self._chosen(scores)
+        if self._link.is_last and not self._draws:
+            tokens = scores.argmax(-1)
+        elif self._link.is_last:
+            devices = [scores.device] if scores.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):  # the caller draws once more, on every stage
+                tokens = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
         self._link.share([tokens])
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
-
-    def _chosen(self, scores: Tensor) -> Tensor:
-        if not self._draws:
-            return scores.argmax(-1)
-        devices = [scores.device] if scores.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # the caller draws once more, on every stage
-            return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
 
 
 # Criteria that end generation at the same step on every rank.
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
-    """Return a model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between
-    ranks.
-    """
+    """Return ``_get_stopping_criteria`` with which rank 0 decides on criteria that ranks may differ in."""
 
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import StoppingCriteriaList, generation
@@ -141,9 +136,7 @@ class _DecidedByRank0:
         self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return the sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B
-        bytes.
-        """
+        """Return finished sequences, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B bytes."""
         done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
         if self._start.rank == 0:
             done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)
@@ -222,7 +215,12 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
 
         if not gather_logits:
             raise PlanError("generate needs full logits; load the model with gather_logits=True")
-        args, kwargs = _by_name(type(self).generate, args, kwargs)
+        # Positional arguments get their names, for errors and to replace a streamer.
+        parameters = list(inspect.signature(type(self).generate).parameters.values())[1:]
+        names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        # Python raises an error for other arguments, or the model's own generate takes them.
+        if len(args) <= len(names) and not kwargs.keys() & set(names[: len(args)]):
+            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
         if start.world_size == 1:
             return _generate(self, args, kwargs)
 
@@ -261,17 +259,6 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method is not None:
             kwargs = {**kwargs, "custom_generate": method}
         return type(model).generate(model, **kwargs)
-
-
-def _by_name(
-    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same call with positional arguments by name, for errors and to replace a streamer."""
-    parameters = list(inspect.signature(generate).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
-        return args, kwargs  # Python raises, or the model's own generate takes them
-    return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from torch import Tensor
 from ..errors import PlanError, ShardconvError
 from ..parallel.row_ids import is_recorded, require_in_table
 
-# Requests of continuous batching that a model cannot answer, or not beside others: refused at once.
+# Requests of continuous batching that a model cannot answer, or not with others, are refused at once.
 #
 # Some rotary embeddings change with the largest position of a call. In a packed call that is the position of
-# another request, or of a part of a prompt, so that a request would get other angles than alone.
+# another request, or of a part of a prompt, so that a request would get other angles than by itself.
 
 
 def length_limit(config: Any) -> int | None:
@@ -115,12 +115,12 @@ class PagedCheck:
 
     def compare(self, model: Any, inputs: Mapping[str, Any], logits: Tensor) -> None:
         """Compare the longest prompt that begins in a packed call, if it is longer than those before, and the
-        shortest one beside longer sequences, for which code may compute something in its place.
+        shortest one next to longer sequences, for which code may compute something else.
 
         Args:
             model: the model of this rank.
             inputs: the inputs of the packed call; the same on all ranks.
-            logits: what it returned, ``[1, T, V]`` or those of ``logits_indices``.
+            logits: its results, ``[1, T, V]`` or those of ``logits_indices``.
 
         Raises:
             PlanError: the logits differ; on all ranks.

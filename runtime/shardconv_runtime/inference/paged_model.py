@@ -181,7 +181,7 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
 
 @torch.no_grad()
 def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
-    """Find out what a rank's model caches, by a call of one token; all ranks call this.
+    """Find the values that a rank's model caches, by a call of one token; all ranks call this.
 
     Args:
         model: the model of this rank.

@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 # A compiled function that is called again and again with the same objects, whose guards hold meanwhile.
 #
-# Dynamo evaluates the guards of a graph before each call: of a deep model, most of what a token costs the
+# Dynamo evaluates the guards of a graph before each call: in a deep model, most of the time of a token on the
 # host. ``torch.compiler.set_stance(skip_guard_eval_unsafe=True)`` would leave them out, but for all threads
 # of the process, and where a function has several graphs it may then take the wrong one. Here the graph
 # whose guards hold is looked up once, and its code is called.
@@ -50,7 +50,7 @@ class CompiledStep:
 class CapturedStep:
     """One graph of a compiled function; calls evaluate no guards.
 
-    Guards look at what is Python: modules, shapes, types, modes of torch. Values of tensors are free.
+    Guards look at Python objects: modules, shapes, types, modes of torch. Values of tensors are free.
     """
 
     def __init__(self, function: FunctionType, code: CodeType, guards: Any) -> None:
@@ -79,7 +79,7 @@ class Replay:
         args: its arguments.
         records: make a CUDA graph of it.
 
-    The step runs at least once here, on whatever its tensors hold.
+    The step runs at least once here, on any contents of its tensors.
     """
 
     def __init__(self, step: CompiledStep, args: tuple[Any, ...], records: bool) -> None:
@@ -100,7 +100,7 @@ class Replay:
         """Return whether the step is still this one, at the beginning of a call: not with another adapter,
         say.
 
-        What was recorded would not notice that. A compiled function evaluates its guards itself.
+        The recorded graph would not notice that. A compiled function evaluates its guards itself.
         """
         return self._recorded is None or self._recorded.holds(*self._args)
 

@@ -1,4 +1,4 @@
-"""From the logits of a step to its tokens, inside of the graph: what ``generate`` does with them by default.
+"""From the logits of a step to its tokens, inside of the graph: the default processing of ``generate``.
 
 The formulas are those of transformers' logits processors, with their numbers in tensors, so that other
 numbers are no other graph.
@@ -43,7 +43,7 @@ _DEFAULTS = {"filter_value": -float("inf"), "min_tokens_to_keep": 1, "prompt_ign
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """How tokens are chosen: what differs between graphs.
+    """The choice of tokens, as far as it differs between graphs.
 
     Attributes:
         samples: draws tokens, otherwise takes the likeliest.

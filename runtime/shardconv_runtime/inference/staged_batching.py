@@ -28,7 +28,7 @@ from .step_coordinator import Message, StageCoordinator
 
 
 class StepsInFlight:
-    """Has a scheduler leave requests alone of which a step is in flight, in place.
+    """Makes a scheduler skip requests with a step in flight, in place.
 
     Args:
         scheduler: of transformers.
@@ -53,9 +53,7 @@ class StepsInFlight:
         self._requests.difference_update(each.state.request_id for each in requests)
 
     def _next_step(self, *budgets: int) -> tuple[Any, ...]:
-        """Return the next step, of a share of the requests that are in none; as transformers'
-        ``schedule_batch``.
-        """
+        """Schedule a share of the requests that are in no step, like ``schedule_batch`` of transformers."""
         scheduler, busy = self._scheduler, self._requests
         active, most = scheduler.active_requests, scheduler.max_requests_per_batch
         share = -(-(len(active) + len(scheduler.waiting_requests)) // self._most_steps)
@@ -88,7 +86,7 @@ class _Step:
 
     Attributes:
         requests: of transformers, as they will be when the tokens are known.
-        tokens: what the last stage chose, int32 ``[1 or 2, requests]``, and the messages that they need.
+        tokens: the tokens of the last stage, int32 ``[1 or 2, requests]``, and the messages that they need.
         transport: with which hidden states are being sent.
     """
 
@@ -194,7 +192,7 @@ class StagedBatchingManager(RankBatchingManager):
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
             own = messages[0].content
         if not self._is_early:
-            # Be ready for what the next steps bring: what the first one brought, of more tokens.
+            # Prepare to receive the messages of the next steps: those of the first one, for more tokens.
             num_tokens = self.batch_processor.inputs_and_outputs.num_q_tokens
             most_tokens, num_calls = self.batch_processor.max_batch_tokens, self.num_microbatches
             self._processes.receive_early(transport.traffic, num_tokens, most_tokens, num_calls)

@@ -94,7 +94,7 @@ class _StagedForward:
         self._compiled: set[Any] = set()
 
         def between(received: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-            """Compute what is between the messages, and return what is to be sent."""
+            """Compute the values between the messages, and return those to be sent."""
             transport = HeldTransport(received)
             with link.through(transport):
                 output = plain(*args, **kwargs)
@@ -106,7 +106,9 @@ class _StagedForward:
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
         if not all(map(is_allocated, caches)):
             return self._plain(*args, **kwargs)
-        shapes = _shapes(args, kwargs)
+        # What the messages of a call depend on, which is alike on all stages.
+        leaves, _ = pytree.tree_flatten((args, sorted(kwargs.items())), is_leaf=_is_cache)
+        shapes = tuple(map(_shape, leaves))
         if shapes not in self._known:
             # An uncompiled call: its messages, and its result.
             transport = AsyncTransport(self._processes)
@@ -145,12 +147,6 @@ class _StagedForward:
                 self._processes.send(m.crossing, nothing, [m.stage])
         agree(self._start, error, COMPILE_TIMEOUT_S)
         return output
-
-
-def _shapes(args: Any, kwargs: Any) -> Any:
-    """Return what the messages of a call depend on, which is alike on all stages."""
-    leaves, _ = pytree.tree_flatten((args, sorted(kwargs.items())), is_leaf=_is_cache)
-    return tuple(map(_shape, leaves))
 
 
 def _is_cache(value: Any) -> bool:

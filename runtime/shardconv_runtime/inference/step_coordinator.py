@@ -74,7 +74,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         return self._agreed(self._or_lost(lambda: _largest(numbers, self.cpu_comm_group)))
 
     def _agreed(self, found: list[int]) -> tuple[int, ...]:
-        """Return what transformers wants to know of the largest numbers."""
+        """Return the part of the largest numbers that transformers expects."""
         if failed := found[5]:
             self._heard_of_failure = True
             raise LaunchError(f"rank {failed - 1} failed while it answered requests; its own output says why")

@@ -26,7 +26,7 @@ OF_LOAD = ("plan", "dtype", "revision", "cache_dir", "token", "trust_remote_code
 """Arguments of the model that ``load`` takes; all others are those of the type ``hf``."""
 
 OF_ANOTHER_WAY = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file")
-"""Arguments of ``hf`` that say how to load or to distribute a model: what a converted directory says."""
+"""Arguments of ``hf`` about loading and distribution, which a converted directory determines."""
 
 
 @register_model("shardconv")

@@ -177,7 +177,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
 
 def _require_weights_of(model: Any, saved: Path) -> None:
-    """Check that a model was loaded from what the Trainer saved, or from a copy of it.
+    """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it.
 
     Args:
         model: as ``load`` returned it.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
@@ -45,7 +45,7 @@ class _Sharded(ShardedTrainer):
         given = {name: _base(each) for name, each in {"model": model, **options}.items() if name in MODELS}
         forwards = {name: each.forward for name, each in given.items() if each is not None}
         for name, each in given.items():
-            if each is not None and not _has_full_logits(each):
+            if each is not None and loaded(each).building.wanted.gather_logits is False:
                 raise PlanError(
                     f"TRL reads logits of all tokens of {name}: load it without gather_logits=False"
                 )
@@ -136,12 +136,8 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _has_full_logits(model: nn.Module) -> bool:
-    return loaded(model).building.wanted.gather_logits is not False
-
-
 def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
-    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise what it returns.
+    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise its own results.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
@@ -177,7 +173,7 @@ def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> 
 
 
 def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausalLMOutput:
-    """Return what TRL's trainers read of each position; 0 for positions without a label.
+    """Return the values that TRL's trainers read at each position; 0 for positions without a label.
 
     Args:
         logits: ``[B, T, V]``.

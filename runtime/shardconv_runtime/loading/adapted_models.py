@@ -199,7 +199,7 @@ def _merge_and_unload(
     model = _rebuilt(wrapper)
     is_untied = loaded(model).plan.tied != loaded(wrapper).building.checked.plan.tied
     if is_untied and getattr(model.config, "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False  # as peft does: what is saved now has its own head
+        model.config.tie_word_embeddings = False  # as in peft: a checkpoint of it has its own head
     return model
 
 

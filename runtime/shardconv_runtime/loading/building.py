@@ -216,7 +216,7 @@ class ModelBuilder:
 
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         if self.wanted.data_parallel is not None:
-            from ..training.replica_inputs import compare_replicas
+            from ..training.fsdp import compare_replicas
 
             compare_replicas(model, self.all_ranks)
         settle_hooks(model)
@@ -233,7 +233,7 @@ class ModelBuilder:
         dtypes = {} if wanted.dtype is None else {n: t.dtype for n, t in stored_tensors(model)}
         if attached is not None:
             dtypes |= attached.dtypes_of_model(checked.plan, dtypes)
-        # Its plan, with adapters: `plan` covers all stages, `held_plan` what this process holds.
+        # Its plan, with adapters: `plan` covers all stages, `held_plan` the stages of this process.
         plan = held_plan = checked.full_plan
         staged: StagedBuilder | None = None
         if place is not None:

@@ -75,7 +75,7 @@ class Windows:
 
 
 BATCH_BYTES = 1 << 28
-"""Most bytes of tensors that are read at once; larger tensors, and larger fused groups, are read alone."""
+"""Most bytes of tensors that are read at once; larger tensors and fused groups are read separately."""
 
 
 class Ordinary(TypedDict):

@@ -54,13 +54,13 @@ FORM = (
     "dequantize",
     "all_reduce",
 )
-"""Arguments of ``load`` that decide what the ranks compute."""
+"""Arguments of ``load`` that determine the computation of the ranks."""
 
 
 def require_same(
     start: Launch, manifest: Manifest, wanted: object, adapters: AdapterSet | None = None
 ) -> None:
-    """Compare what the ranks load; every rank calls it.
+    """Compare the models that the ranks load; every rank calls it.
 
     Args:
         start: the ranks.
@@ -111,7 +111,7 @@ _REMEDIES = {
 
 
 def refuse_options(names: Collection[str]) -> NoReturn:
-    """Raise ``PlanError`` with the first option and what to do instead."""
+    """Raise ``PlanError`` with the first option and its remedy."""
     name = sorted(names)[0]
     remedy = _REMEDIES.get(name, "see help(shardconv_runtime.load) for its arguments")
     raise PlanError(f"load does not take {name}=: {remedy}")

@@ -116,7 +116,7 @@ def packed_modules(
     device: torch.device,
     comm: Communicator,
     dtype: torch.dtype,
-    apart: Collection[str] = (),
+    apart: Collection[str],
 ) -> PackedModules:
     """Return the modules that compute with a rank's packed parameters; they are not yet in the model.
 

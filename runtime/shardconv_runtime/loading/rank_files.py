@@ -94,7 +94,7 @@ class RankFiles:
 
 
 def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
-    """Check, from sizes and headers alone, that ``rank`` will find each of its tensors exactly once.
+    """Check, from only sizes and headers, that ``rank`` will find each of its tensors exactly once.
 
     The config and the model's own code are checked byte by byte.
 

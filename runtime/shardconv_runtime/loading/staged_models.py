@@ -12,9 +12,8 @@ from ..comm.mesh import Launch
 from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.plan import Plan
-from ..format.plan_json import of_sequence
+from ..format.plan_json import of_sequence, of_stage
 from ..format.slices import Rows
-from ..format.stage_part import of_stage
 from ..format.staged_names import absent_modules, held_names, num_stages
 from ..parallel.layers import with_local_logits
 from ..parallel.stage_model import StageModel, argument_names, keep_stage

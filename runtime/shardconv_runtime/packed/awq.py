@@ -31,9 +31,10 @@ class AwqScheme:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> AwqScheme:
-        """
+        """Make the scheme of a checkpoint's settings.
+
         Raises:
-            SourceError: a variant of the format that is not covered.
+            SourceError: the variant of the format is not covered.
         """
         bits = settings.get("bits", settings.get("w_bit", BITS))
         form = str(

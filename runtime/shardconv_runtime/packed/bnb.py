@@ -102,7 +102,7 @@ class BnbScheme:
 def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Compute codes looked up in the map times the factor of their block, in float32.
 
-    This is what the library's functions in torch compute.
+    The library's functions in torch compute the same.
     """
     blocks = Blocks.of(_state(packing, tensors))
     both = tensors["*"].contiguous().view(torch.uint8).reshape(-1)
@@ -113,7 +113,7 @@ def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Weig
 
 
 def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> Tensor:
-    """Return the factors of the local blocks, flat, float32; what the library computes of nested ones.
+    """Return the factors of the local blocks, flat, float32; nested ones as the library computes them.
 
     Args:
         tensors: local stored tensors.
@@ -132,9 +132,7 @@ def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSli
 
 
 def plain_state(blocks: Blocks) -> Tensor:
-    """Return the tensor of bytes of a state without a shape (it says ``[1, 1]``), whose factors are not
-    nested.
-    """
+    """Return the bytes of a state without a shape (it says ``[1, 1]``) and without nested factors."""
     said = {"blocksize": blocks.size, "dtype": str(blocks.dtype).removeprefix("torch."), "shape": [1, 1]}
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 

@@ -155,9 +155,10 @@ class CompressedScheme:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> CompressedScheme:
-        """
+        """Make the scheme of a checkpoint's settings.
+
         Raises:
-            SourceError: a variant of the format that is not covered.
+            SourceError: the variant of the format is not covered.
         """
         return cls(weight_settings(settings, where))
 
@@ -339,7 +340,7 @@ def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
 def _for_inputs(
     values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: WeightSlice
 ) -> Tensor:
-    """Repeat what groups share to the part of the weight."""
+    """Repeat the values of groups to the part of the weight."""
     if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
         return values.index_select(1, tensors["*_g_idx"].long())
     return spread(values, stored, held)

@@ -44,9 +44,10 @@ class Fp8Scheme:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Fp8Scheme:
-        """
+        """Make the scheme of a checkpoint's settings.
+
         Raises:
-            SourceError: a variant of the format that is not covered.
+            SourceError: the variant of the format is not covered.
         """
         if settings.get("expert_dtype", "fp8") != "fp8":
             raise SourceError(f"{where} has experts in {settings['expert_dtype']} in addition to fp8{REMEDY}")
@@ -65,24 +66,21 @@ class Fp8Scheme:
         """See ``Scheme``."""
         found = {}
         for weight, name, stored in _factors(checkpoint):
-            found[weight] = self._parameter(checkpoint, weight, name, stored)
+            shape = info(checkpoint, weight, name).shape
+            if len(shape) < 2:
+                raise SourceError(f"{weight} is {list(shape)}, and should have two dims or more{REMEDY}")
+            inputs = {part: full for part in INPUTS if (full := _beside(weight, part)) in checkpoint.tensors}
+            group = StoredGroup(checkpoint, shape, {"*": weight, stored: name, **inputs})
+            group.add("*", [VALUES], tuple(PackedDim(dim, 1) for dim in range(len(shape))))
+            group.add(stored, FACTORS, self._dims(shape, checkpoint.tensors[name].shape))
+            for part, full in inputs.items():
+                group.add(part, FACTORS[:3], _input_dims(shape, checkpoint.tensors[full].shape))
+            found[weight] = group.found("fp8")
         require_owners(checkpoint, found, COMPANIONS, "fp8")
         for name, tensor in checkpoint.tensors.items():
             if tensor.dtype == VALUES and name not in found:
                 raise SourceError(f"{name} is in float8 and lacks {name}_scale_inv{REMEDY}")
         return found
-
-    def _parameter(self, checkpoint: Checkpoint, weight: str, name: str, stored: str) -> Found:
-        shape = info(checkpoint, weight, name).shape
-        if len(shape) < 2:
-            raise SourceError(f"{weight} is {list(shape)}, and should have two dims or more{REMEDY}")
-        inputs = {part: full for part in INPUTS if (full := _beside(weight, part)) in checkpoint.tensors}
-        group = StoredGroup(checkpoint, shape, {"*": weight, stored: name, **inputs})
-        group.add("*", [VALUES], tuple(PackedDim(dim, 1) for dim in range(len(shape))))
-        group.add(stored, FACTORS, self._dims(shape, checkpoint.tensors[name].shape))
-        for part, full in inputs.items():
-            group.add(part, FACTORS[:3], _input_dims(shape, checkpoint.tensors[full].shape))
-        return group.found("fp8")
 
     def _dims(self, shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:
         """Return the dims of the factors of a weight."""

@@ -34,9 +34,10 @@ class GptqScheme:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> GptqScheme:
-        """
+        """Make the scheme of a checkpoint's settings.
+
         Raises:
-            SourceError: a variant of the format that is not covered.
+            SourceError: the variant of the format is not covered.
         """
         form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
         bits = settings.get("bits")

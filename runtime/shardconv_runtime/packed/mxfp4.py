@@ -35,9 +35,7 @@ class Mxfp4Scheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Return values times powers of two, which bfloat16 holds exactly, as transformers does; expert by
-    expert.
-    """
+    """Compute values times powers of two, which bfloat16 holds exactly, one expert after another."""
     experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
     return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
 

@@ -104,7 +104,7 @@ def _resharding(
 
 
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
-    """Return the steps to run: without training, those that change the gradient alone are left out."""
+    """Return the steps to run: without training, steps that change only the gradient are left out."""
     return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
 

@@ -1,7 +1,7 @@
 """Embeddings that a user looks up, or gives to the model in place of ids.
 
 If that saves a collective, a plan reduces the result of an embedding not at the embedding but later, after a
-sum or a dropout. So what leaves the embedding in a forward pass may be a term of a sum over ranks, or a
+sum or a dropout. So the embedding's result in a forward pass may be a term of a sum over ranks, or a
 shard. A user sees neither: an embedding that is called by itself returns full rows, and embeddings that enter
 the model as ``inputs_embeds`` are sharded as the plan expects.
 """
@@ -97,7 +97,7 @@ class _Placement:
 
 
 def _left(entry: ModulePlan, weight: ParameterPlan) -> _Placement:
-    """Return what an embedding returns after the steps at its boundary."""
+    """Return the placement of an embedding's result after the steps at its boundary."""
     partial, width, is_sequence = set(axes_of(weight.dims[0])), weight.dims[1], False
     for step in entry.outputs:
         if isinstance(step, AllReduceStep):
@@ -163,9 +163,7 @@ class _Embedding:
         return self._reduce(self._gather(output))
 
     def full(self, x: Tensor) -> Tensor | None:
-        """Return the full rows for a hook on the embedding; None if they are full, or sharded over the
-        sequence.
-        """
+        """Return full rows for a hook on the embedding; None if they are full, or part of the sequence."""
         if not self._running or self._is_sequence:
             return None
         return self._reduce(self._gather(x))

@@ -220,8 +220,7 @@ def add_products(model: nn.Module, products: Iterable[FusedProduct]) -> None:
 
 
 def refresh_fused(model: nn.Module) -> None:
-    """Join parameters that were replaced or moved since they were joined; to be called before compiled code
-    runs, which does not look for itself."""
+    """Join replaced or moved parameters again, before compiled code runs, which does not check."""
     for product in fused_products(model):
         product.refresh()
 
@@ -243,9 +242,7 @@ def are_in_place(places: Places | None) -> bool:
 
 
 def _version(input: Tensor) -> int | None:
-    """Return the counter of writes; it is read after a product, as some libraries write to inputs and undo
-    it.
-    """
+    """Return the counter of writes, read after a product, as some libraries write to inputs and undo it."""
     return None if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
@@ -258,9 +255,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def joined_parameter(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
-    """Return the parameter that spans these along their first dim; their memory is moved next to each other
-    if it is not. None if they are not alike.
-    """
+    """Return a parameter that spans these along their first dim; None if they are not alike."""
     found = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
     kinds = {(part.dtype, part.device, part.shape[1:]) for part in found}
     if len(found) < len(parts) or len(kinds) > 1:

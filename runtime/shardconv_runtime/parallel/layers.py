@@ -39,7 +39,7 @@ WHY_NO_LABELS = (
 
 
 def without_logits_gather(
-    modules: dict[str, ModulePlan], logits: LogitsInfo | None, heads: Collection[str] = ()
+    modules: dict[str, ModulePlan], logits: LogitsInfo | None, heads: Collection[str]
 ) -> dict[str, ModulePlan]:
     """Return the modules without the gather of the logits.
 
@@ -173,7 +173,10 @@ class RowParallelLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        reduced = 0 if bias_is_partial or not bias else _last_reduction(outputs)
+        reduced = 0
+        if bias and not bias_is_partial:  # the bias is added after the last step that sums over ranks
+            sums = (Reduce, ReduceScatter)
+            reduced = max((i + 1 for i, step in enumerate(outputs) if isinstance(step, sums)), default=0)
         self.inputs = tuple(inputs)
         self.reductions = tuple(outputs[:reduced])
         self.outputs = tuple(outputs[reduced:])
@@ -194,7 +197,8 @@ class VocabParallelEmbedding(nn.Embedding):
         rows: maps ids to local rows.
         embedding_dim: local; equal to the global one unless the plan shards it too.
         padding_idx: local row of the padding id; None where it is out-of-shard.
-        num_embeddings: what the model's code reads under this name; None is the global number of rows.
+        num_embeddings: the value that the model's code reads under this name; None is the global number of
+            rows.
         inputs: steps on the ids.
         outputs: steps on the output; a ``Reduce`` sums the ranks' rows.
 
@@ -241,9 +245,3 @@ def finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
     for step in steps:
         y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
     return y
-
-
-def _last_reduction(steps: Sequence[TensorStep]) -> int:
-    """Number of steps up to and with the last one that sums over ranks."""
-    sums = (Reduce, ReduceScatter)
-    return max((i + 1 for i, step in enumerate(steps) if isinstance(step, sums)), default=0)

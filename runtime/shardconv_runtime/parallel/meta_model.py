@@ -430,9 +430,7 @@ def _is_fill(func: Any) -> bool:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among an operator's arguments: at the top or one list deep (``tree_leaves`` is
-    slow).
-    """
+    """Return the tensors among arguments, at the top or one list deep (``tree_leaves`` is slow)."""
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

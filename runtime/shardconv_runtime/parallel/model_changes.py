@@ -126,10 +126,10 @@ def _check_state(
 
 
 def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, int]) -> None:
-    """Check that a state is of the same rank. What a program saved on rank 0 alone is not that of the others.
+    """Check that a state is of the same rank. A state that only rank 0 saved is not the others' state.
 
     Args:
-        what: was called.
+        what: the method that was called.
         found: the rank that the state is of, and how many there were; None if it does not say.
         place: the same of this rank.
 

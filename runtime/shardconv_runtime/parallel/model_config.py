@@ -81,9 +81,7 @@ def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
 
 
 def building_failed(directory: Path, error: Exception) -> Exception:
-    """Return the error to raise where a constructor raised ``error``, which any value of its config may
-    cause.
-    """
+    """Return the error for a constructor that raised ``error``, which any value of its config may cause."""
     if isinstance(error, ShardconvError):
         return error
     return PlanError(f"{directory}: the model cannot be built from its {CONFIG}: {brief(error)}")
@@ -108,9 +106,7 @@ def _check(directory: Path, manifest: Manifest, name: str) -> bool:
 
 
 def unsafe_entry(config: Mapping[str, Any]) -> str:
-    """Return the entry of a config that would make transformers read, import or download something; "" if
-    none.
-    """
+    """Return a config's entry that would make transformers read, import or download; empty if none."""
     for key, value in _items(config):
         if problem := _problem(key, value):
             return f"{key}: {problem}"

@@ -318,7 +318,7 @@ class PackedModules:
             fill_module(self._model.get_submodule(owner), attribute, part)
 
     def finish(self) -> None:
-        """Do what is left once all tensors of the model are on the device.
+        """Finish the modules once all tensors of the model are on the device.
 
         Raises:
             CheckpointError: a tensor of the model was not filled.

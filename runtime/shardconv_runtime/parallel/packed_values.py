@@ -1,7 +1,7 @@
 """Fills modules of a quantized format's library on a rank from stored tensors.
 
-The stored tensors are parts of those of the checkpoint. What names a position or a shape of the full weight
-is made to name the local one.
+The stored tensors are parts of those of the checkpoint. Tensors that name a position or a shape of the full
+weight is made to name the local one.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _by_blocks(part: Part, is_last: bool) -> _Stored | None:
 
 
 def _with_factors_of_rows(part: Part, is_last: bool) -> _Stored | None:
-    """Return what the kernel takes: values, and a factor for each row."""
+    """Return the operands of the kernel: values, and a factor for each row."""
     values, scale = part.tensors["*"], part.tensors["*_scale"].reshape(-1, 1)
     return {"*": (values, 1), "*_scale": (scale.expand(len(values), 1), 1)}
 

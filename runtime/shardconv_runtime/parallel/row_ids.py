@@ -38,7 +38,7 @@ class LaterError:
         return type(self)()
 
     def raise_earlier(self) -> None:
-        """Raise what the previous call found."""
+        """Raise the error of the previous call."""
         earlier, self._earlier = self._earlier, _nothing
         earlier()
 

@@ -99,9 +99,7 @@ class ShardedNorm(nn.Module):
         return y if self.groups == 1 else y.reshape(shape)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean of local ``[..., D/n]`` over the global dim, ``[..., 1]``; sums are float32 or
-        wider.
-        """
+        """Return the mean of local ``[..., D/n]`` over the global dim, ``[..., 1]``, in float32 or wider."""
         wide = torch.float32 if x.dtype in _LOW_PRECISION else x.dtype
         return (self.reduce(x.sum(-1, keepdim=True, dtype=wide)) / self.info.size).to(x.dtype)
 

@@ -6,11 +6,12 @@ such a pass the modules of the other stages give way: they return the results of
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,101 @@ from ..format.slot_steps import LocalRowsStep
 from ..format.staged_names import staged_modules
 from .boundary import forward_signature
 from .build import submodule
-from .placeholders import Placeholder, swap_for_placeholder
 from .staged_units import StagedUnit, StageRank, give_way, gives_way
+
+# Placeholders replace modules of a model, and return results from elsewhere.
+#
+# For a unit of another pipeline stage these were sent by the stage, or are zeros. In the proof of a plan, a
+# layer that another one represents returns its arguments, or tensors of the same form as the other one.
+# A placeholder has no parameters. Otherwise it looks to the code around it like the module that it replaces.
+
+_M = TypeVar("_M", bound=nn.Module)
+
+Results = Callable[..., Any]
+"""A function from the arguments of a module to the results in its place."""
+
+
+def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeholder:
+    """Put a placeholder in the place of a module of a model, in place.
+
+    Args:
+        model: that has the module.
+        fqn: the FQN of the module.
+        results: computes the results of the placeholder.
+
+    Returns:
+        The placeholder.
+    """
+    parent, _, name = fqn.rpartition(".")
+    made = placeholder_for(model.get_submodule(fqn), results)
+    model.get_submodule(parent)._modules[name] = made
+    return made
+
+
+def placeholder_for(module: nn.Module, results: Results) -> Placeholder:
+    """Return a module that can take the place of another one."""
+    made: Placeholder = object.__new__(_class_for(type(module)))  # type: ignore[arg-type]
+    nn.Module.__init__(made)
+    made.__dict__.update(_replaced=module, _has_own=False, _results=results)
+    made.train(module.training)
+    return made
+
+
+class Placeholder(nn.Module):
+    """Takes the place of a module: has its class, its signature and its attributes, none of its parameters.
+
+    Code that changes the module, as some models do when they are first called, changes a copy.
+    """
+
+    _results: Results
+    _replaced: nn.Module
+    _has_own: bool
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_replaced" not in self.__dict__:  # its class was called, which derives from the module's
+                raise
+            if not self._has_own:
+                self.__dict__.update(_replaced=_with_own_attributes(self._replaced), _has_own=True)
+            return getattr(self._replaced, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        """Return a placeholder of the same module, which is not copied, with the same results."""
+        other = _with_own_dicts(self)
+        other.__dict__["_has_own"] = False
+        return other
+
+
+@functools.cache
+def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
+    """Return a class of placeholders derived from a module's class, since models look for classes."""
+    if issubclass(kind, Placeholder):
+        return kind
+
+    @functools.wraps(kind.forward)  # code asks for the names of its arguments
+    def forward(self: Placeholder, *args: Any, **kwargs: Any) -> Any:
+        return self._results(*args, **kwargs)
+
+    return type(kind.__name__, (Placeholder, kind), {"forward": forward})
+
+
+def _with_own_attributes(module: _M) -> _M:
+    """Return a copy of a module and those in it, which have the same values and tensors as attributes."""
+    made = _with_own_dicts(module)
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else _with_own_attributes(child)
+    return made
+
+
+def _with_own_dicts(module: _M) -> _M:
+    """Return a copy of a module with the same values, of which hooks and tensors can be replaced."""
+    made: _M = object.__new__(type(module))
+    own = module.__dict__.items()
+    made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
+    return made
+
 
 # Refuses calls of a model with stages for which some stage would return numbers that it does not have.
 
@@ -155,9 +249,7 @@ class StageModel:
     _units: Mapping[str, StagedUnit]
 
     def crossings(self) -> dict[Crossing, tuple[int, int]]:
-        """Return all values that stages hand on: from which stage, and the last one that needs them; in the
-        order of the plan.
-        """
+        """Return the values that stages hand on, in plan order: the sender, and the last receiver."""
         return {
             (fqn, value.item): (unit.entry.stages[0], max(value.to))
             for fqn, unit in self._units.items()

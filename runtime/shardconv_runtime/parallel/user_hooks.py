@@ -1,9 +1,9 @@
 """Hooks that others put on modules of a loaded model: they get full tensors, or are refused.
 
 Between its modules a rank holds parts: a part of the sequence, a term of a sum, a share of the heads. Code
-that a trainer hangs there (noise on embeddings, a loss of what the last norm returns) takes a tensor for all
+that a trainer hangs there (noise on embeddings, a loss of the last norm's result) takes a tensor for all
 of it. So each hook is wrapped when it is registered. What is sharded over the sequence is gathered
-for it, what an embedding leaves as a term of a sum is summed, and what the hook returns is sharded again.
+for it, an embedding's terms of a sum are summed, and the hook's result is sharded again.
 Anything else has to be the same on all ranks, which is compared; where it is not, an error names the module.
 
 Where all ranks have a full tensor, the gradient that the model's code has of it is the full one or a term of
@@ -222,13 +222,13 @@ class _Views:
         self._place = 0
 
     def full(self, x: Tensor, *, placed: bool = False, goes_back: bool = True) -> tuple[Tensor, Part]:
-        """Return all of a tensor that the module is given or returns, and what makes it this rank's part
-        again.
+        """Return all of a tensor that the module is given or returns, and a function that makes it this
+        rank's part again.
 
         Args:
             x: local.
             placed: it is the result of an embedding.
-            goes_back: what the hook makes of it goes on in its place.
+            goes_back: the hook's result replaces it.
 
         Raises:
             PlanError: it is a part in another way.
@@ -471,7 +471,7 @@ class _BeforeForward:
 
 
 def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
-    """Return this rank's parts of what a hook gave back."""
+    """Return this rank's parts of a hook's result."""
     if len(_tensors(value)) != len(parts):
         raise PlanError(
             f"a hook on {name} was given {len(parts)} tensors and gave back {len(_tensors(value))}: it is "
@@ -482,14 +482,12 @@ def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
 
 
 def _writable(x: Tensor) -> Tensor:
-    """Return a tensor that the model's code may write to, which autograd forbids for views of a custom
-    function.
-    """
+    """Return a tensor that the model's code may write to; autograd forbids it for views."""
     return x.clone() if x.requires_grad and x._is_view() else x
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of arguments or results with other tensors; what they are in keeps its kind.
+    """Return a copy of arguments or results with other tensors, in containers of the same kind.
 
     Objects that are not containers, such as caches, stay as they are.
     """

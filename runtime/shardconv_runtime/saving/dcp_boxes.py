@@ -67,9 +67,7 @@ from ..format.stored_layout import holds_values
 
 
 def chunk(span: Range, parts: int, part: int) -> Range:
-    """Return a part of consecutive positions, as ``Shard`` and ``torch.chunk`` have it: the last may be
-    empty.
-    """
+    """Return a part of consecutive positions as in ``Shard`` and ``torch.chunk``; the last may be empty."""
     start, stop = span
     length = -(-(stop - start) // parts)
     begin = min(start + part * length, stop)
@@ -216,9 +214,7 @@ def _divided(piece: _Piece, bounds: Sequence[int]) -> list[_Piece]:
 
 @lru_cache(maxsize=256)
 def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
-    """Return the positions where some rank's range of a dim begins or ends, and for each the ranks that hold
-    the positions up to the next one, as bits.
-    """
+    """Return the bounds of ranks' ranges of a dim, and as bits the ranks that hold each cell."""
     held = [ranges(dim, mesh, rank) for rank in range(math.prod(mesh))]
     bounds = sorted({end for spans in held for span in spans for end in span})
     holders = [0] * len(bounds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,13 +73,25 @@ class HeldState:
         Raises:
             PlanError: some state is of a kind that cannot be stored.
         """
-        groups = tuple(_group(self, group) for group in self.optimizer.param_groups)
+        names, groups = {parameter: name for name, parameter in self.parameters.items()}, []
+        for group in self.optimizer.param_groups:
+            values: dict[str, StoredValue] = {}
+            for key, thing in group.items():
+                if key in ("params", "param_names", MARK):
+                    continue
+                value = to_value(thing)
+                if value is None:
+                    raise PlanError(
+                        f"the optimizer's {key} is a {type(thing).__name__}, which cannot be stored"
+                    )
+                values[key] = value
+            groups.append(ParameterGroup(tuple(names[parameter] for parameter in group["params"]), values))
         states = {
             name: _parameter_state(name, parameter, self.optimizer.state[parameter], self.entries[name])
             for name, parameter in self.parameters.items()
             if self.optimizer.state.get(parameter)
         }
-        return OptimizerSummary(type(self.optimizer).__qualname__, groups, states, self.holding)
+        return OptimizerSummary(type(self.optimizer).__qualname__, tuple(groups), states, self.holding)
 
     def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
         """Return the tensors of the state that this process writes, with the boxes that it owns."""
@@ -180,9 +192,16 @@ def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
     fresh: OptimizerState = {}
     for entry in index.parameters:
         parameter = held.parameters.get(entry.name)
-        if parameter is not None:
-            tensors = dict(_zeros(parameter, entry))
-            fresh[entry.name] = {key: from_value(v) for key, v in entry.scalars.items()} | tensors
+        if parameter is None:
+            continue
+        fresh[entry.name] = {key: from_value(value) for key, value in entry.scalars.items()}
+        for key, name in entry.tensors.items():
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointError(
+                    f"{entry.name}: {key} has the dtype {name[:80]!r}, which torch does not know"
+                )
+            fresh[entry.name][key] = torch.zeros_like(parameter.detach(), dtype=dtype)
     return fresh
 
 
@@ -215,7 +234,7 @@ def install(
     """Load state and groups into the optimizer through its ``load_state_dict``.
 
     Tensors that had their parameter's dtype get the one that it has now: optimizers need them alike. Others
-    keep what the optimizer chose for them.
+    keep the values that the optimizer chose for them.
     """
     numbers = {name: number for number, name in enumerate(held.parameters)}
     states = {numbers[name]: dict(state) for name, state in fresh.items()}
@@ -229,29 +248,6 @@ def install(
                 continue
             if key != "step" and isinstance(thing, Tensor) and kept[key].dtype != thing.dtype:
                 kept[key] = thing.to(kept[key].device)
-
-
-def _zeros(parameter: Tensor, entry: ParameterState) -> Iterator[tuple[str, Tensor]]:
-    for key, name in entry.tensors.items():
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(
-                f"{entry.name}: {key} has the dtype {name[:80]!r}, which torch does not know"
-            )
-        yield key, torch.zeros_like(parameter.detach(), dtype=dtype)
-
-
-def _group(held: HeldState, group: dict[str, Any]) -> ParameterGroup:
-    names = {parameter: name for name, parameter in held.parameters.items()}
-    values: dict[str, StoredValue] = {}
-    for key, thing in group.items():
-        if key in ("params", "param_names", MARK):
-            continue
-        value = to_value(thing)
-        if value is None:
-            raise PlanError(f"the optimizer's {key} is a {type(thing).__name__}, which cannot be stored")
-        values[key] = value
-    return ParameterGroup(tuple(names[parameter] for parameter in group["params"]), values)
 
 
 def _parameter_state(

@@ -1,6 +1,6 @@
 """``save_pretrained`` of a loaded model: an ordinary checkpoint of the full model, written by all ranks.
 
-The ranks save a converted directory beside the checkpoint's, which one process merges, tensor by tensor, and
+The ranks save a converted directory next to the checkpoint's, which one process merges, tensor by tensor, and
 removes. So no process holds more than its part of the model.
 """
 

@@ -26,6 +26,7 @@ from ..errors import CheckpointError, PlanError
 from ..format import manifest, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.plan import Plan, parameter_plans
+from ..format.plan_json import of_stage
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
 from ..format.small_files import (
     copy_small_files,
@@ -35,7 +36,6 @@ from ..format.small_files import (
     stage_directories,
     stage_directory,
 )
-from ..format.stage_part import of_stage
 from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded

@@ -21,7 +21,7 @@ from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values, is_common
-from ..loaded import Loaded, loaded
+from ..loaded import loaded
 from .replicas import Replicas, full_tensor, replicas_of
 from .staging import staged
 from .stored_model import named_tensors
@@ -128,35 +128,27 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
             local = tensors[held[fqn]].detach() if fqn in held else None
             if isinstance(local, DTensor):
                 local = full_tensor(local)
-            parts = _exchanged(local, entry, holders, source)
+            # One tensor is enough if all ranks have the same; with stages, only some processes have it.
+            if not holders.is_first or (is_common(entry) and source.stage is None):
+                parts = [] if local is None else [local.cpu()]
+            else:
+                found = agreement.exchange(source.launch, None if local is None else local.cpu())
+                parts = [part for part in found if part is not None][: source.plan.tp]
             if holders.is_leader:
-                gathered[fqn] = _assembled(parts, entry, source.plan.mesh)
+                mesh = source.plan.mesh
+                if is_common(entry):
+                    gathered[fqn] = parts[0]
+                else:
+                    out = torch.empty(global_shape(entry), dtype=parts[0].dtype)
+                    for rank, part in enumerate(parts):
+                        if holds_values(entry, mesh, rank):
+                            for there, here in _boxes(entry, mesh, rank):
+                                out[there] = part[here]
+                    gathered[fqn] = out
     for alias, first in firsts.items():
         if first in gathered and alias in wanted:
             gathered[alias] = gathered[first]
     return gathered
-
-
-def _exchanged(local: Tensor | None, entry: ParameterPlan, holders: Replicas, source: Loaded) -> list[Tensor]:
-    """Return the tensors of all ranks of the first replica, of which one is enough where all have the same;
-    with stages those of the first processes that have them.
-    """
-    if not holders.is_first or (is_common(entry) and source.stage is None):
-        return [] if local is None else [local.cpu()]
-    found = agreement.exchange(source.launch, None if local is None else local.cpu())
-    return [part for part in found if part is not None][: source.plan.tp]
-
-
-def _assembled(parts: list[Tensor], entry: ParameterPlan, mesh: Mesh) -> Tensor:
-    """Return the global tensor of the local ones, by rank."""
-    if is_common(entry):
-        return parts[0]
-    out = torch.empty(global_shape(entry), dtype=parts[0].dtype)
-    for rank, part in enumerate(parts):
-        if holds_values(entry, mesh, rank):
-            for there, here in _boxes(entry, mesh, rank):
-                out[there] = part[here]
-    return out
 
 
 def _boxes(

@@ -1,6 +1,6 @@
 """A directory that many processes write and that appears only once it is complete.
 
-It is made beside its final path, and renamed when all of it is on disk. A directory that it replaces is
+It is made next to its final path, and renamed when all of it is on disk. A directory that it replaces is
 renamed first, and removed last, so that at any moment one of the two is complete:
 
     .OUT.partial-TOKEN     being written
@@ -101,8 +101,11 @@ def begin(
         try:
             _require_free(out, overwrite, known, apart_from)
             made = _make(out)
+        except OSError as failure:
+            error = CheckpointError(f"{out} cannot be made: {failure.strerror or failure}")
+            error.__cause__ = failure
         except Exception as failure:
-            error = _named(out, failure)
+            error = failure
     replicas.agree(error)
     path = next(path for path in agreement.exchange(replicas.launch, made) if path is not None)
     staging = Staging(out, path)
@@ -161,14 +164,6 @@ def _left(out: Path, kind: str) -> list[Path]:
     if not out.parent.is_dir():
         return []
     return sorted(path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.{kind}-"))
-
-
-def _named(out: Path, failure: Exception) -> Exception:
-    if isinstance(failure, OSError):
-        error = CheckpointError(f"{out} cannot be made: {failure.strerror or failure}")
-        error.__cause__ = failure
-        return error
-    return failure
 
 
 def _unshared(out: Path, path: Path) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, missing
 from ..format.header import STORED_NAME
-from ..format.names import compress, expand_all
+from ..format.names import grouped
 from ..format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
 from ..parallel.build import stored_tensors
@@ -26,7 +26,7 @@ class StoredModel:
     """One rank's tensors, and their layout."""
 
     plan: Plan
-    """The plan of what this process holds, with the present dtypes of the tensors, and without packings."""
+    """The plan of this process's parameters, with the present dtypes of the tensors, and without packings."""
     tensors: dict[str, Tensor]
     """Local, by FQN, each parameter and persistent buffer once. The shape of a DTensor, which is sharded over
     data-parallel processes, is local to the rank too."""
@@ -71,9 +71,7 @@ def stored_model(model: nn.Module) -> StoredModel:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return local parameters and persistent buffers by FQNs of the plan, tied ones under each of their
-    names.
-    """
+    """Return local parameters and persistent buffers by FQNs of the plan, tied ones under each."""
     return {_fqn(name): tensor for name, tensor in stored_tensors(unwrapped(model))}
 
 
@@ -105,7 +103,11 @@ def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
     """Return the plan with these dtypes of its parameters, by name, and without packings."""
-    parameters = [part for entry in plan.parameters for part in _parts(entry, dtypes)]
+    parameters: list[ParameterPlan] = []
+    for entry in plan.parameters:  # one for each dtype among the names of an entry
+        kinds = grouped(entry.names, dtypes.__getitem__)
+        split = (replace(entry, names=names, dtype=d, packing=None) for d, names in kinds.items())
+        parameters += [entry] if kinds.keys() == {entry.dtype} and entry.packing is None else split
     # The dtype of most elements among the tensors that had the model's own dtype.
     counts: Counter[str] = Counter()
     for name, entry in parameter_plans(plan).items():
@@ -113,18 +115,6 @@ def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
             counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
     dtype = counts.most_common(1)[0][0] if counts else plan.model.dtype
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
-
-
-def _parts(entry: ParameterPlan, dtypes: Mapping[str, str]) -> list[ParameterPlan]:
-    """Return one entry for each dtype among the names of an entry."""
-    kinds: dict[str, list[str]] = {}
-    for name in expand_all(entry.names):
-        kinds.setdefault(dtypes[name], []).append(name)
-    if kinds.keys() == {entry.dtype} and entry.packing is None:
-        return [entry]
-    return [
-        replace(entry, names=compress(names), dtype=dtype, packing=None) for dtype, names in kinds.items()
-    ]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -124,7 +124,8 @@ class TextStream:
         return text[len(before) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        # Spaces are cleaned up by what follows them, so that pieces would not join to the text of all.
+        # Spaces are cleaned up by the text that follows them, so that pieces would not join to the text of
+        # all.
         return str(
             self._tokenizer.decode(
                 list(tokens),

@@ -3,7 +3,7 @@
 transformers' loop has temperature, top_k and top_p of each request, and sorts the logits of all rows for
 them. Here one processor chooses every token itself: it has the requests with their tokens, on all ranks, and
 applies ``generate``'s own processors to the rows that ask for them. What it chose is the only token that it
-leaves to the loop. So a request gets the tokens that ``generate`` gives it alone, whoever shares the batch:
+leaves to the loop. So a request gets the tokens that ``generate`` would give it, independent of the batch:
 the most likely one is ``argmax``, ties included, and a request with a seed draws from its own generator.
 """
 
@@ -130,7 +130,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         logprobs: name of a request that is watched -> those of its tokens, if it asked for them.
         failed: names of watched requests whose logits were not numbers.
         grammars: follows JSON schemas; None if they are not supported.
-        is_with_rank_0: rank 0 sees what is noted here; of stages, only the last one has logits.
+        is_with_rank_0: rank 0 sees the notes of this rank; of stages, only the last one has logits.
     """
 
     supported_kwargs = {"sampling": Sampling}  # noqa: RUF012 (as in the base class)
@@ -222,9 +222,7 @@ _GENERATOR, _MATCHER = "_shardconv_generator", "_shardconv_matcher"
 
 
 def _tokens(state: Any) -> tuple[list[int], list[int]]:
-    """Return the prompt and the answer so far; a request that was taken out of the cache begins again with
-    both.
-    """
+    """Return prompt and answer so far; a request that was taken out of the cache begins again with both."""
     end = state._true_initial_tokens or len(state.initial_tokens)
     return state.initial_tokens[:end], state.initial_tokens[end:] + state.generated_tokens
 
@@ -246,9 +244,7 @@ def _adjusted(scores: Tensor, state: Any, sampling: Sampling) -> Tensor:
 
 
 def _warped(scores: Tensor, settings: tuple[float, int, float, float]) -> Tensor:
-    """Return the scores ``[B, V]`` of the tokens that may be drawn, by ``generate``'s processors in their
-    order.
-    """
+    """Return scores ``[B, V]`` of tokens that may be drawn, by ``generate``'s processors in order."""
     temperature, top_k, top_p, min_p = settings
     ids = torch.empty(scores.size(0), 0, dtype=torch.long, device=scores.device)  # they read none
     if temperature != 1:

@@ -200,7 +200,7 @@ class GenerationRequest(_Fields):
         return None
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """Return how tokens are drawn; what is not said is as in ``defaults``."""
+        """Return how tokens are drawn, with ``defaults`` for missing fields."""
         said: dict[str, Any] = {n: v for n in DEFAULT_FIELDS if (v := getattr(self, n)) is not None}
         said |= {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty", "seed")}
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())

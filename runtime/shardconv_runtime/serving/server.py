@@ -183,7 +183,7 @@ def serve(
 
 
 def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
-    """Return what follows JSON schemas in answers; None if ``response_format`` must be refused.
+    """Return the grammars for JSON schemas in answers; None if ``response_format`` must be refused.
 
     That takes xgrammar, a token that ends an answer, and a tokenizer that xgrammar knows.
     """

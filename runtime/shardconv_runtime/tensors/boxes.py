@@ -194,9 +194,7 @@ def within(move: Move, low: int, high: int) -> Iterator[Move]:
 
 
 def _touching(move: Move, low: int, high: int, length: int) -> range:
-    """Return the indices of the outer dim with some elements in ``[low, high)``, none with all elements
-    there.
-    """
+    """Return indices of the outer dim with some, but not all, elements in ``[low, high)``."""
     stride = move.dims[0].source
     first = -((length - 1 + move.source - low) // stride)
     return range(max(0, first), min(move.dims[0].size, (high - 1 - move.source) // stride + 1))

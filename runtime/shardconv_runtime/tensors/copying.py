@@ -313,9 +313,7 @@ def _leaf_units(
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
-    """Return the largest gap between stretches that is read too, so that requests stay below
-    ``MAX_REQUESTS``.
-    """
+    """Return the largest gap that is read too, so that there are at most ``MAX_REQUESTS`` requests."""
     stretches: list[tuple[int, int]] = []
     for leaf, boxes in moves.items():
         if is_remote(leaf):

@@ -14,11 +14,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ..format.slices import Range
-from .copying import read_tensor
 from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, assemble, from_leaf, item_bytes, take
 
 if TYPE_CHECKING:
-    pass
+    from torch import Tensor
 
 BAND_BYTES = 1 << 22
 """Bytes of a band; constant, since journals count bands."""
@@ -84,5 +83,11 @@ def _boxes(tensor: LazyTensor) -> Iterator[list[Range]]:
 def _band(name: str, tensor: LazyTensor, box: list[Range]) -> LazyTensor:
     for dim, span in enumerate(box):
         tensor = take(tensor, dim, (span,))
-    leaf = ComputedLeaf(name, partial(read_tensor, tensor), tensor.dtype, math.prod(tensor.shape))
+    leaf = ComputedLeaf(name, partial(_read, tensor), tensor.dtype, math.prod(tensor.shape))
     return from_leaf(leaf, tensor.shape)
+
+
+def _read(tensor: LazyTensor) -> Tensor:
+    from .copying import read_tensor  # imports numpy and torch, which checks of directories do without
+
+    return read_tensor(tensor)

@@ -367,9 +367,7 @@ def _regroup(
 def _box(
     first: int, count: int, shape: Shape, step: int
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
-    """Return ``count`` flat positions from ``first`` on as a box of a row-major ``shape``; None if they are
-    none.
-    """
+    """Return ``count`` flat positions from ``first`` as a box of a row-major ``shape``, if they are one."""
     strides = contiguous_strides(shape)
     start, sizes = [0] * len(shape), [1] * len(shape)
     for dim, stride in enumerate(strides):

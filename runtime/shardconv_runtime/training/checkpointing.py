@@ -199,9 +199,7 @@ def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, 
 
 
 def _makes_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Return whether the call would make a cache: as it says, or else the config, but not where layers
-    recompute.
-    """
+    """Return whether the call or the config asks for a cache, and layers do not recompute."""
     config: Any = getattr(model, "config", None)
     value = given.get(MAKES_CACHE)
     if value is None:

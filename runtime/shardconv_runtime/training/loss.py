@@ -210,9 +210,7 @@ def _chunks(length: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """Return 0 for the -inf of a rank without logits or with only -inf: relative to 0 these are -inf, not
-    nan.
-    """
+    """Return 0 for the -inf of a rank without logits or with only -inf, relative to which these stay -inf."""
     return largest.masked_fill(largest == -math.inf, 0)
 
 

@@ -24,7 +24,7 @@ from .fsdp import MODELS, models_of
 
 # ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of the gradients of loaded models.
 #
-# They are given gradients alone, which say nothing of the ranks: each rank would take the norm of its own
+# They are given only gradients, which say nothing of the ranks: each rank would take the norm of its own
 # part, and scale by another factor. torch has no hook for that, so the function with which both compute the
 # norm is replaced by one that recognizes these gradients. ``clip_grad_norm_`` looks it up by its private
 # name in ``torch.nn.utils.clip_grad``.
@@ -79,7 +79,7 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
 
 # Optimizers whose step needs more than an element's own gradient: refused for parts of tensors.
 #
-# Most optimizers treat each element alone, and so are right on a part. Those that take norms, factors or
+# Most optimizers treat each element separately, and so are right on a part. Those that take norms, factors or
 # products of whole tensors would take them of this rank's part, without a word.
 
 WHOLE_TENSORS = frozenset(

@@ -232,8 +232,8 @@ def parallelize_for_training(
         training: the model has a backward pass; its parameters keep their ``requires_grad``.
         sequence_parallel: activations between the parallel blocks are sharded over the sequence, whose length
             the number of ranks divides.
-        regather: keep parts of what is gathered along the sequence, and gather it again in the backward pass;
-            None: of large activations.
+        regather: keep parts of activations that are gathered along the sequence, and gather it again in the
+            backward pass; None: of large activations.
         absent: FQNs of modules that will be replaced by placeholders, as they are on other stages; for each
             stage of this process, those in its passes.
         heads: further modules that compute the logits in place of the plan's, in other calls.
@@ -274,7 +274,7 @@ def parallelize_for_training(
     if gather is not None and plan.logits and not is_inside(plan.logits.module, elsewhere):
         _attach_loss(model, plan, gather, gather_logits, heads)
     if sequence_parallel:
-        # With stages, positions would be picked on the head's stage alone.
+        # With stages, positions would be picked only on the head's stage.
         head = None if plan.logits is None or plan.stages else submodule(model, plan.logits.module)
         attach_sequence(model, plan.tp, may_pad, head, comm)
         if training and regather is not False:
@@ -336,7 +336,7 @@ def _attach_gates(
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:
-    """Return the sets of mesh axes of the collectives of training, beside those of a forward pass."""
+    """Return the sets of mesh axes of the collectives of training, without those of a forward pass."""
     steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
     return [
         range(len(plan.mesh)),

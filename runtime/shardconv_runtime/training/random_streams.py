@@ -3,7 +3,7 @@
 The ranks of a model are seeded alike and draw from one common stream. Where the plan has it, a rank switches
 at a module's boundary to its own stream, seeded by one number of the common CPU stream and the rank's
 coordinates in the mesh; afterwards the common stream continues where it was left. So all ranks stay in step
-whatever they draw in between, and activations that are recomputed from the common stream's state
+even if they draw differently in between, and activations that are recomputed from the common stream's state
 (``torch.utils.checkpoint``) get the same masks.
 
 Modules whose probabilities (attributes found by their names, on submodules and configs) are all 0 are left
@@ -62,16 +62,28 @@ def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Com
     model.register_forward_pre_hook(streams.begin, prepend=True)
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 GeneratorStates = tuple[Tensor, ...]
 """States of the random generators, uint8: the CPU's, and the device's if one is used."""
 
 
-def _not_compiled(function: _Function) -> _Function:
-    """End compiled graphs before ``function``."""
-    disable: Any = torch.compiler.disable
-    return cast("_Function", disable(function, reason="random numbers that differ between ranks"))
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(reason: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that ends compiled graphs before a function.
+
+    Args:
+        reason: said by Dynamo where it reports a graph break.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        disable: Any = torch.compiler.disable
+        return cast("_Function", disable(function, reason=reason))
+
+    return decorated
+
+
+_apart = not_compiled("random numbers that differ between ranks")
 
 
 class _Running(threading.local):
@@ -92,12 +104,12 @@ def resumable(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward if streams is None else _resumable(forward, streams)
 
 
-@_not_compiled
+@_apart
 def _resumable(forward: Callable[..., Any], streams: _Streams) -> Callable[..., Any]:
     found = streams.position()
     calls = 0
 
-    @_not_compiled
+    @_apart
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
@@ -154,7 +166,7 @@ class _Streams:
             self._tell()
             self._change(())
 
-    @_not_compiled
+    @_apart
     def enter(self, name: str, plan: DrawPlan) -> None:
         """Switch to the stream of a module that begins.
 
@@ -167,7 +179,7 @@ class _Streams:
         self._change(plan.axes)
         self._note()
 
-    @_not_compiled
+    @_apart
     def leave(self, name: str, plan: DrawPlan) -> None:
         """Switch back after a module has returned or failed.
 

@@ -1,16 +1,16 @@
 """Sequence parallelism that keeps parts: gathered activations are gathered again in the backward pass.
 
-The sequence is gathered in front of each parallel block, and the gradients of the block's weights need what
-was gathered. While the model runs, what autograd saves passes hooks: of a gathered tensor, or a view of it,
-only this rank's part is kept. In the backward pass the part is gathered once for all that saved it.
+The sequence is gathered in front of each parallel block, and the gradients of the block's weights need the
+gathered tensor. While the model runs, hooks see the tensors that autograd saves, and keep only this rank's
+part of a gathered tensor or a view of it. In the backward pass the part is gathered once for all users.
 (Megatron-LM, arXiv 2205.05198, on sequence parallelism.)
 
 All ranks issue collectives in one order: a gather begins again in the backward of the collective that
 followed it in the forward pass, the reduce_scatter at the end of the block or else the next gather, and runs
-beside the backward pass of the block. The last one of a pass, which nothing follows, is needed at once and
+during the backward pass of the block. The last one of a pass, which nothing follows, is needed at once and
 stays.
 
-Where other hooks see what autograd saves, as in a layer that is recomputed, and in compiled code, the full
+If other hooks see saved tensors, as in a layer that is recomputed, and in compiled code, the full
 tensor is saved. Hooks around the model (that offload to the CPU, for example) get the part, and all other
 tensors.
 """
@@ -39,8 +39,8 @@ _MARK = "_shardconv_gathered"
 """Attribute of a gathered tensor: its record."""
 
 
-def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int = MIN_BYTES) -> None:
-    """Keep parts of what a sequence-parallel model gathers, where it runs with gradients.
+def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int) -> None:
+    """Keep parts of activations that a sequence-parallel model gathers, if it runs with gradients.
 
     Args:
         model: the model of the rank; its ``forward`` is replaced on the instance.
@@ -71,19 +71,19 @@ class _Pass:
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
-        # The hooks that would see what autograd saves.
-        # Torch has no public way to ask for them; this line alone knows of it.
+        # The hooks that would see the tensors that autograd saves.
+        # Torch has no public way to ask for them; only this line knows of it.
         found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
         self._around = _Hooks(*found[:2]) if found is not None else _Hooks(_with_version, _of_same_version)
         self._latest: _Reference = _nothing
 
     def end(self) -> None:
-        """Keep what was gathered last."""
+        """Keep the tensor that was gathered last."""
         if (latest := self._latest()) is not None and latest.is_saved:
             latest.keep()
 
     def pack(self, x: Tensor) -> Any:
-        """Return what autograd keeps of a tensor."""
+        """Return the object that autograd keeps in place of a tensor."""
         gathered: _Gathered | None = getattr(x if x._base is None else x._base, _MARK, None)
         if gathered is None or not gathered.save(x):
             return self._around.pack(x)
@@ -123,7 +123,7 @@ class _Pass:
 
 
 class _Gathered:
-    """The record of a gathered tensor: what is kept of it, and the tensor itself while it is needed.
+    """The record of a gathered tensor: its kept part, and the tensor itself while it is needed.
 
     It lives as long as the tensor, or something that autograd saved of it; all else refers to it weakly.
     """
@@ -148,7 +148,7 @@ class _Gathered:
         return self._num_saved > 0
 
     def hold(self, full: Tensor) -> None:
-        """Hold the tensor until it is known what is kept of it."""
+        """Hold the tensor until its kept part is known."""
         self._full, self._versions = full.detach(), (self._versions[0], full._version)
 
     def save(self, x: Tensor) -> bool:
@@ -159,7 +159,7 @@ class _Gathered:
         return True
 
     def free(self) -> bool:
-        """Keep the part alone; False: it has changed, or it is known what is kept."""
+        """Keep only the part; False if it has changed, or the kept part is known already."""
         if self._part is None or self._part._version != self._versions[0]:
             return False
         self._kept, self._is_part = self._hooks.pack(self._part), True
@@ -216,14 +216,14 @@ class _View:
 
 @dataclass(frozen=True)
 class _Hooks:
-    """What is kept of a saved tensor, and how it becomes the tensor again."""
+    """The kept part of a saved tensor, and how it becomes the tensor again."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
 
 
 def _with_version(x: Tensor) -> tuple[Tensor, int]:
-    """Return what autograd itself keeps; it leaves versions to hooks if there are any."""
+    """Return the objects that autograd itself keeps; it leaves versions to hooks if there are any."""
     return x.detach(), x._version
 
 

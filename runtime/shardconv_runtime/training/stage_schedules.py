@@ -29,8 +29,8 @@ from ..comm.stage_processes import ProcessTransport
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
+from .fsdp import COMPARISON, ReplicaComparison
 from .loss_parallel import has_parallel_loss
-from .replica_inputs import COMPARISON, ReplicaComparison
 from .stage_training import (
     StageBoundary,
     StageLoss,
@@ -52,7 +52,7 @@ Batch = Mapping[str, Any]
 """Arguments of the model by name."""
 
 LossOf = Callable[[Any, Batch], Tensor]
-"""From what the model returns for a microbatch, and the microbatch, to its loss, a scalar."""
+"""A function from the model's results for a microbatch, and the microbatch, to its loss, a scalar."""
 
 
 class Pipeline:
@@ -132,7 +132,7 @@ class Pipeline:
         if len(parts) != self.microbatches:
             raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
         self._step.begin(parts)
-        # Ranks of all stages compare what they were given, which costs a message: in the steps 1, 2, 4, 8 ...
+        # Ranks of all stages compare their inputs, which costs a message: in the steps 1, 2, 4, 8 ...
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:
             given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
@@ -182,7 +182,7 @@ class Pipeline:
 
 
 def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    """Return the last stage returns its loss."""
+    """Return the loss, which is the output of the last stage."""
     return output
 
 
@@ -218,7 +218,7 @@ def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None
 
 
 class _Step:
-    """What the passes of a step have in common: its microbatches, and the loss.
+    """The common state of the passes of a step: its microbatches, and the loss.
 
     Args:
         model: the model of the stages of this process.
@@ -260,7 +260,7 @@ class _Step:
         )
 
     def output(self, part: Batch) -> Any:
-        """Return what the model returns for a microbatch, in the pass of a stage."""
+        """Return the model's results for a microbatch, in the pass of a stage."""
         own_loss = self._own_function
         if own_loss is not None:
             own_loss.num_items, own_loss.was_called = self._num_items, False
@@ -272,7 +272,7 @@ class _Step:
                 own_loss.num_items, own_loss.num_parts = None, 1
 
     def loss(self, output: Any, part: Batch) -> Tensor:
-        """Return the share of a microbatch in the loss of the step, of what the last stage returned."""
+        """Return the share of a microbatch in the loss of the step, from the results of the last stage."""
         if self._loss is not None:
             return self._loss(output, part) / len(self.parts)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]

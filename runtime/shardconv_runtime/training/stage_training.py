@@ -1,4 +1,4 @@
-"""Training of the model of a pipeline stage: forms of what crosses its borders, loss, tied parameters.
+"""Training of the model of a pipeline stage: forms of values that cross its borders, loss, tied parameters.
 
 Calls without a schedule are refused, since their gradients would end where the stage begins.
 """
@@ -41,7 +41,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Divide the tensors of a batch along their first dim.
 
     Args:
-        batch: arguments of a model by name; what is no tensor goes into each part.
+        batch: arguments of a model by name; values that are not tensors go into each part.
         count: of the parts, which are equally long.
 
     Raises:
@@ -113,16 +113,14 @@ class ValueForm:
 
 @dataclass(frozen=True)
 class StageBoundary:
-    """What a stage receives from the one before, and leaves for the next one, in order."""
+    """The values that a stage receives from the one before, and leaves for the next one, in order."""
 
     received: Mapping[Crossing, ValueForm]
     left: Mapping[Crossing, ValueForm]
 
     @classmethod
     def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, ValueForm]) -> StageBoundary:
-        """Return the borders of the stage of a number; a value for a later one crosses all borders on its
-        way.
-        """
+        """Return the borders of a stage; a value for a later stage crosses all borders on its way."""
         crossings = stage.crossings()
         ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
         return cls(
@@ -155,7 +153,7 @@ def _for_backward(x: Tensor) -> Tensor:
 
 
 class _Measuring(Handover):
-    """Records what passes would take, and gives zeros."""
+    """Records the values that passes would receive, and returns zeros."""
 
     only_measures = True
 
@@ -187,7 +185,7 @@ def measured_forms(
 
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
-    """Return the same, of what the model's code is given, behind its hooks."""
+    """Return the same for the arguments of the model's code, behind its hooks."""
     measuring = _Measuring(stage.device)
     devices = [stage.device] if stage.device.type == "cuda" else []
     with (
@@ -247,9 +245,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
 
 
 def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that makes no cache: each pass would make one, of the layers of its
-    stage.
-    """
+    """Return arguments of a call without a cache, which each pass would make for its stage."""
     if (name := given_cache(given)) is not None:
         raise ShardconvError(
             f"{name} was given to a model with several stages in each process, which keeps none; pass full "

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from shardconv_runtime.parallel.placeholders import Placeholder, placeholder_for, swap_for_placeholder
+from shardconv_runtime.parallel.stage_model import Placeholder, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 
 
