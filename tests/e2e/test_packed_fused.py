@@ -123,7 +123,7 @@ def compiled_on_rank(path: Path) -> tuple[float, int]:
     """How far a compiled model is from one that is not, and the number of graphs."""
     without_code = functools.partial(torch.compile, backend="eager")
     with mock.patch.object(torch, "compile", without_code):
-        fused = shardconv_runtime.load(path, dtype="float32", compile=True)
+        fused = shardconv_runtime.load(path, dtype="float32", compile=True, fuse=True)
     plain = shardconv_runtime.load(path, dtype="float32", fuse=False)
     counters.clear()
     with torch.no_grad():
