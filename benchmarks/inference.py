@@ -214,7 +214,7 @@ def steps_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str
         f"of {options.prompt} tokens, {options.tokens} decoded, batch 1, {bench.threads} thread(s) each rank"
     )
     rows = []
-    for tp in (2, 1):
+    for tp in options.steps_tp:
         converted = bench.convert(source, tp)
         _read_alike([source, converted])
         told = ["steps", str(converted), str(source), "--modes", *options.modes]
@@ -305,6 +305,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=40, help="decoded (default 40)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1)")
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument(
+        "--steps-tp", type=int, nargs="+", default=[2, 1], help="ranks of steps (default 2 1)"
+    )
     parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--directory", type=Path, help="on the disk to measure (default: temporary files)")
