@@ -24,7 +24,7 @@ _ATTRIBUTE = "_shardconv_loaded"
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where one rank's model came from."""
+    """The directory, plan and ranks from which one rank's model was loaded."""
 
     directory: Path
     """The converted directory, absolute."""

@@ -232,7 +232,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
     )
 
 
-# The local tensors of a model with adapters: those of the model's files, and parts of the adapters'.
+# The local tensors of a model with adapters: tensors from the model's files, and the adapters' local parts.
 
 
 def require_base(base: Plan, plan: Plan, attached: Attached) -> None:
@@ -276,7 +276,7 @@ def adapted_tensors(
     now = _present_names(before, entries, attached)
     copies: dict[str, list[str]] = {}
     for name, old in attached.copies.items():
-        if name in entries and name not in attached.tensors:  # else an alias, or it was saved
+        if name in entries and name not in attached.tensors:  # otherwise an alias, or it was saved
             copies.setdefault(old, []).append(name)
     with closing(stored) as tensors:
         for old, tensor in tensors:
@@ -364,7 +364,7 @@ class AdapterSet:
 
     @staticmethod
     def of(adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
-        """Make a set of one or several adapters; arguments and errors are those of ``read``."""
+        """Make a set of one or several adapters; see ``read`` for arguments and errors."""
         for name, each in adapters.items():
             if (each.plan.mesh, each.plan.experts) != (base.mesh, base.experts):
                 raise PlanError(
@@ -421,7 +421,7 @@ class AdapterSet:
         """Return the local tensors of the model with adapters by their names in it, on the device.
 
         Args:
-            stored: gives those of the model by their names without adapters, or rows of them.
+            stored: yields the model's tensors by their names without adapters; the argument selects rows.
             attached: the adapters.
             start: this rank.
             rows: names with adapters -> the positions of the first dim of which the rank gets the tensor.

@@ -170,7 +170,7 @@ def _unwrapped(
 
 
 def _loaded(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> _Loaded:
-    """Return the packed weights, all tensors with plain weights for these, and what transformers loads."""
+    """Return the packed weights, all tensors with plain weights in their place, and the result of loading."""
     packed = None
     if spec.quantization is not None:
         packed = PackedWeights(
@@ -323,7 +323,7 @@ def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collectio
     """Refuse tensors without which others are incomplete: biases, scales and the like.
 
     transformers leaves out tensors that the model does not use. Whole modules may be left out, such as
-    another task's head; but a part of a module says that the config, or the code, is not that of the
+    another task's head. But if only part of a module is left out, the config or the code belongs to another
     checkpoint.
     """
     extra = set(unexpected)

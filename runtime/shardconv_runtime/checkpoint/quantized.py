@@ -100,8 +100,8 @@ def _parts(config: Any) -> Iterator[Any]:
 _OF_CACHES = frozenset(
     {"k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale", "k_zero_point", "v_zero_point"}
 )
-"""Ends of the names of factors of keys, values and attention, which engines read in addition to those of
-weights."""
+"""Ends of the names of factors of keys, values and attention, which engines read in addition to the factors
+of weights."""
 _OF_OUTPUTS = frozenset({"output_scale", "output_zero_point"})
 """The same of the outputs of projections to keys and values, in older checkpoints."""
 
@@ -119,7 +119,7 @@ class PackedWeights:
 
     Attributes:
         plain: the checkpoint as one of the unquantized model, with proxies for packed weights.
-        of_linear_layers: names of packed weights in formats that store those of linear layers, as (out, in).
+        of_linear_layers: names of packed weights in formats that store linear layers' weights, as (out, in).
 
     Raises:
         SourceError: the format is not supported, or stored tensors are malformed, or some are missing.

@@ -48,7 +48,7 @@ class Communicator(ABC):
     Args:
         rank: this rank, row-major in ``mesh``.
         mesh: sizes of the mesh axes.
-        device: the device of the model. Steps allocate what they keep there when they are made: memory that
+        device: the device of the model. Steps allocate their buffers there when they are made: memory that
             is allocated in a call may belong to a CUDA graph.
 
     Attributes:

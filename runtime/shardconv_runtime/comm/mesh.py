@@ -24,8 +24,8 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
     """Return the device of this process, with an index if it is a GPU.
 
     A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
-    ``init_process_group(device_id=)``, otherwise that of the launcher's local rank. Where a process sees one
-    GPU, it is that: launchers may show each process its own.
+    ``init_process_group(device_id=)``, otherwise the GPU of the launcher's local rank. If a process sees only
+    one GPU, it is that one: launchers may show each process its own.
 
     Args:
         device: as the caller named it; by default a GPU if torch finds cuda, otherwise the CPU.

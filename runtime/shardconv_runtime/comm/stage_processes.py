@@ -20,12 +20,12 @@ from .stage_link import Crossing, StageLink, Transport
 
 @dataclass(frozen=True)
 class StageProcesses:
-    """The place of this process among those of a pipeline."""
+    """The place of this process in a pipeline."""
 
     ranks: Launch
     """The ranks of the process's stages, and this one among them."""
     link: StageLink
-    """To the ranks of equal place on other stages; it knows the stages of this process."""
+    """The link to the ranks of equal place on other stages; it knows the stages of this process."""
 
 
 def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) -> StageProcesses:
@@ -33,9 +33,9 @@ def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) ->
 
     Args:
         start: as many processes as there are ranks on all stages, or that number divided by ``per_process``.
-        count: of stages, 2 or more.
-        tp: ranks of each stage.
-        per_process: stages of each process, which are as far from each other as there are processes.
+        count: the number of stages, 2 or more.
+        tp: the number of ranks of each stage.
+        per_process: the number of stages of each process; they are as far apart as there are processes.
 
     Raises:
         LaunchError: they cannot communicate, or would have to send from GPUs over gloo.

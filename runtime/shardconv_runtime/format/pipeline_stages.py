@@ -152,7 +152,7 @@ class StagesPlan:
     modules: tuple[StagedModule, ...]
     """The outermost modules with parameters that lie in one stage; all others run on each stage."""
     own: int | None = None
-    """The stage whose tensors are in the directory of the plan; None: those of all stages."""
+    """The stage whose tensors are in the directory of the plan; None: all stages."""
     computed_again: tuple[str, ...] = ()
     """Modules without parameters that each stage runs; for reports."""
     memory: tuple[MemoryPlan, ...] = ()

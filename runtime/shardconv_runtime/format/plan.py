@@ -137,7 +137,8 @@ class PackedTensor:
     dtype: str
     dims: tuple[PackedDim, ...]
     checkpoint_shape: tuple[int, ...] = ()
-    """Its global shape in an ordinary checkpoint, if not that of ``dims``; elements are in the same order."""
+    """Its global shape in an ordinary checkpoint if it differs from ``dims``; the elements are in the same
+    order."""
 
     def __post_init__(self) -> None:
         check_dtype("dtype", self.dtype)
@@ -404,7 +405,7 @@ class DrawPlan:
 class SequencePlan:
     """The sequence-parallel form: activations between the parallel blocks are sharded over the sequence.
 
-    Its fields replace those of the plan; ``gradients`` replaces the ``grad_axes`` of its parameters.
+    Its fields replace the plan's fields; ``gradients`` replaces the ``grad_axes`` of its parameters.
     """
 
     modules: tuple[ModulePlan, ...]
@@ -456,13 +457,13 @@ class Plan:
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
     left_out: tuple[str, ...] = ()
-    """Inputs of the model (``pixel_values``) with which it could not be traced: nothing is known of what the
-    ranks compute of them."""
+    """Inputs of the model (``pixel_values``) with which it could not be traced. The results of ranks with
+    these inputs are unknown."""
     wrong_attention: tuple[str, ...] = ()
-    """Implementations of attention (``flex_attention``) with which the ranks compute something else than the
+    """Implementations of attention (``flex_attention``) with which the ranks' results differ from the
     unsharded model."""
     wrong_experts: tuple[str, ...] = ()
-    """The same of experts."""
+    """Implementations of experts with which the ranks' results differ from the unsharded model."""
     stages: StagesPlan | None = None
     """The stages of a pipeline; each stage is sharded over its own ``tp`` ranks. None: there is one stage."""
     memory: MemoryPlan | None = None

@@ -287,9 +287,8 @@ def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> Gat
     """Return how to rebuild the global dim from the local pieces of the ranks along ``axes``.
 
     Args:
-        axes: mesh axes of the group, at least those that shard the dim (the default). The
-            members are those of ``group_of(mesh, axes, rank)``; the answer is the same for each
-            such group.
+        axes: mesh axes of the group, at least the axes that shard the dim (the default).
+            ``group_of(mesh, axes, rank)`` lists the members; the answer is the same for each such group.
 
     Raises:
         PlanError: ``axes`` lack an axis that shards the dim.

@@ -17,8 +17,8 @@ class AllReduceStep:
     """Partial over ``axes`` to Replicate."""
 
     slot: str
-    """Where the step runs: ``input.hidden_states``, ``input.position_embeddings.0``, ``output``,
-    ``output.logits``, ``output.0``; likewise in all steps."""
+    """The slot at which the step runs, for example ``input.hidden_states``, ``input.position_embeddings.0``,
+    ``output``, ``output.logits`` or ``output.0``; all steps have this field."""
     op: Literal["all_reduce"] = field(default="all_reduce", init=False)
     axes: tuple[int, ...]
     per_token: int = 0

@@ -14,7 +14,7 @@ from .plan import ParameterPlan, Plan, parameter_plans
 T = TypeVar("T")
 
 Stages = int | Collection[int]
-"""The number of a stage, or those of the stages of one process."""
+"""The number of a stage, or the numbers of the stages of one process."""
 
 
 def num_stages(plan: Plan) -> int:
@@ -41,9 +41,9 @@ def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
     """Return the stages of a process, ascending: consecutive stages belong to consecutive processes.
 
     Args:
-        plan: with stages, or without any.
-        place: the place of the process among those of a pipeline.
-        num_places: how many these are.
+        plan: a plan with or without stages.
+        place: the place of the process in the pipeline.
+        num_places: the number of processes in the pipeline.
     """
     return tuple(range(place, num_stages(plan), num_places))
 

@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
 def to_json(value: Any) -> Any:
     """Return the JSON form of a value; fields with their defaults are left out."""
     if isinstance(value, Leaf | Product | Sum):
-        return "0" if value == Leaf(0) else to_text(value)  # a dim of a parameter without elements
+        return "0" if value == Leaf(0) else to_text(value)  # the parameter has no elements
     if dataclasses.is_dataclass(value):
         return _fields(value)
     if isinstance(value, tuple | list):

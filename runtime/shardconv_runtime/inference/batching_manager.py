@@ -35,8 +35,8 @@ _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDic
 class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """The manager of one rank; made from transformers' own by ``adopt``.
 
-    Requests and answers are those of rank 0. On the others ``add_request`` does nothing, no answers come,
-    and ``stop`` waits until rank 0 stops.
+    Only rank 0 takes requests and returns answers. On other ranks ``add_request`` does nothing, no answers
+    come, and ``stop`` waits until rank 0 stops.
     """
 
     num_microbatches = 1
@@ -129,7 +129,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     def add_request(
         self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Any:
-        """Add a request on rank 0; arguments as of transformers' method, no limit is that of the cache.
+        """Add a request on rank 0; see transformers' method. Without a limit, the cache is the limit.
 
         Raises:
             ShardconvError: the prompt is empty, has ids that the model has not, the cache is too small for

@@ -30,7 +30,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
       second one comes.
     - A call that continues a cache of fixed size is another one, the same for every step.
     - The call that allocates a cache of fixed size, the first one of ``generate``, runs uncompiled.
-    - Greedy decoding and sampling run as ``decoding.py`` has it.
+    - Greedy decoding and sampling run as ``decoding.py`` describes.
 
     No call returns memory that a CUDA graph owns, so results that a caller keeps do not change.
 

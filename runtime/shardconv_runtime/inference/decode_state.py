@@ -28,8 +28,8 @@ class Bucket:
     Attributes:
         batch: number of rows, B; a call may have fewer.
         slots: number of tokens, L; the memory is for this many.
-        reach: number of slots that a step reads, R, at most ``slots``: the text is no longer yet.
-        rings: layers with windows hold no more than these.
+        reach: number of slots that a step reads, R, at most ``slots``; the text so far fits into them.
+        rings: whether layers with windows hold only the tokens of their window.
         inputs: names of the model's tensor arguments in addition to the ids.
         constants: the model's other arguments.
         choice: how tokens are chosen.
@@ -350,7 +350,7 @@ NOT_OPTIONS = (
     "trust_remote_code",
     *OTHER_WAYS,
 )
-"""Arguments of ``generate`` that are no options of its config."""
+"""Arguments of ``generate`` that are not options of its config."""
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Any:

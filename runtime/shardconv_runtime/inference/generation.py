@@ -25,7 +25,7 @@ from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
 #
-# Only the last stage has the logits. Where a call chooses one token for each sequence from them, greedily
+# Only the last stage has the logits. If a call chooses one token for each sequence from them, greedily
 # or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
 # Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
 # each stage.
@@ -265,8 +265,8 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _printing_once(start: Launch, streamer: Any) -> Iterator[None]:
     """Let a streamer that prints the text do so on rank 0 only within this context.
 
-    Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only what
-    ``TextStreamer`` prints would be a line for each rank.
+    Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only
+    ``TextStreamer`` prints, and would print a line for each rank.
     """
     from transformers import TextStreamer
 

@@ -100,7 +100,7 @@ PREFIX = "paged|"
 
 
 class PagedCheck:
-    """Compares the logits of prompts in packed calls with those of ordinary calls.
+    """Compares the logits of prompts between packed calls and ordinary calls.
 
     Args:
         agreed: gives every rank the number of those that have the logits.
@@ -120,7 +120,7 @@ class PagedCheck:
         Args:
             model: the model of this rank.
             inputs: the inputs of the packed call; the same on all ranks.
-            logits: its results, ``[1, T, V]`` or those of ``logits_indices``.
+            logits: its results, ``[1, T, V]`` for all tokens or only for ``logits_indices``.
 
         Raises:
             PlanError: the logits differ; on all ranks.

@@ -165,7 +165,7 @@ class StagedBatchingManager(RankBatchingManager):
         return True
 
     def _generation_step(self) -> None:
-        """Compute what this stage does in a step. The last one chooses tokens, the others expect them."""
+        """Run this stage's part of a step. The last stage chooses tokens, the others receive them."""
         tokens = self.batch_processor.inputs_and_outputs.output_ids
         shape = tokens.shape[0], self.batch_processor.inputs_and_outputs.num_request_in_batch
         transport = AsyncTransport(self._processes)
@@ -192,7 +192,7 @@ class StagedBatchingManager(RankBatchingManager):
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
             own = messages[0].content
         if not self._is_early:
-            # Prepare to receive the messages of the next steps: those of the first one, for more tokens.
+            # Prepare to receive the messages of the next steps: as in the first one, for more tokens.
             num_tokens = self.batch_processor.inputs_and_outputs.num_q_tokens
             most_tokens, num_calls = self.batch_processor.max_batch_tokens, self.num_microbatches
             self._processes.receive_early(transport.traffic, num_tokens, most_tokens, num_calls)

@@ -1,8 +1,8 @@
 """Messages between the ranks of all stages while requests are answered, some steps ahead of each other.
 
-Rank 0 decides on each step and tells the others, which report to it; it waits for what they reported some
-steps ago. The last stage sends the tokens that it chose to the earlier ones. All of it goes over gloo: it is
-needed on the hosts.
+Rank 0 decides on each step and tells the others, which report to it; it waits only for the reports of some
+steps ago. The last stage sends the tokens that it chose to the earlier ones. All messages go over gloo, since
+the hosts need them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..comm.process_groups import PATIENT_TIMEOUT_S, loop_group
 from ..errors import LaunchError
 from .deadline import raise_lost_rank
 
-# What the ranks tell each other while transformers' continuous batching runs: requests, sizes, the end.
+# Messages between the ranks while transformers' continuous batching runs: requests, sizes, the end.
 #
 # The loop runs in its own thread, with its own process group: the control messages of another
 # thread must not come between its messages.
@@ -179,7 +179,7 @@ class StageCoordinator(StepCoordinator):
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, ...]:
-        """Return the largest of each number, of rank 0 now and of what the others reported.
+        """Return the largest of each number: rank 0's current one and the ones that other ranks reported.
 
         Raises:
             LaunchError: a rank failed or ended, or the random states of those that draw differ.

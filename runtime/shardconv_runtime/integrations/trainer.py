@@ -40,9 +40,9 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     """A ``Trainer`` of a model that ``shardconv_runtime.load(..., mesh=mesh, training=True)`` returned.
 
     For a subclass of the Trainer, put it in front: ``class ShardedSFTTrainer(ShardedTrainer, SFTTrainer)``.
-    ``per_device_train_batch_size`` is that of a data-parallel copy. Checkpoints hold a converted directory,
-    or an adapter (``model``), and the optimizer's state (``optimizer``), for any number of processes. To
-    resume, load the model, or the adapter, from ``CHECKPOINT/model`` and call
+    ``per_device_train_batch_size`` is the batch size of a data-parallel copy. Checkpoints hold a converted
+    directory, or an adapter (``model``), and the optimizer's state (``optimizer``), for any number of
+    processes. To resume, load the model, or the adapter, from ``CHECKPOINT/model`` and call
     ``train(resume_from_checkpoint=CHECKPOINT)``.
 
     Args:
@@ -152,7 +152,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # counts those of all processes
+        super()._track_num_input_tokens(inputs)  # counts the tokens of all processes
         counted = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + counted // self.get_tp_size()
 
@@ -215,10 +215,10 @@ def _same_bytes(file: Path, folder: Path) -> bool:
 
 
 def _keep_class_names(model: nn.Module) -> None:
-    """Let the modules of FSDP2 say the names of their own classes.
+    """Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
 
-    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels of a
-    model whose class has one of transformers' names for causal models, and of no others.
+    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels only
+    if the model's class has one of transformers' names for causal models.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

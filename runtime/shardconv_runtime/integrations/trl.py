@@ -4,7 +4,7 @@
 
 TRL replaces the forward pass of a model by one that multiplies hidden states with the weights of the head. A
 sharded model has a shard of these. Here the model computes its logits itself, which ``load`` gathers, and
-what TRL asks for is computed from them. It needs ``pip install 'shardconv-runtime[trl]'``.
+TRL's results are computed from them. It needs ``pip install 'shardconv-runtime[trl]'``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
         if getattr(args, "scale_rewards", "group") == "batch" or not by_group:
             raise PlanError("scale rewards by groups: TRL has the answers of a batch once for each rank")
         args = copy.copy(args)
-        # TRL counts the prompts of all processes, and those of one replica have the same.
+        # TRL counts the prompts of all processes, and the processes of one replica have the same prompts.
         args.generation_batch_size //= mesh.size()
         super().__init__(model, args, mesh=mesh, **options)
 

@@ -162,7 +162,7 @@ def require_form(
 
 
 def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
-    """Add the directories of a process's other stages, which are next to that of its first stage.
+    """Add the directories of a process's other stages, which are next to its first stage's directory.
 
     Args:
         found: the directory of the first stage; an ordinary model has no others.
@@ -250,7 +250,7 @@ def load(
             model together; with stages, those along "pp" (an outer dim) and "tp". The other dims are for
             data parallelism, see ``shardconv_runtime.data_parallel``.
         training: add the backward collectives of the plan. Parameters require gradients as in the unsharded
-            model, and the gradients are those of the unsharded model. Call ``train()`` for dropout.
+            model, and the gradients equal the unsharded model's. Call ``train()`` for dropout.
         data_parallel: apply FSDP2 as ``shardconv_runtime.data_parallel`` does, with its defaults (True) or
             a ``DataParallel(...)``. Each process then reads and holds only its part of the rank's
             parameters.

@@ -128,7 +128,7 @@ SCALES = {
     "int32": FLOATS,
     "uint8": ("float8_e4m3fn", "uint8"),
 }
-"""Dtypes of factors, by that of the values."""
+"""Dtypes of factors, keyed by the dtype of the values."""
 INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
 """Factors of quantized inputs, which are replicated."""
 OTHERS = ("*_zero_point", "*_shape", "*_g_idx", "*_global_scale", *INPUTS)

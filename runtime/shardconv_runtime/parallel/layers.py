@@ -3,11 +3,11 @@
 A linear layer computes ``Y = X W^T + b``. Sharded over the rows of W (its output dim), each rank has a
 part of Y: column-parallel. Sharded over the columns of W (its input dim), each rank has a term of the sum:
 row-parallel. An embedding sharded over its rows gives zeros for out-of-shard ids.
-(Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
+(Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" refer to W^T.)
 
 Parameters keep their names, so that every FQN of the model stays. Layers of a plan have the ``in_features``,
 ``out_features`` and ``num_embeddings`` that the model's code reads: the global ones, unless the plan has an
-edit. The local shape is that of the weight. Their backwards are those of the steps that they are given.
+edit. The weight has the local shape. The backward of a layer is the backward of the steps that it is given.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class VocabParallelEmbedding(nn.Embedding):
         ids, out_of_shard = self.rows(_apply(self.inputs, input))
         if self.rows.num_rows:
             rows = zero_out_of_shard(F.embedding(ids, self.weight, self.padding_idx), out_of_shard)
-        else:  # the table has fewer rows than there are ranks
+        else:  # there are more ranks than rows of the table
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
         return finish(self.outputs, rows)
 

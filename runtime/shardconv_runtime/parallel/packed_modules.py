@@ -41,8 +41,8 @@ from .quantizers import Quantized, quantizer_of
 
 # Layers of packed weights and of one input that are computed as one product: see ``fused_products``.
 #
-# The product is that of a module of the format's library whose weight has the rows of all members. It is in
-# no model: the members are, with their names, and with parts of its memory.
+# A module of the format's library computes the product; its weight has the rows of all members. This module
+# is in no model: the members are, with their names, and with parts of its memory.
 
 WEIGHT = "weight"
 
@@ -50,8 +50,8 @@ WEIGHT = "weight"
 class PackedProduct(FusedProduct):
     """The product of layers of packed weights.
 
-    Once a weight of a member is replaced or moved, the members compute by themselves, and so do those of
-    copies.
+    Once a weight of a member is replaced or moved, the members compute by themselves. Members of copies do so
+    too.
 
     Args:
         members: the layers in the order in which they are called; not filled.
@@ -195,7 +195,7 @@ class PackedModules:
         quantized: the model.
         parameters: all entries of the plan, by FQN.
         comm: this rank.
-        apart: FQNs of linear layers that are none of the quantized model's, as those of adapters.
+        apart: FQNs of linear layers that do not belong to the quantized model, for example in adapters.
 
     Raises:
         PlanError: the installed packages cannot compute with these parameters on this device.
@@ -219,7 +219,7 @@ class PackedModules:
         self._model: nn.Module | None = None
         self._without_bias: list[nn.Module] = []
         self._fused: dict[str, tuple[PackedProduct, int]] = {}
-        """By the name of a weight the product of its module, and the module's index there."""
+        """Name of a weight -> the product of its module, and the module's index in the product."""
 
     def replace(
         self, model: nn.Module, entries: Mapping[str, ModulePlan], *, training: bool = False

@@ -1,7 +1,7 @@
 """Fills modules of a quantized format's library on a rank from stored tensors.
 
-The stored tensors are parts of those of the checkpoint. Tensors that name a position or a shape of the full
-weight is made to name the local one.
+The stored tensors are parts of the checkpoint's tensors. Tensors that name a position or a shape of the full
+weight are changed to name the local one.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ _FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
 """By the method of the packing; others are held as they are stored."""
 
 
-# The stored tensors of several packed weights as those of one weight, which has the rows of all.
+# Joins the stored tensors of several packed weights to the tensors of one weight, which has the rows of all.
 #
-# That is so in formats whose stored tensors run along the rows of the weight (its outputs) in their first
+# That works in formats whose stored tensors run along the rows of the weight (its outputs) in their first
 # dim, or are flat in the order of rows: each weight keeps its part of the memory. Formats that pack columns
 # first (GPTQ, AWQ) are left out.
 
@@ -252,7 +252,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _by_dims(part: Part, is_last: bool) -> _Stored | None:
     """Return tensors whose first dim runs along the rows, and factors of the full weight.
 
-    The rows are full steps, except those of the last weight.
+    The rows are full steps, except in the last weight.
     """
     found: dict[str, tuple[Tensor, int | None]] = {}
     rows = part.held.local_shape[0]

@@ -80,7 +80,7 @@ def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
 
 
 TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
-"""Masks whose second of four dims counts heads; in those of images and cross attention it counts others."""
+"""Masks whose second of four dims counts heads. In masks of images and cross attention it counts others."""
 
 
 def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:

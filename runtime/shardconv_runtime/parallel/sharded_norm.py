@@ -61,7 +61,7 @@ class ShardedNorm(nn.Module):
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return the local output; arguments are those of the replaced norm, local ``[..., D/n]``."""
+        """Return the local output; the arguments are the replaced norm's, local ``[..., D/n]``."""
         info, gate = self.info, None
         if info.gate:
             given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
@@ -119,9 +119,9 @@ class ShardedNorm(nn.Module):
 
 
 class _Withheld:
-    """Stands for an attribute of the replaced norm: other code may pass it on, but not use it.
+    """Replaces an attribute of the replaced norm: other code may pass it on, but not use it.
 
-    Code that computes the norm by itself, in a fused kernel, would compute that of the rank's part.
+    Code that computes the norm by itself, in a fused kernel, would compute the norm of the rank's part.
     """
 
     def __init__(self, name: str) -> None:

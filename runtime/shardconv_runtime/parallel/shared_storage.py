@@ -35,8 +35,8 @@ def tensor_at(
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the tensor that spans these along their first dim, and these in its memory, in storages of their
-    own.
+    """Return the tensor that spans these along their first dim, and these in its memory, each in a separate
+    storage.
 
     Their numbers are moved next to each other if they are not.
 

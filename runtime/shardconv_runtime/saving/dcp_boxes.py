@@ -60,7 +60,7 @@ from ..format.stored_layout import holds_values
 # The part of a global tensor that a process holds, as boxes.
 #
 # A rank's positions of a dim are ranges, so that a local tensor is a grid of boxes. A data-parallel process
-# may hold only a **window** of its rank's tensor. Where several ranks hold the same positions, the lowest
+# may hold only a **window** of its rank's tensor. If several ranks hold the same positions, the lowest
 # of them **owns** them: the owned boxes of all ranks tile the tensor.
 
 # The window of its rank's tensor that a process holds: a chunk where data-parallel processes share it.

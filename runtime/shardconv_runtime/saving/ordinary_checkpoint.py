@@ -49,7 +49,7 @@ def save_pretrained(
         model: returned by ``load``, see ``save``.
         save_directory: directory to make, or to write to.
         is_main_process: ignored, as all processes take part.
-        state_dict: None, since the values are those of the model.
+        state_dict: None, since the model's own values are saved.
         push_to_hub: False.
         max_shard_size: bytes of a file, or text as ``"5GB"``.
         other: options that are refused, unless they are False or None.

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ..errors import ShardconvError
 from .schemas import BadRequest, Sampling, TokenLogprob
 
-# What the server counts, in the form that Prometheus reads.
+# The server's counts, in the form that Prometheus reads.
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -73,7 +73,7 @@ class Metrics:
 INCOMPLETE = "\ufffd"
 """Result of decoding a part of a character's bytes."""
 LONGEST_CHARACTER = 8
-"""Tokens after which bytes that are no character yet will be none: a character has four bytes."""
+"""Tokens after which bytes without a complete character are invalid: a character has at most four bytes."""
 
 
 class TextStream:

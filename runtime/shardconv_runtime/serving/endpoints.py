@@ -244,9 +244,9 @@ class _Form:
 
     Args:
         served: answers the requests.
-        is_chat: the form is that of a chat.
-        prompts: token ids of each.
-        count: number of answers.
+        is_chat: whether the answers have the form of a chat.
+        prompts: the token ids of each prompt.
+        count: the number of answers.
     """
 
     def __init__(self, served: Served, is_chat: bool, prompts: Sequence[Sequence[int]], count: int) -> None:

@@ -56,8 +56,8 @@ READ_MEMORY = BAND_BYTES * MAX_WORKERS * 4
 """Bytes of the buffers through which tensors are read into memory."""
 
 MAX_REQUESTS = 100_000
-"""Of reads over a network, some milliseconds each with this many workers. Where more stretches are needed,
-the shortest gaps between them are read too; otherwise only the needed bytes are."""
+"""Most reads over a network; each takes some milliseconds with this many workers. If more stretches are
+needed, the shortest gaps between them are read too; otherwise only the needed bytes are."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

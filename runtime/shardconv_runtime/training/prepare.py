@@ -321,7 +321,7 @@ def _attach_gates(
     comm: Communicator,
     absent: Collection[str],
 ) -> None:
-    """Sum the gradients of parameters that ranks share, but for those in modules that are elsewhere."""
+    """Sum the gradients of parameters that ranks share, except parameters of modules on other stages."""
     gated: dict[str, list[Gated]] = {}
     tied = [(alias, name) for alias, name in plan.tied if name in parameters]
     for name, source in [(name, name) for name in parameters] + tied:
@@ -336,7 +336,7 @@ def _attach_gates(
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:
-    """Return the sets of mesh axes of the collectives of training, without those of a forward pass."""
+    """Return the sets of mesh axes of the collectives that only training needs."""
     steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
     return [
         range(len(plan.mesh)),
