@@ -29,7 +29,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What the ranks of an engine hold after loading, before it changes them for a device."""
+    """The tensors of an engine's ranks after loading, before the engine changes them for a device."""
 
     declared: tuple[Declared, ...]
     """dtype and local shape of tensors by the engine's names, for each rank."""

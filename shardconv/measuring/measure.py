@@ -202,7 +202,7 @@ def measure_memory(
         runner = Runner(local, calls, counts)
         try:
             return replace(_Measurement(runner).memory(), buffer_bytes=buffer_bytes)
-        except Exception as error:  # whatever the model's code raises
+        except Exception as error:  # the model's code may raise anything
             problem = problem or error
     raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
 

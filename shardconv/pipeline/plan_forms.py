@@ -221,7 +221,7 @@ def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
         return modules
     model, options = problem.model, problem.inputs.options
     # The plan depends on the source of the model's classes and of the functions that it calls. Code of a
-    # model repository is copied beside the plan, and the manifest has its checksums.
+    # model repository is copied next to the plan, and the manifest has its checksums.
     sources = set(problem.analysis.tape.sources()) | {type(m).__module__ for m in model.modules()}
     left_out = ("torch.", "shardconv", "transformers_modules.", "__main__")
     code = sorted(n for n in sources if not n.startswith(left_out) and n in sys.modules)

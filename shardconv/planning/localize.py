@@ -70,7 +70,7 @@ def localized(
 
 
 class Change(NamedTuple):
-    """An attribute's global value and that of one rank."""
+    """An attribute's global value, and its value on one rank."""
 
     value: int
     local: int
@@ -126,7 +126,7 @@ class _Localizer:
                 obstacles.append(chosen)
             else:
                 out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
-        # Keep the first obstacle of each layer: what it rules out may help other calls of the layer.
+        # Keep the first obstacle of each layer: the dims that it rules out may help other calls of the layer.
         first: dict[str, Obstacle] = {}
         for obstacle in obstacles:
             first.setdefault(_layer_of(obstacle.where), obstacle)

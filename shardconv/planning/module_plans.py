@@ -135,7 +135,7 @@ def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: in
         return False
     reached, region = _region(analysis, holders, set(leaves(analysis.dims[mark.target][dim])))
     if any(tape.tensors[t].kind != "value" for t in region):
-        return False  # for example, what it is added to is replicated
+        return False  # for example, it is added to a replicated tensor
     contracted = {x for c in analysis.contractions for d in c.dims for x in leaves(d)}
     blocked = any(x.blocked for x in reached)
     replayed = any(set(r.outputs) & region for r in tape.replays)

@@ -106,9 +106,9 @@ class Remote:
     """A branch of a repository on the Hub; neither needs to exist yet.
 
     Args:
-        repo_id: as ``user/name``.
+        repo_id: the id of the repository, as ``user/name``.
         revision: the branch; None: ``main``.
-        token: None: that of the login.
+        token: the access token; None: the token of the login.
 
     Raises:
         SourceError: if ``repo_id`` or ``revision`` is not valid; from every method, if the Hub refuses or
@@ -243,7 +243,7 @@ class Remote:
         additions = []
         for item in items:
             addition = _Addition(item.path, item.content, advance=meter.add)
-            addition.upload_info.sha256 = bytes.fromhex(item.sha256)  # else the client computes it again
+            addition.upload_info.sha256 = bytes.fromhex(item.sha256)  # otherwise the client computes it again
             additions.append(addition)
         try:
             done = self._api.create_commit(

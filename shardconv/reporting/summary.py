@@ -161,7 +161,7 @@ def item_bytes(dtype: str) -> int:
 def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKind, ...]:
     """Group the modules that have an entry in the plan or hold parameters that are not replicated."""
     modules = module_plans(plan)
-    # The name of a stored tensor of a packed parameter may have dots of its own after the module.
+    # The name of a stored tensor of a packed parameter may have dots after the name of the module.
     owners = {
         tensor_name(name, tensor.name): name.rpartition(".")[0]
         for name, entry in parameter_plans(plan).items()

@@ -179,7 +179,7 @@ class ModuleOutputs:
         of_parameters = (dim for entry in self.plan.parameters for dim in entry.dims)
         sharded: dict[Dim, None] = {}
         for dim in chain(of_parameters, map(layout_of, steps)):
-            # A leaf of size 0 stands for a size that depends on the input.
+            # A leaf of size 0 means a size that depends on the input.
             if dim is not None and all(leaf.size for leaf in leaves(dim)):
                 sharded.update((part, None) for part in (dim, *leaves(dim)) if axes_of(part))
         known: dict[int, list[tuple[Dim, tuple[Tensor, ...]]]] = {}

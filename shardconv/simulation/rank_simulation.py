@@ -90,7 +90,7 @@ class _Gradients:
     """Gradients of the unsharded model, and the scales to which differences are relative."""
 
     values: Mapping[str, Tensor]
-    """Global gradients by the name of the parameter."""
+    """Name of a parameter -> its global gradient."""
     scales: Mapping[str, float]
     """The largest gradient of each parameter."""
 
@@ -176,13 +176,14 @@ class Simulation:
         return Outcome(worst, precision.tolerance, precision.dtype, calls=len(want))
 
     def wrong_gradient(self, inputs: TraceInputs) -> str:
-        """Say what is wrong with the gradients of the ranks, in training mode; empty if they are right.
+        """Return the error of the ranks' gradients in training mode; empty if they are right.
 
         Backward runs from a random gradient of everything that the model returns, in the precision of the
         last evaluation.
 
         Args:
-            inputs: of the call. The cache is left out if the unsharded model has no backward pass with it.
+            inputs: the inputs of the call. The cache is left out if the unsharded model has no backward pass
+                with it.
         """
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
@@ -194,7 +195,7 @@ class Simulation:
         return self._wrong_gradient(inputs, gradients)
 
     def wrong_stage_gradient(self, inputs: TraceInputs) -> str:
-        """Say what is wrong with the gradients of the ranks of all stages. See ``wrong_gradient``."""
+        """Return the error of the gradients of all stages' ranks; see ``wrong_gradient``."""
         model = copy.deepcopy(self.model).to(self._precision.dtype)
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
@@ -439,7 +440,7 @@ class _GradientDifference:
     name: str
 
     def text(self, tolerance: float) -> str:
-        """Say what is wrong; empty if the difference is within rounding error."""
+        """Return a description; empty if the difference is within rounding error."""
         if self.error <= tolerance:
             return ""
         return f"the gradient of {self.name} differs from that of the unsharded model by {self.error:.1e}"

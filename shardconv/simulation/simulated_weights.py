@@ -89,7 +89,7 @@ def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dim() < 2:
         return (torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5) * draw.vectors
-    inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # of convolutions; of products
+    inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # convolutions; products
     size = math.sqrt(math.prod(inputs)) / draw.scale
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(size)
 

@@ -71,8 +71,8 @@ class SolverInput:
         """Return whether no constraint except its size keeps a leaf (a representative of ``find``)
         replicated.
 
-        Positions that no parameter has stay replicated. Sharding them is not worth a collective, and models
-        of windows and patches have so many of them that the cheapest choice would be hard to find.
+        Positions that no parameter has stay replicated. Sharding them is not worth a collective, and in
+        models with windows and patches their number would make the cheapest choice hard to find.
         """
         if leaf.blocked or leaf in self.frozen or leaf in self.forbidden or leaf not in self.weighted:
             return False

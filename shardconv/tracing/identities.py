@@ -1,7 +1,7 @@
 """Map each Python tensor to a tensor of the tape.
 
-The tape's tensors are values. A Python tensor that is written in place has another value afterwards, and so
-do the tensors that share its memory. These are **stale** until they are next read.
+The tape's tensors are values. A Python tensor that is written in place has another value afterwards, and the
+tensors that share its memory have too. These are **stale** until they are next read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prove on numbers what a plan is used for, in as few runs as possible.
+"""Prove on numbers that all uses of a plan are right, in as few runs as possible.
 
 A plan is used for more than the calls that were traced: a loss of sharded logits, logits that stay on the
 ranks, eager attention and experts, and embeddings in place of ids. Each of these concerns another part of the

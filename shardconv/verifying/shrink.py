@@ -104,7 +104,7 @@ class Shrinking:
 
     @classmethod
     def of(cls, full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> Shrinking:
-        """Find what may shrink in a model without the layers ``skipped``."""
+        """Find the dims that may shrink in a model without the layers ``skipped``."""
         full = replace(full, analysis=with_unread_parameters(full.analysis, full.folded.representatives()))
         tokens = token_use(full.analysis.tape)
         groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)

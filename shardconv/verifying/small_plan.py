@@ -125,7 +125,7 @@ def _joined(parts: Sequence[_Part], kind: int) -> _Part:
 
 
 def _factors(part: _Part) -> list[_Part]:
-    """Return the factors, outer to inner, without those of size 1."""
+    """Return the factors, outer to inner, without factors of size 1."""
     if part.kind == PRODUCT:
         return [f for child in part.children for f in _factors(child)]
     return [] if part.full == 1 else [part]

@@ -186,7 +186,7 @@ class Workspace:
         """Wait until no other part begins or finishes; on exit this part releases its owners."""
         with setup_lock(self.path / LOCK_NAME, self.out):
             yield
-            for handle in self.journals.values():  # else two last parts leave the rest to each other
+            for handle in self.journals.values():  # otherwise two last parts leave the rest to each other
                 unlock(handle)
 
     def finish(self, paths: Sequence[str], replaced: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the weights come from, for everything that is written beside them."""
+    """The source of the weights, for all files that are written next to them."""
 
     source: Source
     """The source that the manifest names."""
@@ -60,7 +60,7 @@ class Origin:
     identify: Callable[[], Mapping[str, object]] | None = None
     """Computes the identity again; None: it cannot change."""
     unused: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """Tensors that the model does not use, and that are written beside its own."""
+    """Tensors that the model does not use, and that are written next to its own."""
     copy_unused: Callable[[Path], list[FileEntry]] = lambda directory: []
     """Copies a file of such tensors, where the source has one."""
 
@@ -187,8 +187,8 @@ def _name(spec: ModelSpec, file: WeightFile) -> str:
 
 
 def _identity(file: WeightFile) -> str:
-    """Return text that changes when a file does: its hash if the Hub or its cache knows it, else size and
-    time."""
+    """Return text that changes when a file does: its hash if the Hub or its cache knows it, otherwise size
+    and time."""
     if isinstance(file, RemoteFile):
         return file.sha256 or file.commit
     stats = file.stat()
@@ -198,7 +198,7 @@ def _identity(file: WeightFile) -> str:
 
 
 def _sha256(file: WeightFile) -> str:
-    """Return the sha256 of a file on the Hub, or in its cache, which names large files by it; else ""."""
+    """Return the sha256 of a file on the Hub or in its cache, which names large files by it; otherwise ""."""
     if isinstance(file, RemoteFile):
         return file.sha256
     blob = file.resolve()

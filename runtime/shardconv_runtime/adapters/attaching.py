@@ -288,7 +288,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the first operator that read the memory. Copies of a full tensor are left out and get no bytes."""
+    """Records the first operator that read the memory, except copies of full tensors, which get no bytes."""
 
     def __init__(self, memory: dict[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
