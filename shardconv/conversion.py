@@ -31,7 +31,7 @@ from .writing.writer import Origin, origin_of, with_example, write
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Which weights are written, and how they are read.
+    """The weights to write, and the way to read them.
 
     Attributes:
         random_init: write the weights of a new model in place of the checkpoint's.

@@ -29,7 +29,7 @@ class Loaded:
     directory: Path
     """The converted directory, absolute."""
     manifest: Manifest
-    """As it was when the model was loaded."""
+    """The manifest as it was when the model was loaded."""
     plan: Plan
     launch: Launch
     """The ranks of the model, and this one among them."""

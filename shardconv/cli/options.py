@@ -253,7 +253,7 @@ where_options = together(
     ),
     hub_options("OUT"),
 )
-"""Which converted directory in OUT, and how the Hub is reached if OUT is a repository."""
+"""Options that choose a converted directory in OUT, and that say how to reach the Hub for a repository."""
 
 stream_option = click.option(
     "--stream/--download",
@@ -274,7 +274,7 @@ model_options = together(
     ),
     loudness_options,
 )
-"""Which model, and how it is read."""
+"""Options that name the model, and say how to read it."""
 
 
 def trust_option(where: str) -> Callable[[Command], Command]:

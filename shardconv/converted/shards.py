@@ -34,7 +34,7 @@ class OwnedPart:
     tensor: LazyTensor
     """Local tensor with these positions, end to end."""
     ranges: Sequence[Sequence[Range]]
-    """For each dim, the global positions, in order. No range is empty."""
+    """The global positions of each dim, in order. No range is empty."""
 
 
 @dataclass(frozen=True, slots=True)

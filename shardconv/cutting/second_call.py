@@ -57,8 +57,8 @@ class _Twice(nn.Module):
     """A model that is called twice.
 
     Args:
-        model: on meta.
-        inputs: of the first call.
+        model: the model on meta.
+        inputs: the inputs of the first call.
         keeps_encoded: reuse the encoder's output in the second call, as ``generate`` does.
     """
 

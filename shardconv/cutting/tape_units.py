@@ -44,7 +44,7 @@ class TapeUnits:
     """Units and borders of a tape.
 
     Args:
-        tape: of one forward pass, not folded.
+        tape: the tape of one forward pass, not folded.
         names: each name of a parameter or persistent buffer -> the first name of that tensor.
         everywhere: modules with parameters that run on every stage instead of being units.
     """

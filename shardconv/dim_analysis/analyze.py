@@ -35,7 +35,7 @@ def analyze(
     """Apply the rules to every operator of the tape, in order.
 
     Args:
-        tape: of the global model.
+        tape: the tape of the global model.
         ties: pairs of tensors whose dims must have the same structure.
         same: pairs of tensors that get the same layout.
     """
@@ -116,8 +116,8 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     that the model itself does not read, such as a pooler's.
 
     Args:
-        analysis: of the model.
-        model: on meta.
+        analysis: the analysis of the model.
+        model: the model on meta.
     """
     handed_out: list[int] = []
     if "encoder_outputs" in forward_signature(model).parameters:

@@ -61,12 +61,12 @@ class StateRecorder:
         """Record vLLM's loader.
 
         Args:
-            name: of the model, for messages.
-            directory: with its config.
-            tensors: of the checkpoint: global, by its names.
+            name: the name of the model, for messages.
+            directory: the directory with the model's config.
+            tensors: the global tensors of the checkpoint, by its names.
             tp: number of ranks.
             ranks: those whose loading is recorded; None: all.
-            dtype: of the parameters; None: as vLLM chooses.
+            dtype: the dtype of the parameters; None: vLLM chooses it.
             trust_remote_code: let vLLM import the Python code in ``directory``.
 
         Raises:

@@ -141,7 +141,7 @@ class _Weight:
         """Return the tensor, to be computed when it is written.
 
         Args:
-            seeds: of the model.
+            seeds: the seeds of the model.
             users: number of tensors that depend on each step. They get the same numbers from a shared step.
         """
         step = self._construction.elementwise(self._tensor, self.chain)

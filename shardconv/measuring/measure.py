@@ -130,7 +130,7 @@ def bypassed_on(plan: Plan, stage: int, bypassed: Mapping[str, Bypass]) -> dict[
     """Return the layers of one stage to leave out. The first layer of each kind on it represents them.
 
     Args:
-        plan: with stages.
+        plan: a plan with stages.
         stage: number of the stage.
         bypassed: layers of all stages.
     """
@@ -175,7 +175,7 @@ def measure_memory(
     """Return the bytes of caches and activations of rank 0.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         model: global, on meta; it is copied.
         inputs: inputs of its trace.
         bypassed: layers that are represented by others.
@@ -211,7 +211,7 @@ class _Measurement:
     """The runs of one model.
 
     Args:
-        runner: of its rank.
+        runner: the runner of its rank.
     """
 
     def __init__(self, runner: Runner) -> None:

@@ -225,7 +225,7 @@ class NumericCheck:
 
         Args:
             plan: the plan in one form.
-            calls: with 2, a decoding step follows the prefill.
+            calls: number of calls. With 2, a decoding step follows the prefill.
 
         Raises:
             SolveError: if the outputs of the last stage are wrong.
@@ -292,9 +292,9 @@ def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Pla
     """Enable the loss of sharded logits if it may equal the model's own. The numerical check decides.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         model: the global model, on meta.
-        inputs: of the trace.
+        inputs: the inputs of the trace.
     """
     takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
     one_sequence = "input_ids" in inputs.tensors and "decoder_input_ids" not in inputs.tensors

@@ -52,8 +52,8 @@ class StagedForm:
     """A model to cut into stages, traced as stages run it.
 
     Args:
-        problem: of its plan.
-        tape: of the model, not folded.
+        problem: the problem of its plan.
+        tape: the tape of the model, not folded.
     """
 
     def __init__(self, problem: PlanProblem, tape: Tape) -> None:
@@ -76,7 +76,7 @@ class StagedForm:
         """Add the stages that the options ask for to a plan.
 
         Args:
-            plan: of one stage.
+            plan: a plan of one stage.
             solution: the solution of the plan.
 
         Raises:
@@ -89,7 +89,7 @@ class StagedForm:
         """Add the stages of its sequence-parallel form to a plan with stages.
 
         Args:
-            plan: with that form.
+            plan: the plan with that form.
             solution: the solution of the form.
 
         Raises:
@@ -254,10 +254,10 @@ def with_sequence_form(
     """Add the sequence-parallel form to a plan: the same shards, with activations sharded over the sequence.
 
     Args:
-        problem: of the plan.
+        problem: the problem of the plan.
         plan: its plain form.
         plain: the solution of the plain form.
-        staged: for a plan with stages.
+        staged: the staged form of a plan with stages.
 
     Raises:
         SolveError: if there is no such form.

@@ -62,7 +62,7 @@ def localized(
     """Find the changes with which every recorded call gives a rank's shapes; an obstacle if there are none.
 
     Args:
-        shapes: of the tensors.
+        shapes: the shapes of the tensors.
         rank: the rank of the shapes.
         given: values of attributes that are known. They are not returned.
     """

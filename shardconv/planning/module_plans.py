@@ -160,7 +160,7 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
 
     Args:
         model: the global model, on meta.
-        layouts: of its tensors.
+        layouts: the layouts of its tensors.
 
     Returns:
         An obstacle if no formula of the runtime computes the same as a norm, or if the calls of a norm are

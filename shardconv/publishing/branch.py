@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 TRIES = 4
 """The number of tries of a call that the client does not repeat itself."""
 FIRST_WAIT_S = 1.0
-"""After the first try; doubled after each further one."""
+"""Seconds to wait after the first try; doubled after each further one."""
 THREADS = 4
 """Files that are sent at the same time."""
 MAIN = "main"
@@ -228,7 +228,7 @@ class Remote:
         """Send files and commit them; errors of the Hub are not retried here.
 
         Args:
-            title: of the commit.
+            title: the title of the commit.
             items: files to add.
             delete: paths of files to delete.
             parent: the commit that the branch must be at.

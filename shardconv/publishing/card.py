@@ -32,7 +32,7 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
     models; the same weights in other files are none of these.
 
     Args:
-        repo_id: of the repository.
+        repo_id: the id of the repository.
         variants: its converted directories, at least one, in the order of the table.
         base_card: README.md of the converted model, from which ``CARRIED`` is copied.
 

@@ -165,7 +165,7 @@ def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
 
     Args:
         places: processes, one after another, among which the stages are divided.
-        microbatches: of a step.
+        microbatches: the number of microbatches of a step.
         per_process: stages of each process.
     """
     return (places - 1) / (per_process * microbatches + places - 1)

@@ -66,7 +66,7 @@ class _Layout:
     dim: int
     """The sharded dim of the tensor; -1 if none is sharded."""
     held: tuple[Tensor, ...]
-    """For each rank, the positions that it holds; empty if no dim is sharded."""
+    """The positions that each rank holds; empty if no dim is sharded."""
     summed: tuple[int, ...]
     """Mesh axes over which the tensor is partial."""
 
@@ -78,8 +78,8 @@ class ModuleOutputs:
     Outputs of a call that some run leaves out are dropped when all runs have passed it.
 
     Args:
-        plan: of the ranks.
-        tape: of the unsharded model, for the order of the calls.
+        plan: the plan of the ranks.
+        tape: the tape of the unsharded model, for the order of the calls.
         tolerance: relative to the largest value.
     """
 
@@ -238,7 +238,7 @@ class Lockstep:
         """Run the unsharded model and all ranks, and compare them.
 
         Args:
-            precision: to compute in.
+            precision: the precision to compute in.
             reads: reads the parameters.
             advance: is called with the bytes of ``num_bytes`` that the unsharded model has newly used.
 

@@ -145,7 +145,7 @@ def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> l
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
         inputs: global, as ``input_ids [B, S]``.
-        precision: to compute in.
+        precision: the precision to compute in.
     """
     return outputs_of_calls(model, inputs, precision, 1)[0]
 
@@ -157,8 +157,9 @@ def outputs_of_calls(
 
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
-        inputs: of the first call, global, such as ``input_ids [B, S]``. Each later call gets one more token.
-        precision: to compute in.
+        inputs: the global inputs of the first call, such as ``input_ids [B, S]``. Later calls get one more
+            token.
+        precision: the precision to compute in.
         calls: number of calls.
         or_fewer: stop without an error at a later call that fails.
     """
@@ -220,7 +221,7 @@ def usable_gradients(
     Args:
         new_model: makes the unsharded model, in the dtype of ``precision``.
         inputs: global.
-        precision: to compute in.
+        precision: the precision to compute in.
 
     Returns:
         The inputs, without a cache if the model has no backward pass with one; gradients; the problem.
@@ -249,7 +250,7 @@ def gradients_of(
     Args:
         model: unsharded, or of one rank.
         inputs: global.
-        precision: to compute in.
+        precision: the precision to compute in.
         call: is called instead of the model, with its arguments.
 
     Returns:

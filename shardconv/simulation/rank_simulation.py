@@ -77,8 +77,8 @@ class Outcome:
 
 
 class Logits(Enum):
-    """Which of sharded logits the ranks return. Without sharded logits, and with labels, they are
-    gathered."""
+    """The choice of the logits that ranks return if logits are sharded. Calls with labels return gathered
+    ones."""
 
     GATHERED = "gathered"
     OWN = "own"
@@ -120,9 +120,9 @@ class Simulation:
         """Run the unsharded model, then all ranks.
 
         Args:
-            inputs: of the first call.
-            calls: with 2, the model is called again with its cache, if the unsharded model can be.
-            logits: which logits are compared. With ``BOTH``, a rank's own logits are compared in one call.
+            inputs: the inputs of the first call.
+            calls: number of calls. With 2, the model is called again with its cache, if the unsharded one can be.
+            logits: the logits to compare. With ``BOTH``, a rank's own logits are compared in one call.
 
         Raises:
             Unprovable: if the unsharded model fails.
@@ -146,7 +146,7 @@ class Simulation:
         """Run the unsharded model, then all ranks of one stage after the other.
 
         Args:
-            inputs: of the first call.
+            inputs: the inputs of the first call.
             calls: see ``evaluate``.
 
         Raises:
@@ -276,7 +276,7 @@ class Simulation:
         happens where random weights drive activations apart: softmax saturates, layers repeat.
 
         Args:
-            inputs: of the call.
+            inputs: the inputs of the call.
             gradients: look at the gradients instead of the outputs.
 
         Raises:

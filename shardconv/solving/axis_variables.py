@@ -36,7 +36,7 @@ class SolverInput:
     """The part of the problem that is the same for all mesh axes.
 
     Args:
-        analysis: of the traced model.
+        analysis: the analysis of the traced model.
         forbidden: leaves that must stay replicated.
         folded: tensors that must get the same choice, and weights of layers.
         sequence: leaves of activations that may be sharded although their size comes from the input, see
@@ -143,7 +143,7 @@ class AxisVariables:
         self.keys: list[Key] = []
         """The subject of each variable."""
         self.alias: list[int] = []
-        """For each variable, one with a lower number that it equals, or itself."""
+        """Variable -> one with a lower number that it equals, or itself."""
         self.zero: set[int] = set()
         """Variables that must be 0."""
         self.costs: list[tuple[tuple[int, ...], Table]] = []

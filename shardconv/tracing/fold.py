@@ -70,7 +70,7 @@ def fold(tape: Tape, first_apart: bool = False) -> Folded:
     If layers of a stack contain stacks, the outermost stack that can be folded is folded.
 
     Args:
-        tape: of the model.
+        tape: the tape of the model.
         first_apart: treat the first layer of a stack as a separate kind, so that its inputs may have another
             layout than the inputs of the others.
     """

@@ -72,7 +72,7 @@ class Identities:
 
     Args:
         tape: gets the tensors, and an ``alias_write`` for each stale one that is read.
-        values: of its tensors.
+        values: the values of its tensors.
         stack: the indices of the module calls that are running, outermost first; the recorder changes it.
     """
 

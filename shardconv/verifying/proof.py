@@ -76,8 +76,8 @@ def simulate(
         case: the plan to prove, and its model.
         inputs: inputs to use instead of the case's.
         gradients: run the backward pass too.
-        calls: with 2, a second call that continues the first is compared too.
-        logits: which of the ranks' logits are compared.
+        calls: number of calls. With 2, a second call that continues the first is compared too.
+        logits: the choice of the ranks' logits to compare.
 
     Returns:
         The outcome. Wrong gradients are not an error; the outcome names the worst one.
@@ -315,7 +315,7 @@ def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]
 
     Args:
         case: the model and its inputs.
-        names: of the arguments for embeddings.
+        names: the names of the arguments for embeddings.
     """
     rng = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
@@ -370,7 +370,7 @@ def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
     """Compare everything that a plan is used for with the unsharded model.
 
     Args:
-        case: of the plan; its parallel loss is one that may be the model's own.
+        case: the case of the plan; its parallel loss may be the model's own.
         tell: is called with a description of the next runs.
 
     Raises:

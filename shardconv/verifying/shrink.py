@@ -36,7 +36,7 @@ def resized_tensors(full: nn.Module, fewer: nn.Module) -> Mapping[str, Resized] 
     """Return the stored tensors whose shapes differ; None if the models have different tensors.
 
     Args:
-        full: on meta.
+        full: the full model on meta.
         fewer: built from another config.
     """
     before, after = (dict(stored_tensors(model)) for model in (full, fewer))

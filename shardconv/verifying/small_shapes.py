@@ -156,7 +156,7 @@ def choose_sizes(
     sizes that are kept where possible.
 
     Args:
-        analysis: of the model.
+        analysis: the analysis of the model.
         groups: groups that may shrink.
         tp: number of ranks.
         copies: stored tensor -> number of such tensors in the smaller model, if more than one.

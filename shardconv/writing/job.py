@@ -67,9 +67,9 @@ def target_file(
         path: relative to the output directory.
         owner: see ``TargetFile.owner``.
         declared: torch's name of the dtype and the shape of each tensor.
-        metadata: of the header.
+        metadata: the metadata of the header.
         tensor: the source of a tensor, by name.
-        alignment: of the first tensor, in bytes.
+        alignment: the alignment of the first tensor, in bytes.
     """
     return TargetFile(path, owner, lay_out(declared, metadata, alignment), tensor)
 

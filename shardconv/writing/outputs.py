@@ -165,7 +165,7 @@ def prepared(
         pp: number of stages.
         overwrite: whether converted directories may be replaced.
         source: the model; it may not be in ``out``.
-        options: which ranks are written.
+        options: the options, which name the ranks to write.
         tp: number of ranks of a stage.
 
     Raises:
@@ -201,7 +201,7 @@ class StageOutputs:
         count: the number of stages, 2 or more.
         overwrite: whether converted directories may be replaced.
         source: the model; it may not be in ``out``.
-        options: which ranks are written: stages without any are left out.
+        options: the options, which name the ranks to write; stages without any are left out.
         tp: number of ranks of a stage.
 
     Raises:
@@ -251,7 +251,7 @@ class StageOutputs:
         """Write each stage that is not complete, and yield its number before.
 
         Args:
-            plan: with stages.
+            plan: a plan with stages.
             weights: global tensors to store, by the first of their names.
             source: the source of the weights.
             write: writes a directory.

@@ -101,7 +101,7 @@ def write(
         plan: how each parameter is laid out.
         weights: global tensors by FQN.
         output: where to write.
-        origin: of the weights; its small files are copied.
+        origin: the origin of the weights; its small files are copied.
         options: which ranks to write, and how.
         progress: where to report to.
 
@@ -153,8 +153,8 @@ def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
     """Return the claim of the wanted owners; the common part is written by any process that is free to.
 
     Args:
-        owners: of all files.
-        wanted: to be written by this process; None: all.
+        owners: the owners of all files.
+        wanted: the owners that this process writes; None: all.
     """
     required = owners if wanted is None else owners & wanted
     return Claim(required, (owners & {COMMON_DIRECTORY}) - required)

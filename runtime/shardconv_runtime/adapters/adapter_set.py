@@ -75,7 +75,7 @@ class Alone:
     """One adapter in the model, without the others."""
 
     plan: Plan
-    """With the adapter's name."""
+    """The plan of the model with the adapter, under the adapter's name."""
     model: nn.Module
     base_names: Mapping[str, str]
     """See ``Attached``."""
@@ -86,7 +86,7 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
 
     Args:
         alone: plans of single adapters, by name.
-        model: with all of them, on meta.
+        model: the model with all adapters, on meta.
         attached: the adapters that were attached to it.
 
     Raises:
@@ -270,7 +270,7 @@ def adapted_tensors(
         plan: the plan of the model with them.
         attached: the adapters.
         start: this rank.
-        rows: for adapters' tensors by name, the positions of the first dim of the local tensor.
+        rows: name of an adapter's tensor -> positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
     now = _present_names(before, entries, attached)
@@ -346,7 +346,7 @@ class AdapterSet:
     plan: Plan
     """The plan of the model with them."""
     adapters: Mapping[str, PlannedAdapter]
-    """By name; the first one is active."""
+    """The adapters by name; the first one is active."""
 
     @staticmethod
     def read(given: Given, base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:

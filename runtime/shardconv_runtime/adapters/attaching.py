@@ -117,8 +117,8 @@ def attach(
     """Put adapters into a model, in place; the first one is active.
 
     Args:
-        model: on meta, global shapes, as ``meta_model.build_model`` makes it.
-        adapters: by the names that they get.
+        model: the model on meta in global shapes, as ``meta_model.build_model`` makes it.
+        adapters: the adapters by the names that they get.
         trainable: the adapters' parameters require gradients; the model's own parameters never do.
         initialized: new adapters get their initial weights; otherwise any.
 
@@ -256,7 +256,7 @@ def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
     peft ties them when it makes them. On meta they come apart, and again when saved ones take their places.
 
     Args:
-        model: with the adapter.
+        model: the model with the adapter.
         name: the name of the adapter in the model.
         adapter: see ``attach``.
 
@@ -332,13 +332,13 @@ class _BaseWithoutBytes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.originals: dict[int, Tensor] = {}
-        """Original tensors by the id of the proxy."""
+        """Id of a proxy -> the original tensor."""
         self.proxies: dict[int, Tensor] = {}
-        """By the id of the original."""
+        """Id of an original tensor -> its proxy."""
         self.memory: dict[int, Tensor] = {}
         """Address of a proxy, or of a copy of one -> the original."""
         self.replaced: dict[int, Tensor] = {}
-        """By the id of the original: the tensor of a saved adapter that replaces it."""
+        """Id of an original tensor -> the tensor of a saved adapter that replaces it."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

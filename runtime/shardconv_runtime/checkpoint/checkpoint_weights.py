@@ -52,7 +52,8 @@ class CheckpointWeights:
     tensors: Mapping[str, LazyTensor | PackedWeight]
     """Global, by FQN, tied ones under each of their names."""
     tied: Mapping[str, str] | None
-    """For ``ModelSpec``: None, unless parameters that the class and its config tie have different values."""
+    """The ties for ``ModelSpec``; None, unless parameters that the class and its config tie have different
+    values."""
     unused: Mapping[str, LazyTensor]
     """Tensors of the checkpoint that the model does not read, by name, if they were asked for."""
 

@@ -138,7 +138,7 @@ def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
     """Return a plan with notes about packed weights, in addition to the verification with dequantized ones.
 
     Args:
-        plan: with packings.
+        plan: a plan with packings.
         settings: the ``quantization_config``; None for an unquantized model.
     """
     entries = [entry for entry in parameter_plans(plan).values() if entry.packing is not None]

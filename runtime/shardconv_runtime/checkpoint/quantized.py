@@ -74,7 +74,7 @@ def is_of_cache(name: str, settings: Settings) -> bool:
     """Return whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
 
     Args:
-        name: in the checkpoint.
+        name: the name of the tensor in the checkpoint.
         settings: its ``quantization_config``.
     """
     last = name.rpartition(".")[2]
@@ -112,7 +112,7 @@ class PackedWeights:
     Args:
         settings: its ``quantization_config``.
         tensors: all of its tensors.
-        files: that hold them; only their headers are read here.
+        files: the files of the tensors; only their headers are read here.
         where: the checkpoint, for messages.
         dtype: the dtype of the dequantized weights.
         dequantize: whether they are wanted; ``of`` then has no packed weights.
@@ -257,7 +257,7 @@ class _Piece:
         by_stride = {stride: dim for dim, stride in enumerate(strides) if found.shape[dim] > 1}
         extents = zip(piece.shape, piece.strides, strict=True)
         self.dims = [by_stride.get(stride, -1) if extent > 1 else None for extent, stride in extents]
-        """For each dim of the parameter, the dim of the packed weight; None if the piece has one position."""
+        """The dim of the packed weight for each dim of the parameter; None if the piece has one position."""
         if -1 in self.dims:
             raise _inseparable(name, "rearranged parts of packed weights")
 

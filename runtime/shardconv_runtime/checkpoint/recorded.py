@@ -254,7 +254,7 @@ class RecordedOperator:
     """Lazy tensors in place of recorded ones."""
     kwargs: Mapping[str, Any]
     index: int
-    """Which of its results."""
+    """The index of the result among the operator's results."""
 
     def __call__(self) -> torch.Tensor:
         """Read the tensors and run it."""

@@ -141,7 +141,7 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     when the first of its tensors is needed.
 
     Args:
-        files: that hold the tensors.
+        files: the files of the tensors.
         index: says which of several files that hold a tensor is the one to take: a repository may add a file
             with some better tensors, and change only its index.
 

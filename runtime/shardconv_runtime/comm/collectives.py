@@ -53,8 +53,8 @@ class Communicator(ABC):
 
     Attributes:
         regathering: set while a forward pass runs that keeps parts of gathered activations.
-        sequence: for the last forward pass whose activations are sharded over the sequence, its length, and
-            that with padding. It is kept for a backward pass that recomputes.
+        sequence: the lengths of the sequence without and with padding in the last forward pass whose
+            activations are sharded over it. They are kept for a backward pass that recomputes.
     """
 
     def __init__(self, rank: int, mesh: Mesh, device: torch.device = CPU) -> None:
@@ -79,7 +79,7 @@ class Communicator(ABC):
         return group_of(self.mesh, axes, self.rank)
 
     def num_ranks(self, axes: Iterable[int]) -> int:
-        """Number of ranks along ``axes``."""
+        """Return the number of ranks along ``axes``."""
         count = 1
         for axis in axes:  # a plain loop, which compilers can look through
             count *= self.mesh[axis]

@@ -28,7 +28,7 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
     one GPU, it is that one: launchers may show each process its own.
 
     Args:
-        device: as the caller named it; by default a GPU if torch finds cuda, otherwise the CPU.
+        device: the device that the caller named; by default a GPU if torch finds cuda, otherwise the CPU.
         num_local: this many processes of this host need a GPU each; 0 if unknown.
 
     Raises:

@@ -47,7 +47,7 @@ class LiveBytes:
     """
 
     sequence: tuple[int, int, int]
-    """For each sequence of the batch."""
+    """Bytes for each sequence of the batch."""
     once: tuple[int, int, int] = (0, 0, 0)
     """Bytes that do not depend on the batch."""
 

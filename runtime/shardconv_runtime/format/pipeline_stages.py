@@ -35,9 +35,9 @@ class PlaceholderDim:
     size: Dim | None = None
     """A layout, of which each rank has its local size."""
     times: int = 1
-    """In the sequence-parallel form, the argument is this part of the dim."""
+    """Number of parts of the dim of which the argument is one, in the sequence-parallel form."""
     over: int = 1
-    """In the sequence-parallel form, the dim is this part of the argument."""
+    """Number of parts of the argument of which the dim is one, in the sequence-parallel form."""
     at_most: int = 0
     """The largest product of the arguments' dims; 0 for no limit."""
 
@@ -105,7 +105,7 @@ class SentValue:
     """A result of a module that other stages receive."""
 
     item: int
-    """Among the items that it returns."""
+    """Index of the value among the items that the module returns."""
     to: tuple[int, ...]
     """Stages, ascending."""
     per_token: int = 0

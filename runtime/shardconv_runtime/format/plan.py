@@ -133,7 +133,7 @@ class PackedTensor:
     """A stored tensor of a packed parameter."""
 
     name: str
-    """In the parameter's module; ``*`` is the parameter's own name: ``qweight``, ``*.absmax``."""
+    """The name in the parameter's module; ``*`` is the parameter's own name: ``qweight``, ``*.absmax``."""
     dtype: str
     dims: tuple[PackedDim, ...]
     checkpoint_shape: tuple[int, ...] = ()
@@ -371,8 +371,8 @@ class FusedPlan:
     """Groups of linear layers of one input, whose products are one product in a model for inference."""
 
     members: tuple[tuple[str, ...], ...]
-    """In call order, FQN patterns of a member of each group: the first names of all are one group, the second
-    ones another."""
+    """FQN patterns of a member of each group, in call order: the first names of all are one group, the second
+    names another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +469,7 @@ class Plan:
     memory: MemoryPlan | None = None
     """Memory that a rank needs in addition to its weights; None if it could not be measured."""
     notes: tuple[str, ...] = ()
-    """For a person: opaque modules, guessed values, operators without a rule."""
+    """Notes for a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which positions of a tensor dim each rank holds.
+"""Computes the positions of a tensor dim that each rank holds.
 
 The tree of a dim (``dims.py``) and a rank give the vector of global positions that the rank holds. Slicing
 a parameter, slicing and gathering an activation, merging and resharding all use it.

@@ -111,7 +111,7 @@ class LocalRowsStep:
 
 @dataclass(frozen=True, slots=True)
 class LocalRowsOrEndStep:
-    """As ``LocalRowsStep``, but out-of-shard ids become the number of local rows: experts skip these ids."""
+    """Like ``LocalRowsStep``, but out-of-shard ids become the number of local rows, which experts skip."""
 
     slot: str
     op: Literal["local_rows_or_end"] = field(default="local_rows_or_end", init=False)

@@ -98,7 +98,7 @@ def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
 
     Args:
         path: the path of a directory.
-        rank: among all processes.
+        rank: the rank among all processes.
         world_size: number of processes.
     """
     count = stages_in(path)

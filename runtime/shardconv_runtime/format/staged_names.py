@@ -1,4 +1,4 @@
-"""Which modules and parameters a stage of a pipeline holds."""
+"""Finds the modules and parameters that a stage of a pipeline holds."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None)
     """Return the parameters that a stage or process holds: first name -> name in its model.
 
     Args:
-        plan: with stages, or without any.
-        stages: of which the parameters are.
+        plan: a plan with or without stages.
+        stages: the stages that hold the parameters.
         names: first names of parameters and persistent buffers; by default all of the plan.
     """
     names = parameter_plans(plan).keys() if names is None else names
@@ -79,8 +79,8 @@ def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T
     """Return the values of a stage or process, by the names in its model.
 
     Args:
-        plan: with stages.
-        stages: of which it is.
+        plan: a plan with stages.
+        stages: the stages of the process.
         tensors: the tensors of all stages, by the first of their names.
     """
     held = held_names(plan, stages, tensors.keys())

@@ -125,7 +125,7 @@ def load_document(
         text: JSON.
         format_name, version: required of the document.
         max_bytes: most characters of the text.
-        remedy: for the error about a document of another version.
+        remedy: the remedy in the error about a document of another version.
 
     Raises:
         MalformedError: with the path of a field and the type or value that was expected there.

@@ -113,7 +113,7 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
         where: the id of a repository, and the name of a folder in it where that has to be chosen.
         hub: how to reach it.
         world_size: number of processes that it was converted for.
-        rank: among these, of which the directory of the stage is taken, if there are several.
+        rank: the rank among these; if there are stages, the directory of its stage is taken.
 
     Raises:
         SourceError: the repository cannot be read, or holds no directory for this many ranks.
@@ -128,7 +128,7 @@ def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
     """Return a directory next to another one in a repository, at the same commit, with its manifest and plan.
 
     Args:
-        found: of the other one.
+        found: the other directory.
         name: the name of the directory.
 
     Raises:

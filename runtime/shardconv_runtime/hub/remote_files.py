@@ -54,7 +54,7 @@ class RemoteFile:
     repo_id: str
     commit: str
     name: str
-    """In the repository."""
+    """The name in the repository."""
     num_bytes: int
     sha256: str
     """The sha256 of the bytes, in hex; empty where the Hub does not record it."""

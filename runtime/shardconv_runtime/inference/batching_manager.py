@@ -52,7 +52,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Turn a manager that has not started into one of a rank, in place.
 
         Args:
-            manager: of transformers, made for a ``PagedModel``.
+            manager: the manager of transformers, made for a ``PagedModel``.
             start: the ranks.
         """
         manager.__class__ = cls

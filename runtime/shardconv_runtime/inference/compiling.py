@@ -37,8 +37,9 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     Args:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.
         cuda_graphs: the device can record graphs, including collectives.
-        same_bits: on each rank. Otherwise the compiler of each one measures which kernel is fastest, and sums
-            in its own order. Replicated values would differ by rounding: harmless, until experts are chosen.
+        same_bits: get equal bits on all ranks. Otherwise each rank's compiler measures which kernel is
+            fastest, and sums in its own order. Replicated values would differ by rounding, which is harmless
+            until experts are chosen.
     """
     call: Callable[..., Any] = model._call_impl
 

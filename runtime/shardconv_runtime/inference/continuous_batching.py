@@ -60,7 +60,7 @@ def prepare_batches(
         model: the model of this rank; unchanged if its class has no continuous batching.
         start: the ranks.
         gather_logits: if False, it is refused.
-        link: to the other stages of a pipeline; None where there is one stage.
+        link: the link to the other stages of a pipeline; None if there is one stage.
     """
     if hasattr(model, "init_continuous_batching"):
         make = MethodType(_manager_of_rank(start, gather_logits, link), model)

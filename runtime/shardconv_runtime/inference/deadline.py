@@ -25,7 +25,7 @@ from ..errors import LaunchError
 # The errors of collectives when another rank has ended, in our words.
 
 _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout", "Broken pipe")
-"""In messages of gloo, which raises a RuntimeError."""
+"""Parts of messages of gloo, which raises a RuntimeError."""
 
 
 def raise_lost_rank(error: RuntimeError, start: Launch) -> None:

@@ -83,7 +83,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     Args:
         keys, values: buffers ``[B, local heads, slots, head dim]``.
-        reach: of these slots, the first ones that calls read and write.
+        reach: the number of first slots that calls read and write.
         length: tokens in the cache before the call, int64 ``[]``; the same tensor for all layers.
         is_sliding: the layer attends to a window, or to a chunk.
         is_ring: there are as many slots as the window has tokens, and position p is in slot p modulo that.
@@ -285,7 +285,7 @@ def make_cache(
     """Return a cache for steps of a bucket, not filled.
 
     Args:
-        prefilled: after a prefill, see ``is_known``.
+        prefilled: the cache after a prefill, see ``is_known``.
         buffers: where it lies.
         batch: number of rows.
         slots: number of tokens that it can hold.

@@ -56,9 +56,9 @@ class StepState:
         cache: the cache of the tokens so far.
         token: the ids that the next step takes, int64 ``[B, 1]``.
         new_tokens: the chosen tokens, int64 ``[B, L]``, and ``count`` (``[]``) of them.
-        position_ids: of ``token``, int64 ``[B, 1]``, if the model takes them.
+        position_ids: the position of ``token``, int64 ``[B, 1]``, if the model takes it.
         inputs: other tensor arguments by name: masks ``[B, R]`` and types of tokens ``[B, 1]``, constant.
-        masks: of these inputs the masks, ``[B, L]``.
+        masks: the masks among these inputs, with all slots, ``[B, L]``.
         unfinished: 1 for rows that no stop token has ended, int64 ``[B]``.
         done: whether there are none, bool ``[]``.
         pad: id that follows a stop token, int64 ``[]``.
@@ -379,7 +379,7 @@ class Call:
         ids: the prompt, int64 ``[rows, n]``; n is 0 where embeddings are given in its place.
         config: the config of the generation.
         arguments: the arguments of the model.
-        cache_name: which of them is the cache; it is empty.
+        cache_name: the argument that is the cache; it is empty.
         most_new: tokens to add at most.
         choice: how they are chosen.
         numbers: the numbers of the logits processors.

@@ -78,7 +78,7 @@ class Decoder:
 
     Attributes:
         runs_plain: the model is being called by this class, for a prefill or an ordinary step.
-        num_recordings: of steps, since the model was loaded.
+        num_recordings: the number of recorded steps since the model was loaded.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ def _loop(
 
     Args:
         call: the call to decode.
-        state: after the first token.
+        state: the state after the first token.
         replay: replays its step.
         wider: gives a state of more reach, and its step.
         streamer: the user's.

@@ -73,7 +73,7 @@ class _TokensOfLastStage:
     """The last processor of scores, which selects the tokens that the last stage chose.
 
     Args:
-        link: to the other stages.
+        link: the link to the other stages.
         draws: choose by drawing, as ``generate`` would next, from the same random state.
     """
 
@@ -127,7 +127,7 @@ class _DecidedByRank0:
     """A criterion that may differ between ranks, such as one with a clock: rank 0 decides.
 
     Args:
-        criterion: of transformers' form.
+        criterion: a criterion of transformers' form.
         start: the ranks.
     """
 
@@ -161,7 +161,7 @@ def prepare_generation(
         config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
-        link: to the other stages of a pipeline; None where there is one stage. With several stages in each
+        link: the link to the other stages; None if there is one stage. With several stages in each
             process ``generate`` is refused.
     """
     if not hasattr(model, "generate"):

@@ -30,7 +30,7 @@ def length_limit(config: Any) -> int | None:
     """Return the most tokens of a sequence before a rotary embedding changes; None if none ever does.
 
     Args:
-        config: of transformers.
+        config: transformers' config.
     """
     text = config.get_text_config(decoder=True)
     given = getattr(text, "rope_parameters", None) or {}

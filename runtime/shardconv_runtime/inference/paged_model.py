@@ -185,7 +185,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
 
     Args:
         model: the model of this rank.
-        link: to the other stages of a pipeline; None where there is one stage.
+        link: the link to the other stages of a pipeline; None if there is one stage.
 
     Raises:
         PlanError: the model cannot decode from pages of keys and values.

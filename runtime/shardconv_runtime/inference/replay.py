@@ -23,7 +23,7 @@ class CompiledStep:
     """A compiled function.
 
     Args:
-        function: of positional arguments, without a closure.
+        function: a function of positional arguments, without a closure.
         compile: makes one graph of a function.
     """
 

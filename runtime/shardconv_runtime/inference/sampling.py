@@ -98,7 +98,7 @@ def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], his
     Args:
         choice: how.
         logits: float32 ``[B, V]``.
-        numbers: by name, each ``[]``: float32, or int64 for those in INTEGERS.
+        numbers: numbers by name, each ``[]``: int64 for the names in INTEGERS, otherwise float32.
         history: the history of the text.
 
     Returns:

@@ -31,8 +31,8 @@ class StepsInFlight:
     """Makes a scheduler skip requests with a step in flight, in place.
 
     Args:
-        scheduler: of transformers.
-        most_steps: that are in flight at a time; each gets its share of the requests.
+        scheduler: transformers' scheduler.
+        most_steps: the most steps in flight at a time; each gets its share of the requests.
     """
 
     def __init__(self, scheduler: Any, most_steps: int) -> None:
@@ -85,9 +85,9 @@ class _Step:
     """A step in flight.
 
     Attributes:
-        requests: of transformers, as they will be when the tokens are known.
+        requests: transformers' requests, as they will be when the tokens are known.
         tokens: the tokens of the last stage, int32 ``[1 or 2, requests]``, and the messages that they need.
-        transport: with which hidden states are being sent.
+        transport: the transport that is sending hidden states.
     """
 
     requests: list[Any]
@@ -113,9 +113,9 @@ class StagedBatchingManager(RankBatchingManager):
         """Turn a manager that has not started into one of a stage, in place.
 
         Args:
-            manager: of transformers, made for a ``PagedModel``.
+            manager: the manager of transformers, made for a ``PagedModel``.
             start: the ranks of all stages.
-            link: to the other stages.
+            link: the link to the other stages.
             num_microbatches: steps in flight at a time, 1 or more.
         """
         made = cls.adopt(manager, start)

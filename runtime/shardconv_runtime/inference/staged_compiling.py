@@ -62,7 +62,7 @@ def compile_stage(model: nn.Module, start: Launch, link: StageLink, *, same_bits
         model: the model of this rank.
         start: the ranks of all stages.
         link: the link to the other stages.
-        same_bits: on each rank, see ``compile_model``.
+        same_bits: get equal bits on each rank, see ``compile_model``.
     """
     call: Callable[..., Any] = model._call_impl
     plain: Callable[..., Any] = model.forward

@@ -138,7 +138,7 @@ _DECISION, _REPORT, _PAYLOAD, _TOKENS = range(2**30, 2**30 + 4)
 """Tags of messages; torch counts from 0 for the barrier of transformers' ``pause``."""
 
 _NONE = -(2**40)
-"""In place of a random state, by ranks that draw no tokens: less than any."""
+"""Number that ranks without draws send in place of a random state; it is less than any state."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class StageCoordinator(StepCoordinator):
         start: the ranks of all stages.
         timeout_s: how long a message may take; None for a month.
         draws: this rank draws random numbers for its tokens.
-        most_steps: that are in flight at a time, 1 or more.
+        most_steps: the most steps in flight at a time, 1 or more.
     """
 
     def __init__(self, start: Launch, timeout_s: float | None, *, draws: bool, most_steps: int) -> None:

@@ -46,10 +46,10 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     ``train(resume_from_checkpoint=CHECKPOINT)``.
 
     Args:
-        model: with ``data_parallel=``, if there are several copies.
+        model: the model, loaded with ``data_parallel=`` if there are several copies.
         args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
         mesh: the mesh of all processes; "tp" is its last dim.
-        options: as for the Trainer.
+        options: the options of the Trainer.
     """
 
     def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
@@ -180,7 +180,7 @@ def _require_weights_of(model: Any, saved: Path) -> None:
     """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it.
 
     Args:
-        model: as ``load`` returned it.
+        model: the model that ``load`` returned.
         saved: ``model`` in a checkpoint: a converted directory, which is not compared if it is for another
             number of ranks, or adapters, of which those that are active are compared.
 

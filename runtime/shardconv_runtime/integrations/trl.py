@@ -142,7 +142,7 @@ def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
         forward: the forward method of the model, before TRL replaced it.
-        temperature: by which logits are divided.
+        temperature: the divisor of the logits.
     """
 
     @functools.wraps(type(model).forward)  # generate looks at the signature
@@ -178,7 +178,7 @@ def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausal
     Args:
         logits: ``[B, T, V]``.
         labels: ``[B, T]``, of the tokens after them; -100 for none.
-        num_items: by which the sum of the losses is divided; by default the number of labels.
+        num_items: the divisor of the sum of the losses; by default the number of labels.
     """
     mask = labels != IGNORED
     log_probs = torch.log_softmax(logits.float() if logits.dtype != torch.float64 else logits, dim=-1)

@@ -107,7 +107,7 @@ class CheckedSource:
 
     directory: Path
     manifest: Manifest
-    """For an ordinary model, a manifest of its small files."""
+    """The manifest; for an ordinary model, a manifest of its small files."""
     plan: Plan
     repository: Repository | None = None
     """The repository from which this rank's files are still to be downloaded."""

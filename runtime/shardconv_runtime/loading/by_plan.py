@@ -171,7 +171,7 @@ def local_tensors(
         weights: global tensors by the names under which the plan stores them.
         rank: the rank.
         device: where the tensors go.
-        rows: by name, the positions of the first dim that are wanted of a tensor; of others all are.
+        rows: name -> the positions of the first dim to yield; tensors without an entry are complete.
         in_planned_dtypes: cast the weights to the dtypes of the plan; otherwise they keep their dtypes.
 
     Yields:

@@ -120,7 +120,8 @@ class StagedBuilder:
 
         Args:
             plan: the plan of all stages, as they are stored.
-            stored: for each stage, yields its tensors by the names in its directory, or rows of them.
+            stored: a function for each stage that yields its tensors, or rows of them, by the names in its
+                directory.
             rows: name in the model -> the rows of the tensor to yield; see ``format.slices.Rows``.
         """
         own = held_names(plan, self.stages)

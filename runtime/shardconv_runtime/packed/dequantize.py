@@ -28,7 +28,7 @@ FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice], Tenso
     "mxfp4": mxfp4.dequantized,
     "torchao": torchao.dequantized,
 }
-"""By the method: from local stored tensors to the local weight, in the dtype that the library computes."""
+"""Method -> function from local stored tensors to the local weight, in the dtype of the library's result."""
 
 VALUES_AT_ONCE = 2**22
 """Values that are computed together, so that about 100 MB are needed in addition to the result."""

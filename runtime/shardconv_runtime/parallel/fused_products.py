@@ -133,7 +133,7 @@ class FusedLinear(ColumnParallelLinear):
 
     product: FusedProduct
     index: int
-    """In the group."""
+    """The index in the group."""
 
     def __init__(self, linear: nn.Linear) -> None:
         sharded = linear if isinstance(linear, ColumnParallelLinear) else None
@@ -172,7 +172,7 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
     """Replace the linear layers of each group, in place.
 
     Args:
-        model: as ``build.apply_plan`` converts it, of local shapes.
+        model: a model of local shapes, as ``build.apply_plan`` converts it.
         groups: FQNs, in the order of the calls.
 
     Raises:

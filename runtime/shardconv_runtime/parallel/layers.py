@@ -75,7 +75,7 @@ def with_local_logits(plan: Plan) -> Plan:
     head do.
 
     Args:
-        plan: with stages, in the form that is to run.
+        plan: a plan with stages, in the form that is to run.
 
     Raises:
         PlanError: the plan lacks the result of a placeholder for only the head.

@@ -80,7 +80,7 @@ def refuse_changes(
     Args:
         model: one rank's, complete.
         planned: FQNs of the modules for which the plan has edits or steps.
-        ranks: of the default process group, those that hold parts of the model together.
+        ranks: the ranks of the default process group that together hold the model.
         place: this rank's number among them, and how many there are.
     """
     for name, remedy in REFUSED_METHODS.items():

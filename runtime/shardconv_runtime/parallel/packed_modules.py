@@ -108,11 +108,11 @@ class PackedProduct(FusedProduct):
 
 
 class FusedModule(nn.Module):
-    """Before a class of a format's library: a layer whose product is a part of a larger one."""
+    """A base in front of a class of a format's library: the layer's product is a part of a larger one."""
 
     product: PackedProduct
     index: int
-    """In the group."""
+    """The index in the group."""
     library_class: type[nn.Module]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ _FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
     "gptq": _fill_gptq,
     "torchao": _fill_torchao,
 }
-"""By the method of the packing; others are held as they are stored."""
+"""Method of the packing -> function that fills a module; other methods hold tensors as they are stored."""
 
 
 # Joins the stored tensors of several packed weights to the tensors of one weight, which has the rows of all.
@@ -195,15 +195,15 @@ _FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
 # first (GPTQ, AWQ) are left out.
 
 _Stored = Mapping[str, tuple[Tensor, int | None]]
-"""By name a tensor, and for how many rows or values it has one position; None: it must be the same for all
-weights."""
+"""Name -> tensor, and the number of rows or values for each of its positions; None: the tensor must be the
+same for all weights."""
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
     """Return a part with the rows of all parts, and these, which share its memory; None if it is not exact.
 
     Args:
-        parts: of weights with inputs of one size.
+        parts: parts of weights with inputs of one size.
     """
     methods = {part.packing.method for part in parts}
     rule = _BY_ROWS.get(methods.pop())
@@ -298,4 +298,4 @@ _BY_ROWS: dict[str, Callable[[Part, bool], _Stored | None]] = {
     "fp8": _by_dims,
     "torchao": _by_dims,
 }
-"""By the method of the packing; they get a part, and whether it is the last one."""
+"""Method of the packing -> function of a part, and of whether it is the last one."""

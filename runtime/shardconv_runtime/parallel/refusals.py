@@ -45,7 +45,7 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
     Args:
         model: all of it.
         attribute: the attribute of the config, which names the implementation.
-        names: of those to refuse.
+        names: the names of the implementations to refuse.
     """
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:

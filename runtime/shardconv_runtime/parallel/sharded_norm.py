@@ -26,7 +26,7 @@ class ShardedNorm(nn.Module):
 
     Args:
         info: the formula of the norm that this one replaces.
-        replaced: that norm; its weight and bias keep their names.
+        replaced: the replaced norm; its weight and bias keep their names.
         comm: the ranks.
         training: give it a backward. The gradient of the statistic is a Partial, since all ranks use the
             statistic: it is all-reduced as well.

@@ -41,7 +41,7 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     Their numbers are moved next to each other if they are not.
 
     Args:
-        parts: of one dtype, on one device, of shapes that differ only in the first dim.
+        parts: tensors of one dtype, on one device, whose shapes differ only in the first dim.
     """
     first = parts[0]
     with torch.no_grad(), torch.inference_mode(first.is_inference()):

@@ -43,7 +43,7 @@ def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeh
     """Put a placeholder in the place of a module of a model, in place.
 
     Args:
-        model: that has the module.
+        model: the model that has the module.
         fqn: the FQN of the module.
         results: computes the results of the placeholder.
 
@@ -174,7 +174,7 @@ def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
 
     Args:
         model: unsharded, before ``parallelize``.
-        plan: with stages.
+        plan: a plan with stages.
     """
     return {fqn: list(forward_signature(submodule(model, fqn)).parameters) for fqn in staged_modules(plan)}
 
@@ -367,7 +367,7 @@ class _Sharer:
     """A hook that gives every stage the results of the model on the last one, except caches.
 
     Args:
-        link: to the other stages.
+        link: the link to the other stages.
         expected: the values that each stage of this rank sends or receives in each call.
     """
 

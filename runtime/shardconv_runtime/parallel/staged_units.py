@@ -29,13 +29,13 @@ class StageRank:
     """A rank of a stage, or of several."""
 
     link: StageLink
-    """To the other stages."""
+    """The link to the other stages."""
     mesh: Mesh
     """The mesh of the ranks of a stage."""
     rank: int
-    """Among these."""
+    """The rank in this mesh."""
     device: torch.device
-    """On which the rank computes."""
+    """The device on which the rank computes."""
     dtype: torch.dtype
     """The dtype of activations."""
 

@@ -80,7 +80,7 @@ class TextStream:
     """The text of an answer as its tokens come, up to the first stop string.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         stops: texts before which the answer ends.
         skip_special_tokens: leave them out of the text.
     """
@@ -149,7 +149,7 @@ class Served:
     """The objects that answer requests.
 
     Attributes:
-        manager: of continuous batching, running, made by ``serving_config``.
+        manager: the running manager of continuous batching, made with ``serving_config``.
         grammars: checks JSON schemas; None if the package is not installed.
         processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
         name: the name of the model, for clients.
@@ -224,7 +224,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     Args:
         served: answers the requests.
         prompt: token ids.
-        wanted: by the client.
+        wanted: the options of the answer.
 
     Raises:
         BadRequest: the request does not fit the model or its cache, or too many are answered.

@@ -41,7 +41,7 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
 
     Args:
         served: answers the requests.
-        defaults: of requests that do not say how tokens are drawn.
+        defaults: the defaults for requests that do not say how tokens are drawn.
         api_key: the key that clients have to send; None for no key.
     """
 

@@ -33,9 +33,9 @@ class BadRequest(Exception):
     """A request that cannot be answered.
 
     Args:
-        message: for the client.
+        message: the message for the client.
         parameter: the field at fault.
-        status: of HTTP.
+        status: the status of HTTP.
     """
 
     def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:

@@ -76,7 +76,7 @@ class CopyUnit:
     band: int
     """Elements of one read."""
     gap: int = 0
-    """For a remote leaf: gaps of at most this many elements between stretches are read too."""
+    """Most elements of a gap between stretches of a remote leaf that is read too."""
 
 
 class PlacedTensor(NamedTuple):
@@ -85,7 +85,7 @@ class PlacedTensor(NamedTuple):
     tensor: LazyTensor
     file: int
     offset: int
-    """In bytes."""
+    """The offset in bytes."""
 
 
 class Sink(Protocol):
@@ -137,7 +137,7 @@ def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[C
     """Copy all units.
 
     Args:
-        units: from ``plan_units``.
+        units: the units that ``plan_units`` returned.
         make_sink: returns the sink of a unit.
         done: called in this thread with each finished unit and its sink.
 
@@ -441,7 +441,7 @@ class OpenSources:
         """Fill ``into`` with runs of a local leaf, which may be many and short.
 
         Args:
-            leaf: to read.
+            leaf: the leaf to read.
             starts: the starts of the runs, in elements.
             run: length of each run in elements.
             into: filled with the runs in their order.

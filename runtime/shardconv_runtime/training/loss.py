@@ -133,7 +133,7 @@ class TokenLosses(torch.autograd.Function):
         """Return the losses ``[T]``; one all_gather.
 
         Args:
-            ctx: for the backward.
+            ctx: the context for the backward.
             logits: local ``[T, V_local]``.
             ids: local ``[T]``, int64: the label's column on this rank.
             out_of_shard: ``[T]``, bool: this rank does not hold the label.
@@ -156,7 +156,7 @@ class TokenLosses(torch.autograd.Function):
         """Return the gradient of the local logits ``[T, V_local]``; no collective.
 
         Args:
-            ctx: from the forward.
+            ctx: the context of the forward.
             grad: replicated ``[T]``.
 
         Raises:
@@ -322,7 +322,7 @@ class VocabParallelCrossEntropy:
             labels: global ids ``[...]``, of an integer dtype, on any device; the same on all ranks that
                 share the logits.
             ignore_index: tokens with this label have no loss.
-            label_smoothing: from 0 to 1.
+            label_smoothing: a number from 0 to 1.
             reduction: ``"mean"`` of the tokens with a loss (nan without any), ``"sum"`` or ``"none"``.
             weight: None; weights of classes are not implemented.
             num_items: divisor of the sum in place of the number of tokens with a loss, for example the number

@@ -32,7 +32,7 @@ def parallel_loss(loss_type: str | None, cross_entropy: VocabParallelCrossEntrop
 
     Args:
         loss_type: ``model.loss_type``; transformers treats an unknown one as a causal language model.
-        cross_entropy: over the columns of this rank.
+        cross_entropy: the cross entropy over the columns of this rank.
 
     Returns:
         For ``model.loss_function``; None if the loss is another one, which needs the full logits.

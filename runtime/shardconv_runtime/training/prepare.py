@@ -225,7 +225,7 @@ def parallelize_for_training(
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
     Args:
-        model, plan, comm: as for ``parallel.build.parallelize``.
+        model, plan, comm: see ``parallel.build.parallelize``.
         gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
             If None, they are gathered, except after a loss of sharded logits in training mode.
         packed: computes with packed parameters as they are stored, which are not trained.

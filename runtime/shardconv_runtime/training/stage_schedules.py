@@ -43,7 +43,7 @@ from .stage_training import (
 )
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-"""By name, the schedules of torch for one stage in each process."""
+"""Name -> torch's schedule for one stage in each process."""
 
 SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "looped": ScheduleLoopedBFS}
 """Those for several stages in each process."""

@@ -42,7 +42,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
     Args:
         batch: arguments of a model by name; values that are not tensors go into each part.
-        count: of the parts, which are equally long.
+        count: the number of parts, which are equally long.
 
     Raises:
         PlanError: the sizes of their first dims differ, or cannot be divided.
@@ -262,7 +262,7 @@ class TiedGradients:
     """Sums the gradients of a step over the processes that hold a parameter; each of them makes one.
 
     Args:
-        model: with stages.
+        model: the model with stages.
     """
 
     def __init__(self, model: nn.Module) -> None:
