@@ -1,4 +1,4 @@
-"""Solve a converted directory again for the installed versions, and keep its shards where they fit."""
+"""Solve a converted directory again for the installed versions, and keep its shards if they fit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from .shards import Converted
 
 # Stored tensors of packed parameters follow the layout in which transformers saves the plain model.
 #
-# A stored tensor is placed where its positions of the weight are placed. A layout that divides a step is an
+# A stored tensor is placed like its positions of the weight. A layout that divides a step is an
 # error.
 
 

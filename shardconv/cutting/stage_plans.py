@@ -295,7 +295,7 @@ class _Stages:
 
 
 def _joined(members: Sequence[Sequence[CacheCall]]) -> tuple[CacheCall, ...]:
-    """Merge the cache calls of the members of an entry; where their numbers differ, each member has one."""
+    """Merge the cache calls of the members of an entry; if their numbers differ, each member has one."""
     out = []
     for index, call in enumerate(members[0]):
         arguments = []

@@ -151,7 +151,7 @@ def _spans(tape: Tape) -> dict[int, tuple[int, int]]:
 # again: masks, rotary tables, positions, sums of results.
 
 MOST_VALUES = 8
-"""Most tensors that a stage may receive. The model is not cut where more are needed."""
+"""Most tensors that a stage may receive. The model is not cut at places that need more."""
 
 
 class Uncut(SolveError):

@@ -2,7 +2,7 @@
 
 An engine allocates its parameters and copies the tensors of a checkpoint into views of them. Under
 ``RecordedWrites`` a parameter is allocated and not touched, and memory that is not touched takes none; each
-write to it is kept as a view and a lazy tensor, and where it is read, a lazy tensor is read. So the content
+write to it is kept as a view and a lazy tensor, and a read of it reads a lazy tensor. So the content
 of every parameter is known afterwards, and no weight was read.
 
 Small tensors have real values as well, since code asks for them, as long as nothing of the checkpoint is
@@ -258,7 +258,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lazy, values)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that changes nothing, on recorded tensors where there are no values."""
+        """Run an operator that changes nothing, on recorded tensors if there are no values."""
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
             found = func(*args, **kwargs)
             reason = self._why_unknown(func, _tensors((args, kwargs)))
@@ -351,7 +351,7 @@ _FILLED: Mapping[Any, Any] = {
     aten.new_full: None,
     aten.fill_: None,
 }
-"""Operators that give all elements of a tensor one value: that value, or None where it is an argument."""
+"""Operators that give all elements of a tensor one value: that value, or None if it is an argument."""
 
 _RANDOM = (aten.rand, aten.randn, aten.randint, aten.rand_like, aten.randn_like, aten.randint_like)
 """Operators that make a tensor of random values."""

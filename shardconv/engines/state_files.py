@@ -122,7 +122,7 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
 
     Args:
         out: a directory that ``export_vllm`` wrote.
-        progress: where to report to.
+        progress: where to report progress.
 
     Raises:
         DamagedError: with all problems; the installed engine is of another version than recorded, too.

@@ -92,7 +92,7 @@ def _import() -> None:
     import torch
 
     if TARGET not in os.environ and not torch.accelerator.is_available():
-        # A build of vLLM for GPUs knows no device where there is none.
+        # A build of vLLM for GPUs finds no device on a machine without GPUs.
         os.environ[TARGET] = "cpu"
     from . import vllm_rank
 

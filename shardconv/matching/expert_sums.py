@@ -248,7 +248,7 @@ class _Trial:
 
     def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         slots = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
-        # Arguments go by position where possible, since implementations of experts name them differently.
+        # Arguments are passed by position if possible: implementations of experts name them differently.
         named = {slot.partition(".")[2]: value for slot, value in slots.items()}
         args = []
         for position, name in enumerate(forward_signature(module).parameters):

@@ -123,7 +123,7 @@ class UnansweredTransport(Transport):
         return torch.empty(tuple(shape), dtype=dtype, device=META)
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the results where they were made."""
+        """Leave the results on the stage that computed them."""
 
 
 def bypassed_on(plan: Plan, stage: int, bypassed: Mapping[str, Bypass]) -> dict[str, Bypass]:

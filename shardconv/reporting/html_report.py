@@ -195,7 +195,7 @@ def shown_names(names: Sequence[str], slot: str = "") -> list[str]:
 
 
 def local_text(edit: Edit) -> str:
-    """Return the value of an attribute on the first rank and, where it differs, on the last."""
+    """Return the value of an attribute on the first rank and, if it differs, on the last."""
     return " … ".join(map(str, dict.fromkeys((edit.local[0], edit.local[-1]))))
 
 

@@ -31,7 +31,7 @@ class Workload:
     reserve_bytes: int = RESERVE
     """Bytes that are kept free."""
     context: int | None = None
-    """Tokens of each sequence; of both the encoder and the decoder, where there are two."""
+    """Tokens of each sequence; of both the encoder and the decoder, if there are two."""
     batch: int = 1
 
 
@@ -208,7 +208,7 @@ _CANNOT_BE_MEASURED = "cache and activations could not be measured; the notes sa
 
 
 def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
-    """Yield the section of the report about memory; nothing where nothing was measured."""
+    """Yield the section of the report about memory; nothing if nothing was measured."""
     for title, part in memory_parts(plan):
         assert part.memory is not None
         yield f"MEMORY  {title}"

@@ -45,7 +45,7 @@ class LayerKind:
     """Patterns of the FQNs."""
     count: int
     category: str
-    """The plan's category; empty where the plan has no entry for the module."""
+    """The plan's category; empty if the plan has no entry for the module."""
     tensors: tuple[TensorLine, ...]
     edits: tuple[Edit, ...]
     rank_bytes: int
@@ -266,7 +266,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def percent(part: int, total: int) -> str:
-    """Return a share with two decimals; 0% and 100% only where that is exact."""
+    """Return a share with two decimals; 0% and 100% only if that is exact."""
     if total == 0:
         return "0%"
     percent = 100 * part / total

@@ -121,7 +121,7 @@ class Simulation:
 
         Args:
             inputs: the inputs of the first call.
-            calls: number of calls. With 2, the model is called again with its cache, if the unsharded one can be.
+            calls: number of calls. With 2, the cache is passed to a second call if the unsharded model allows it.
             logits: the logits to compare. With ``BOTH``, a rank's own logits are compared in one call.
 
         Raises:
@@ -273,7 +273,7 @@ class Simulation:
         model.
 
         Ranks that sum in another order may then differ from it by as much, and a comparison shows nothing. It
-        happens where random weights drive activations apart: softmax saturates, layers repeat.
+        happens if random weights drive activations apart: softmax saturates, layers repeat.
 
         Args:
             inputs: the inputs of the call.

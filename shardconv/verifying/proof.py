@@ -236,7 +236,7 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
         return None
     try:
         with _uncompiled(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # flex attention warns where it is not compiled
+            warnings.simplefilter("ignore")  # flex attention warns if it is not compiled
             simulate(other, calls=calls, logits=Logits.GATHERED)
     except Unprovable:
         return None
@@ -249,7 +249,7 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
 def _uncompiled() -> Iterator[None]:
     """Run code that compiles itself, such as flex attention, without compilation.
 
-    ``torch.compile`` imports Inductor even where nothing is compiled, which takes longer than the proof of
+    ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
     most models. Here, it returns its function unchanged. transformers (5.17 to 5.24) keeps the compiled
     function in a singleton, which is replaced meanwhile.
     """

@@ -28,7 +28,7 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
         leaves: their numbers in the journals, the same for every part of the job: ``numbered`` of the global
             tensors, in an order that all parts have.
         memory: I/O buffer size in bytes.
-        progress: where to report to.
+        progress: where to report progress.
 
     Raises:
         SourceError: if a source file cannot be read.

@@ -240,7 +240,7 @@ class Claim:
     required: Collection[str]
     """The owners that this process must write; it is refused if another process writes one of them."""
     optional: Collection[str] = ()
-    """The owners that are left out where another process writes them."""
+    """The owners that are left out because another process writes them."""
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class Origin:
     unused: Mapping[str, LazyTensor] = field(default_factory=dict)
     """Tensors that the model does not use, and that are written next to its own."""
     copy_unused: Callable[[Path], list[FileEntry]] = lambda directory: []
-    """Copies a file of such tensors, where the source has one."""
+    """Copies a file of such tensors, if the source has one."""
 
 
 def origin_of(spec: ModelSpec) -> Origin:
@@ -103,7 +103,7 @@ def write(
         output: where to write.
         origin: the origin of the weights; its small files are copied.
         options: which ranks to write, and how.
-        progress: where to report to.
+        progress: where to report progress.
 
     Returns:
         Whether all ranks are written and the directory is complete.

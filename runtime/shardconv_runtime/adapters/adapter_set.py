@@ -355,7 +355,7 @@ class AdapterSet:
         Args:
             given: the directories.
             base: the plan of the model without them.
-            build: makes the model, global, on meta; called where there are several.
+            build: makes the model, global, on meta; called if there are several.
 
         Raises:
             ShardconvError: see ``read_adapters``, ``attach`` and ``combined``.

@@ -219,7 +219,7 @@ def select(
 
 
 def are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) -> bool:
-    """Return whether two weights have the same values, which are read where they are stored twice."""
+    """Return whether two weights have the same values, which are read if they are stored twice."""
     if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
         return torch.equal(RecordedTensor(one), RecordedTensor(other))
     return one == other

@@ -1,4 +1,4 @@
-"""The tensors of PyTorch files, as lazy tensors over their bytes where the file stores them contiguously."""
+"""The tensors of PyTorch files, as lazy tensors over their bytes if the file stores them contiguously."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class ModelSpec:
     weight_files: tuple[WeightFile, ...] = ()
     """Validated checkpoint files; empty if no weights are needed."""
     index: Index | None = None
-    """The index of the checkpoint files, where there are several."""
+    """The index of the checkpoint files, if there are several."""
     tied: Mapping[str, str] | None = None
     """Alias -> first name of parameters that are one tensor in the checkpoint or in a plan; None: all that
     the class and its config tie."""
@@ -356,6 +356,6 @@ def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metada
         return asked.removeprefix("torch.")
     said = getattr(config, "dtype", None) or metadata.get("dtype")
     found = str(said) if said else files and stored_dtype(files[0])
-    if not found and not files and hasattr(config, "get_text_config"):  # a guess, where no weights say it
+    if not found and not files and hasattr(config, "get_text_config"):  # a guess, if no weights say it
         found = getattr(config.get_text_config(), "dtype", None)
     return str(found or "float32").removeprefix("torch.")

@@ -94,7 +94,7 @@ def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
 T = TypeVar("T")
 
 AGREE_TIMEOUT_S = 300
-"""How long a rank waits for the others where all should arrive at about the same time."""
+"""How long a rank waits for the others if all should arrive at about the same time."""
 
 CONNECT_TIMEOUT_S = 900
 """How long a rank waits for the others to be connected; longer than these wait for it in a group."""

@@ -64,7 +64,7 @@ class Launch:
     """This process among those that load one model.
 
     Attributes:
-        group: all of them; None where there is only this one.
+        group: all of them; None if there is only this one.
         control: a gloo group of the same processes, for control messages.
         timeout_s: how long a rank waits for the others while the model is used; None: torch's default.
     """
@@ -123,7 +123,7 @@ def launch(
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
 ) -> Launch:
-    """Join the other processes; start the default process group where there is none.
+    """Join the other processes; start the default process group if there is none.
 
     The backend is nccl for a cuda device, gloo otherwise. A single process that no launcher started
     needs no group and gets none.

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as _c10d
 from ..errors import LaunchError
 
 JOIN_TIMEOUT_S = 300
-"""How long a rank waits for the others where a group of them is made, or connected."""
+"""How long a rank waits for the others when a group of them is made or connected."""
 
 SETTLE_S = 0.1
 """How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which

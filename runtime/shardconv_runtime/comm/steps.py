@@ -92,7 +92,7 @@ class Resharding(ABC):
         layout: how it is sharded.
         grad_axes: mesh axes over which the gradient of the side with all positions is Partial; None: no
             backward.
-        local_grad_axes: the same for the other side, where segments of the layout are not sharded.
+        local_grad_axes: the same for the other side, if segments of the layout are not sharded.
     """
 
     def __init__(

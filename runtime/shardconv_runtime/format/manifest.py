@@ -44,7 +44,7 @@ MAX_TEXT_LENGTH = 1000
 _RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-"""Names that are devices where they are not files."""
+"""Names that are devices on some systems and files on others."""
 _REMEDY = "copy the directory again, or convert the model again"
 
 
@@ -88,7 +88,7 @@ class SourceFile:
     """Its name in the repository or directory."""
     num_bytes: int
     sha256: str = ""
-    """The sha256 of the bytes, in hex, where the hub cache knows it; empty for local directories."""
+    """The sha256 of the bytes, in hex, if the hub cache knows it; empty for local directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Source:
     name: str
     """Id of the repository, or name of the directory."""
     revision: str | None = None
-    """Commit of the repository, where it has one."""
+    """Commit of the repository, if it has one."""
     files: tuple[SourceFile, ...] = ()
     """The weight files, sorted by path."""
 

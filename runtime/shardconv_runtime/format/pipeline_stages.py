@@ -111,7 +111,7 @@ class SentValue:
     per_token: int = 0
     """Elements of the (global) tensor for each token; for reports."""
     each_call: bool = False
-    """It is made in every call of the model, not only where an encoder runs."""
+    """It is made in every call of the model, not only in calls that run an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class StagesPlan:
     computed_again: tuple[str, ...] = ()
     """Modules without parameters that each stage runs; for reports."""
     memory: tuple[MemoryPlan, ...] = ()
-    """The memory of each stage, where it was measured; for reports."""
+    """The memory of each stage, if it was measured; for reports."""
 
     def __post_init__(self) -> None:
         if self.count < 2:

@@ -121,7 +121,7 @@ class PackedDim:
     of: int | None
     """The dim of the weight along which it runs; None if it is replicated."""
     step: int
-    """Positions of that dim for one of this; the last may have fewer. The size where ``of`` is None."""
+    """Positions of that dim for one of this; the last may have fewer. The size if ``of`` is None."""
 
     def __post_init__(self) -> None:
         if not (0 if self.of is None else 1) <= self.step <= MAX_SIZE:
@@ -191,7 +191,7 @@ class ParameterPlan:
     """Mesh axes over which the parameter is a Partial: its values where their coordinate is 0, otherwise
     zero."""
     reason: str = ""
-    """Why it is replicated; empty where some dim is sharded or partial."""
+    """Why it is replicated; empty if some dim is sharded or partial."""
     packing: Packing | None = None
     """How it is stored, if not as it is; dims and dtype describe the dequantized weight."""
     grad_axes: tuple[int, ...] = ()
@@ -258,9 +258,9 @@ class NormInfo:
     """``rms``, ``layer`` or ``l2``."""
     eps: float
     size: int
-    """Global size of the last dim, or of one group of it, where groups are normalized one by one."""
+    """Global size of the last dim, or of one group of it, if groups are normalized one by one."""
     axes: tuple[int, ...]
-    """Mesh axes that shard it; none where each group is on one rank."""
+    """Mesh axes that shard it; none if each group is on one rank."""
     weight: str = ""
     """Name of the weight parameter in the module; may be empty, likewise ``bias``."""
     bias: str = ""
@@ -273,7 +273,7 @@ class NormInfo:
     groups: tuple[int, ...] = (1,)
     """Local number of groups of the last dim: one for all ranks, or one for each."""
     input: str = ""
-    """Argument that is normalized; empty where the norm has one argument."""
+    """Argument that is normalized; empty if the norm has one argument."""
     gate: str = ""
     """Argument that multiplies, after ``gate_activation``; empty if the norm has no gate."""
     gate_activation: str = ""
@@ -425,7 +425,7 @@ class TrainingPlan:
     parallel_loss: bool = False
     """The loss is computed from the ranks' shards of the logits; otherwise from full ones, by the model."""
     draws: tuple[DrawPlan, ...] = ()
-    """Modules at which the stream of random numbers changes; none where all ranks draw the same."""
+    """Modules at which the stream of random numbers changes; none if all ranks draw the same."""
     extra_outputs: tuple[str, ...] = ()
     """Arguments of the forward pass, as ``output_router_logits``, whose outputs may be part of a loss."""
 
@@ -453,7 +453,7 @@ class Plan:
     training: TrainingPlan | None = None
     """None: for inference only."""
     inference_only: str = ""
-    """Why the model cannot be trained; empty where it can."""
+    """Why the model cannot be trained; empty if it can."""
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
     left_out: tuple[str, ...] = ()

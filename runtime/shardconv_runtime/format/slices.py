@@ -274,7 +274,7 @@ class GatherIndex:
         """Return the positions in the concatenated local pieces that, in this order, are the global dim.
 
         Args:
-            stride: positions that each member takes in the concatenation, where they are padded
+            stride: positions that each member takes in the concatenation, if they are padded
                 to a common size; by default each takes its own positions.
         """
         offsets = [0]

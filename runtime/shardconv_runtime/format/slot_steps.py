@@ -39,7 +39,7 @@ class AllGatherStep:
     per_token: int = 0
     grad_axes: tuple[int, ...] = ()
     local_grad_axes: tuple[int, ...] = ()
-    """The same for the sharded side, where the layout has segments that are not sharded; likewise below."""
+    """The same for the sharded side, if the layout has segments that are not sharded; likewise below."""
 
 
 @dataclass(frozen=True, slots=True)

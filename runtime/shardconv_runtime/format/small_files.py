@@ -137,7 +137,7 @@ COPIED = (
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 COPIED_CODE = ("*.py",)
-"""Copied too where the model runs its repository's code."""
+"""Files that are copied too if the model runs its repository's code."""
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:

@@ -110,7 +110,7 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
     """Find a converted directory in a repository and download its manifest and plan.
 
     Args:
-        where: the id of a repository, and the name of a folder in it where that has to be chosen.
+        where: the id of a repository, and the name of a folder in it if that has to be chosen.
         hub: how to reach it.
         world_size: number of processes that it was converted for.
         rank: the rank among these; if there are stages, the directory of its stage is taken.
@@ -172,7 +172,7 @@ def _explained(where: str, hub: Hub) -> Iterator[None]:
 def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, list[tuple[str, Path | None]]]:
     """Return the id of a repository, and a model's directories in it: one, or one for each stage.
 
-    Each has its path, and the file of its manifest where that was downloaded to find it.
+    Each has its path, and the file of its manifest if that was downloaded to find it.
     """
     repo_id, folder = folder_in(where)
     require_repo_id(repo_id)
@@ -264,7 +264,7 @@ def _names(repo_id: str, hub: Hub) -> list[str]:
 
 
 def _download(repo_id: str, path: str, hub: Hub) -> str:
-    """Download a file to the cache; retry where that may help."""
+    """Download a file to the cache; retry if that may help."""
     begin = time.monotonic()
     for number in range(TRIES):
         try:

@@ -57,7 +57,7 @@ class RemoteFile:
     """The name in the repository."""
     num_bytes: int
     sha256: str
-    """The sha256 of the bytes, in hex; empty where the Hub does not record it."""
+    """The sha256 of the bytes, in hex; empty if the Hub does not record it."""
     hub: Hub = field(compare=False, repr=False)
 
     @property

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import ContinuousBatchingConfig
 
-# Imports seconds of code, and is itself imported where a manager is made.
+# The imports take seconds, so this module is imported only when a manager is made.
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 

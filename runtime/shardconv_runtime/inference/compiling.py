@@ -109,7 +109,7 @@ def is_allocated(cache: Any) -> bool:
 
 
 def decode_from_static_cache(model: nn.Module) -> None:
-    """Let ``generate`` use the calls above, with a cache of fixed size where the model supports one."""
+    """Let ``generate`` use the calls above, with a cache of fixed size if the model supports one."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return

@@ -231,7 +231,7 @@ def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
 
 
 def _record_nothing(config: Any, generation_config: Any) -> None:
-    """Turn CUDA graphs off, in place, which transformers turns on by default where attention allows them.
+    """Turn CUDA graphs off, in place, which transformers turns on by default if attention allows them.
 
     Raises:
         PlanError: they are asked for. NCCL's watchdog does not look after collectives in a graph, and the

@@ -62,7 +62,7 @@ class StepState:
         unfinished: 1 for rows that no stop token has ended, int64 ``[B]``.
         done: whether there are none, bool ``[]``.
         pad: id that follows a stop token, int64 ``[]``.
-        stop_ids: int64 ``[MOST_STOP_TOKENS]``, -1 where there are fewer.
+        stop_ids: int64 ``[MOST_STOP_TOKENS]``, -1 if there are fewer.
         numbers: the numbers of the processors, by name.
         seen, stops: see ``History``.
     """
@@ -376,7 +376,7 @@ class Call:
     """A call that can be decoded here.
 
     Attributes:
-        ids: the prompt, int64 ``[rows, n]``; n is 0 where embeddings are given in its place.
+        ids: the prompt, int64 ``[rows, n]``; n is 0 if embeddings are given in its place.
         config: the config of the generation.
         arguments: the arguments of the model.
         cache_name: the argument that is the cache; it is empty.

@@ -105,7 +105,7 @@ class Decoder:
     def options_for(self, arguments: dict[str, Any]) -> Iterator[Callable[..., Any] | None]:
         """Yield the decoding method for ``generate``'s ``custom_generate``; None for its own.
 
-        The model's default of a static cache is left out where ``generate`` would refuse the call for it.
+        The model's default of a static cache is left out if ``generate`` would refuse the call for it.
         """
         defaults = self._model.generation_config
         cache = defaults.cache_implementation

@@ -158,7 +158,7 @@ class PagedModel:
 
 
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
-    """Return the kinds of attention of a model's layers; none where all are of one kind."""
+    """Return the kinds of attention of a model's layers; none if all are of one kind."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return [kinds[layer] for layer in layers] if kinds else []
 

@@ -24,7 +24,7 @@ from ..errors import LaunchError
 from .batching_manager import RankBatchingManager
 from .step_coordinator import Message, StageCoordinator
 
-# transformers' scheduler where several steps are under way, whose tokens are not known yet.
+# transformers' scheduler if several steps are under way, whose tokens are not known yet.
 
 
 class StepsInFlight:

@@ -58,7 +58,7 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
         options = {name: given.pop(name) for name in OF_LOAD if name in given}
         if options.get("dtype") == "auto":
             del options["dtype"]
-        where = "cpu" if device == "cpu" else None  # lm-eval names cuda by default, also where there is none
+        where = "cpu" if device == "cpu" else None  # lm-eval names cuda by default, even without a GPU
         model = load(pretrained, device=where, **options)
         tokenizer = given.pop("tokenizer", None) or transformers.AutoTokenizer.from_pretrained(pretrained)
         self._has_run = False

@@ -137,7 +137,7 @@ def _base(model: Any) -> Any:
 
 
 def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
-    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise its own results.
+    """Let a model return the log-probabilities of labels if TRL asks for them, otherwise its own results.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.

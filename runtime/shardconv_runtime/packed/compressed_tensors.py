@@ -173,7 +173,7 @@ class CompressedScheme:
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
 
-    Factors of 4-bit floats are read as bfloat16; where there is a factor of the whole tensor, it divides them
+    Factors of 4-bit floats are read as bfloat16; if there is a factor of the whole tensor, it divides them
     first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
     """
     stored = {tensor.name: tensor for tensor in packing.tensors}

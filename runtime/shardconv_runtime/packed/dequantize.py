@@ -70,7 +70,7 @@ def dequantize(
 
 
 def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check local stored tensors, with their values, where ``dequantize`` could not.
+    """Check local stored tensors, with their values, if ``dequantize`` could not.
 
     Args:
         name: the name of the parameter, for messages.

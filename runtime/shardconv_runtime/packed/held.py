@@ -72,7 +72,7 @@ def spread(values: Tensor, stored: PackedTensor, held: WeightSlice) -> Tensor:
             weight or has one position.
 
     Returns:
-        One dim for each of the weight, of its local size, or 1 where no stored dim runs along it.
+        One dim for each of the weight, of its local size, or 1 if no stored dim runs along it.
     """
     for place, dim in enumerate(stored.dims):
         if dim.of is not None and dim.step > 1:

@@ -153,7 +153,7 @@ class RowParallelLinear(nn.Linear):
         bias: whether there is a bias.
         bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; otherwise
             it is replicated, and is added once, after the reduction.
-        inputs: steps on the input; a ``Slice`` where it arrives replicated.
+        inputs: steps on the input; a ``Slice`` if it arrives replicated.
         outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
 
     Shapes: ``input: local [..., in_features]`` (global before a ``Slice``), output ``[..., out_features]``, a
@@ -196,7 +196,7 @@ class VocabParallelEmbedding(nn.Embedding):
     Args:
         rows: maps ids to local rows.
         embedding_dim: local; equal to the global one unless the plan shards it too.
-        padding_idx: local row of the padding id; None where it is out-of-shard.
+        padding_idx: local row of the padding id; None if it is out-of-shard.
         num_embeddings: the value that the model's code reads under this name; None is the global number of
             rows.
         inputs: steps on the ids.

@@ -129,7 +129,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Let operators run unrecorded, where values are needed while the mode is active."""
+        """Let operators run unrecorded if values are needed while the mode is active."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -368,7 +368,7 @@ def find_class(name: str) -> type[nn.Module]:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may raise anything, for example where a package is missing
+    except Exception as error:  # a module may raise anything, for example if a package is missing
         raise PlanError(f"the model class {name!r} cannot be imported: {error}") from error
     from transformers import PreTrainedModel
 

@@ -65,7 +65,7 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
 
 
 def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
-    """Return the generation config of a converted directory; None where it has none.
+    """Return the generation config of a converted directory; None if it has none.
 
     Raises:
         CheckpointError: it is malformed.

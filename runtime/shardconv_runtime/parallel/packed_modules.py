@@ -232,7 +232,7 @@ class PackedModules:
             training: give the steps backwards.
 
         Returns:
-            The new modules by the plain ones; where these have other names, they are still there.
+            The new modules by the plain ones; if these have other names, they are still there.
 
         Raises:
             PlanError: it replaces other modules than those whose weights the plan packs.
@@ -280,14 +280,14 @@ class PackedModules:
         is_first = all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
         if bias is not None and not bias.partial and not is_first:  # of the terms of the sum one has the bias
             self._without_bias.append(module)
-        # With the slice of a replicated input, which plans leave out where a parallel class does it.
+        # With the slice of a replicated input, which plans leave out if a parallel class does it.
         if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
             return entry
         step = SliceStep("input.input", dim=-1, layout=weight.dims[1])
         return replace(entry, inputs=(*entry.inputs, step))
 
     def fuse(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """Have modules compute their products as one, where their formats allow it; before they are filled.
+        """Have modules compute their products as one, if their formats allow it; before they are filled.
 
         Args:
             groups: FQNs of modules of packed weights, in the order of the calls.

@@ -116,7 +116,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> dict[str, Any]:
-    """Return the factors of the local blocks, nested where as many share a factor as the library supposes."""
+    """Return the factors of the local blocks, nested if as many share a factor as the library supposes."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:
         return {"absmax": factors}

@@ -23,7 +23,7 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
         model: all of it, not a submodule.
         argument: the argument of its forward method.
         why: the rest of "ARGUMENT was given to a model ...".
-        unless_inference: allow it where gradients are disabled.
+        unless_inference: allow it if gradients are disabled.
     """
     names = list(forward_signature(model).parameters)
     position = names.index(argument) if argument in names else None

@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..format.dims import Dim, size
 from ..format.slices import ranges
 
-# Ids outside of a table are errors, as they are where the table is not sharded.
+# Ids outside of a table are errors, as with a table that is not sharded.
 #
 # An embedding refuses such ids by itself. On a rank that holds a part of its rows, an id of another rank's
 # part is ordinary, so that each rank has to ask whether any of them has the row. On a CPU that is an error at

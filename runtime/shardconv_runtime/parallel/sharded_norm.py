@@ -21,7 +21,7 @@ class ShardedNorm(nn.Module):
     """RMS, L2 or layer norm over the last dim, or over groups of it, sharded over ranks.
 
     RMS and L2 norms reduce one number for each token, the sum of squares; a layer norm two, one after the
-    other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
+    other (the sum, then the sum of squared deviations from the true mean, which loses no digits if
     the mean is large). A gate, if there is one, multiplies before or after.
 
     Args:

@@ -1,7 +1,7 @@
 """The results of units of other pipeline stages on this one.
 
 Placeholders replace them. They return the values that the unit's stage has sent, or zeros of the right shape
-and dtype where nobody needs the values. They keep the caches of their layers as long as the others, with one
+and dtype if nobody needs the values. They keep the caches of their layers as long as the others, with one
 head of one element, since code asks the first layer of a cache for its length.
 """
 

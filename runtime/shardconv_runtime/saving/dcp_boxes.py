@@ -63,7 +63,7 @@ from ..format.stored_layout import holds_values
 # may hold only a **window** of its rank's tensor. If several ranks hold the same positions, the lowest
 # of them **owns** them: the owned boxes of all ranks tile the tensor.
 
-# The window of its rank's tensor that a process holds: a chunk where data-parallel processes share it.
+# The window of its rank's tensor that a process holds: a chunk if data-parallel processes share it.
 
 
 def chunk(span: Range, parts: int, part: int) -> Range:

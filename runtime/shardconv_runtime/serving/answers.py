@@ -151,7 +151,7 @@ class Served:
     Attributes:
         manager: the running manager of continuous batching, made with ``serving_config``.
         grammars: checks JSON schemas; None if the package is not installed.
-        processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
+        processor: its ``RequestProcessor``; None if this rank has no logits, for example on a first stage.
         name: the name of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.

@@ -48,7 +48,7 @@ BAND_BYTES = 1 << 20
 MAX_WORKERS = 16
 
 SPARSE = 4
-"""Boxes are read run by run where that reads by this factor fewer bytes."""
+"""Boxes are read run by run if that reads by this factor fewer bytes."""
 
 PAGE_BYTES = 4096
 
@@ -129,7 +129,7 @@ def is_remote(leaf: LazyLeaf) -> bool:
 
 
 def num_workers(remote: bool = False) -> int:
-    """Return the number of concurrent units: one per core, more where they wait for a network."""
+    """Return the number of concurrent units: one per core, more if they wait for a network."""
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
@@ -208,7 +208,7 @@ class _Workers:
                 self._put(box, unit.leaf.dtype, band, low, sink)
 
     def _gather(self, unit: CopyUnit, leaf: FileLeaf, stretch: int, sink: Sink) -> None:
-        """Read each box run by run, where most elements between the runs are not needed."""
+        """Read each box run by run, if most elements between the runs are not needed."""
         size = item_bytes(leaf.dtype)
         for boxes in self._clipped(unit, stretch):
             for box in boxes:

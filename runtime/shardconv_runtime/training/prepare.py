@@ -289,7 +289,7 @@ def _attach_loss(
     gather_logits: bool | None,
     heads: Collection[str],
 ) -> None:
-    """Compute the loss from sharded logits, and gather these where the caller wants it."""
+    """Compute the loss from sharded logits, and gather these if the caller wants it."""
     assert plan.logits is not None
     head = submodule(model, plan.logits.module)
     if gather_logits is not False:

@@ -73,7 +73,7 @@ def not_compiled(reason: str) -> Callable[[_Function], _Function]:
     """Return a decorator that ends compiled graphs before a function.
 
     Args:
-        reason: said by Dynamo where it reports a graph break.
+        reason: the reason that Dynamo gives when it reports a graph break.
     """
 
     def decorated(function: _Function) -> _Function:

@@ -221,7 +221,7 @@ def _is_mask(b: Builder, tid: int) -> bool:
 
 
 def gather(b: Builder, op: Op, args: Arguments) -> None:
-    """Analyze ``gather`` along one dim by ids; the others are the same where sizes agree."""
+    """Analyze ``gather`` along one dim by ids; the others are the same if sizes agree."""
     source, target = op.inputs[0], op.outputs[0]
     ids = args.tensor("index")
     assert ids is not None
