@@ -68,8 +68,8 @@ def analyze(
         builder.result, owning_modules(tape)
     )  # modules without parameters may have several purposes
     # A tensor that is handed back is paired with the tensor that the code made, and wrote to, because it got
-    # none. The next call reads the former where this call read the latter. Code that makes an unsharded state
-    # cannot read a sharded one, even if each layer takes its slice.
+    # none. The next call reads the returned tensor where this call read the made one. Code that makes an
+    # unsharded state cannot read a sharded one, even if each layer takes its slice.
     made_by = makers(tape)
     for tid in tape.handed_back:
         made, maker = tid, made_by.get(tid)

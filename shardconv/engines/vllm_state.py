@@ -65,7 +65,7 @@ class StateRecorder:
             directory: the directory with the model's config.
             tensors: the global tensors of the checkpoint, by its names.
             tp: number of ranks.
-            ranks: those whose loading is recorded; None: all.
+            ranks: the ranks whose loading is recorded; None: all.
             dtype: the dtype of the parameters; None: vLLM chooses it.
             trust_remote_code: let vLLM import the Python code in ``directory``.
 

@@ -126,7 +126,7 @@ def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int]
 
 
 def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
-    """Yield ways to shard: first those that skip out-of-shard ids, then those with the fewest edits."""
+    """Yield ways to shard. Ways that skip out-of-shard ids come first, then ways with fewer edits."""
     attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
     unset = [k for k, v in vars(module).items() if v is False and k != "training"]
     ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]

@@ -98,7 +98,7 @@ def _split(name: str, depth: int) -> tuple[str, int, str]:
 
 def kinds_of(layers: Mapping[tuple[str, int], LayerParts]) -> list[AlikeLayers]:
     """Group the layers of each stack that look alike, or lack only a few parts of others."""
-    # Give modules that only later kinds of a stack have the order of those that they lack.
+    # Give modules that only later kinds of a stack have the order of the modules that these kinds lack.
     # A plan lists a module of all layers where the first layer runs it, so a module that only later layers
     # have is listed after all modules of the first layer.
     kinds = _kinds(layers)

@@ -121,7 +121,7 @@ class Simulation:
 
         Args:
             inputs: the inputs of the first call.
-            calls: number of calls. With 2, the cache is passed to a second call if the unsharded model allows it.
+            calls: number of calls. With 2, a second call gets the cache, if the unsharded model allows it.
             logits: the logits to compare. With ``BOTH``, a rank's own logits are compared in one call.
 
         Raises:

@@ -173,7 +173,7 @@ class Shrinking:
         fits: Callable[[SmallModel], object],
         runs: Callable[[SmallModel], bool],
     ) -> SmallModel | None:
-        """Try sizes, of which those in ``equal`` are the same wherever they occur (None: all of them).
+        """Try sizes. Sizes in ``equal`` are the same wherever they occur (None: all sizes).
 
         Sizes that fail are added to ``equal`` first. The result is None if the sizes are not worth a try.
         """

@@ -234,7 +234,7 @@ class StageOutputs:
             and ((directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists())
         ]
         self._complete = complete if len(complete) < len(wanted) else []
-        """Those that an interrupted run has completed."""
+        """Directories that an interrupted run has completed."""
         self._outputs = {
             directory: (
                 Output.prepare(directory, overwrite=overwrite, source=source, owners=own.owners(tp)),

@@ -125,7 +125,7 @@ def attach(
     Raises:
         PlanError: peft is not installed.
         SourceError: the library refuses an adapter, the adapter changes weights of the model, a new one is
-            initialized from them, or a saved one has not the tensors of its config.
+            initialized from them, or a saved one lacks tensors that its config names.
     """
     before = dict(stored_tensors(model))
     modules = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}

@@ -99,7 +99,7 @@ class Communicator(ABC):
                 out by itself, and gets the operation that keeps ``x``.
 
         Raises:
-            PlanError: ``x`` requires a gradient; likewise below.
+            PlanError: ``x`` requires a gradient. The other collectives raise it too.
         """
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:

@@ -63,7 +63,7 @@ CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
     "norm": frozenset({"norm"}),
     "boundary": frozenset(),
 }
-"""The fields, of those that not every module has, that may be set in a category."""
+"""Category -> optional fields of a module that may be set in it."""
 
 FLAG_STEPS: Mapping[str, tuple[str, ...]] = {
     "gather_output": ("all_gather",),
@@ -262,10 +262,11 @@ class NormInfo:
     axes: tuple[int, ...]
     """Mesh axes that shard it; none if each group is on one rank."""
     weight: str = ""
-    """Name of the weight parameter in the module; may be empty, likewise ``bias``."""
+    """Name of the weight parameter in the module; may be empty."""
     bias: str = ""
+    """Name of the bias parameter in the module; may be empty."""
     weight_offset: float = 0.0
-    """Added to the weight (1.0 for norms that store ``weight - 1``)."""
+    """Number to add to the weight (1.0 for norms that store ``weight - 1``)."""
     compute_dtype: str = "float32"
     """Dtype of the statistic, or ``input``."""
     weight_before_cast: bool = False

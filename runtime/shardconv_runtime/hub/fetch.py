@@ -251,7 +251,7 @@ def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | Non
 
 
 def _names(repo_id: str, hub: Hub) -> list[str]:
-    """Return the files of a repository; offline, those in the cache."""
+    """Return the files of a repository; offline, its files in the cache."""
     if not hub.local_files_only:
         try:
             with bounded():

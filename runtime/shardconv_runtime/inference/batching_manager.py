@@ -155,8 +155,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def room(self) -> int | None:
-        """Return the most tokens of one request, with those to come; None if nothing limits them."""
-        limit = self._check.limit  # of those that are computed with, as the last new one is not
+        """Return the most tokens of one request, new ones included; None if nothing limits them."""
+        limit = self._check.limit  # of tokens that are computed with: the last new one is not
         limits = (self._room, None if limit is None else limit + 1)
         return min((each for each in limits if each is not None), default=None)
 

@@ -103,7 +103,7 @@ class PagedCheck:
     """Compares the logits of prompts between packed calls and ordinary calls.
 
     Args:
-        agreed: gives every rank the number of those that have the logits.
+        agreed: takes a number, and returns on every rank the number of a rank that has the logits.
     """
 
     def __init__(self, agreed: Callable[[float], float] = float) -> None:

@@ -71,7 +71,7 @@ class StepsInFlight:
         return requests, *sizes
 
     def _clear_cancelled_requests(self) -> list[Any]:
-        """Cancel requests; those that are in flight when their step is over."""
+        """Cancel requests; a request in flight is cancelled when its step is over."""
         scheduler = self._scheduler
         later = scheduler._requests_to_cancel & self._requests
         scheduler._requests_to_cancel -= later

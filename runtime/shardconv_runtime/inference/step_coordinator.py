@@ -182,7 +182,7 @@ class StageCoordinator(StepCoordinator):
         """Return the largest of each number: rank 0's current one and the ones that other ranks reported.
 
         Raises:
-            LaunchError: a rank failed or ended, or the random states of those that draw differ.
+            LaunchError: a rank failed or ended, or the random states of ranks that draw differ.
         """
         state = checksum(self._start.device) if self._is_sampling else None
         states = [_NONE, _NONE] if state is None else [state, -state]

@@ -182,7 +182,7 @@ def _require_weights_of(model: Any, saved: Path) -> None:
     Args:
         model: the model that ``load`` returned.
         saved: ``model`` in a checkpoint: a converted directory, which is not compared if it is for another
-            number of ranks, or adapters, of which those that are active are compared.
+            number of ranks, or adapters, of which the active ones are compared.
 
     Raises:
         PlanError: it was not, so that training would go on from other weights.

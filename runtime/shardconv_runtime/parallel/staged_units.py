@@ -83,7 +83,7 @@ class StagedUnit:
         return link.is_called and (link.stage not in self.entry.stages or link.is_measuring)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the results of the unit in shape; in value only those that its stage has sent.
+        """Return results of the unit's shapes; only results that its stage has sent have the true values.
 
         Raises:
             OutOfRangeError: for ids that the unit refuses, so that this stage would wait forever.

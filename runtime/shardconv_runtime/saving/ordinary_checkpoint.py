@@ -83,7 +83,7 @@ def save_pretrained(
 
 
 def _note_new_files(model: nn.Module, target: Path) -> None:
-    """Take the files other than weights for those that the model came with, if it came from there."""
+    """If the model was loaded from the target, record the new files other than weights in its manifest."""
     found = loaded(model)
     if target == found.directory.resolve():
         files = tuple(entry_of(target, Path(entry.path)) for entry in found.manifest.files)

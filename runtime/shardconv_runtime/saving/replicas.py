@@ -135,8 +135,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 def full_tensor(tensor: DTensor) -> Tensor:
     """Return all of a tensor, gathered when all processes that hold parts of it call this.
 
-    Those that have nothing to do with it would issue their next collectives at once, and NCCL's watchdog ends
-    a process whose collective is not over in time, however slowly another process writes in the meantime.
+    Processes without a part would issue their next collectives at once. NCCL's watchdog ends a process whose
+    collective is not over in time, however slowly another process writes in the meantime.
 
     Args:
         tensor: a tensor of any shape, sharded over data-parallel processes.

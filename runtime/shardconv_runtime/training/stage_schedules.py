@@ -46,7 +46,7 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """Name -> torch's schedule for one stage in each process."""
 
 SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "looped": ScheduleLoopedBFS}
-"""Those for several stages in each process."""
+"""Name -> torch's schedule for several stages in each process."""
 
 Batch = Mapping[str, Any]
 """Arguments of the model by name."""

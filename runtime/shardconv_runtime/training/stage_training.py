@@ -283,7 +283,7 @@ class TiedGradients:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Sum the gradients that come about inside, and add them to those that were there."""
+        """Sum the gradients of passes within this context, and add them to the earlier gradients."""
         before: list[Tensor | None] = [parameter.grad for parameter, _ in self._tied]
         for parameter, _ in self._tied:
             parameter.grad = None
