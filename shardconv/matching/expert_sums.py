@@ -126,7 +126,7 @@ def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int]
 
 
 def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
-    """Yield ways to shard. Ways that skip out-of-shard ids come first, then ways with fewer edits."""
+    """Yield ways to shard: first ways that skip out-of-shard ids; of one kind, first ways with few edits."""
     attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
     unset = [k for k, v in vars(module).items() if v is False and k != "training"]
     ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]
