@@ -29,14 +29,14 @@ class ExampleInputs:
     """A call of the model that the user gives, to be traced in place of values that are made up."""
 
     source: str
-    """The file, or what the caller passed, for messages."""
+    """The file or the object that the caller passed, for messages."""
     call: Callable[[Any], Mapping[str, Any]]
     """Config -> keyword arguments of the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """What a model is solved for.
+    """The options that a model is solved for.
 
     Raises:
         ShardconvError: if ``tp`` or ``experts`` has an invalid value.
@@ -51,13 +51,13 @@ class SolveOptions:
     check: bool = True
     """Compare simulated ranks with the unsharded model."""
     measure: bool = False
-    """Measure what a rank needs for caches and activations."""
+    """Measure the bytes that a rank needs for caches and activations."""
     pp: int = 1
     """Number of stages, each of which is sharded over ``tp`` ranks."""
     stages: str = ""
     """First and last layer of each stage, as ``0-39,40-79``; empty: stages are balanced."""
     example: ExampleInputs | None = None
-    """The call to trace; None: the example in the model's directory, or else values that are made up."""
+    """The call to trace; None: the example in the model's directory, otherwise values that are made up."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)
@@ -131,7 +131,7 @@ def parse_memory(memory: int | str) -> int:
 
 
 def parse_ranks(ranks: Collection[int] | str | None, tp: int) -> tuple[int, ...] | None:
-    """Return ranks, ascending, from numbers or from text such as ``0-3,6``; None stands for all.
+    """Return ranks, ascending, from numbers or from text such as ``0-3,6``; None means all.
 
     Raises:
         ShardconvError: if they are not ranks below ``tp``.

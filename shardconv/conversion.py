@@ -31,13 +31,13 @@ from .writing.writer import Origin, origin_of, with_example, write
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Which weights are written, and how they are read.
+    """The weights to write, and the way to read them.
 
     Attributes:
-        random_init: those of a new model, in place of the checkpoint's.
-        seed: of a new model.
-        keep_unused: carry along the tensors that the model does not use.
-        stream: read what is on the Hub from there, without a download.
+        random_init: write the weights of a new model in place of the checkpoint's.
+        seed: the seed of a new model.
+        keep_unused: also write the tensors that the model does not use.
+        stream: read files on the Hub from there, without a download.
     """
 
     random_init: bool
@@ -127,7 +127,7 @@ def planned(
     trust_remote_code: bool,
     progress: Progress,
 ) -> Plan:
-    """Solve a model from its config alone; see ``convert.plan``."""
+    """Solve a model from its config, without weights; see ``convert.plan``."""
     options = _with_example(options, example)
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.directory is not None and spec.revision is None:
@@ -136,9 +136,9 @@ def planned(
 
 
 def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
-    """Return what weight files beside the config say of parameters that the class ties; None without files.
+    """Return the parameters that are tied in the weight files next to the config; None without such files.
 
-    A plan needs no weights. But where they are, a head of its own is seen now, and not when they are loaded.
+    A plan needs no weights. But if they exist, an untied head is found now, and not when they are loaded.
     """
     assert spec.directory is not None, "asked of models in directories"
     if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
@@ -148,4 +148,4 @@ def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, 
         with without_library_logging():
             return lazy_weights(full).tied
     except SourceError:
-        return None  # not all files are here; who loads by the plan compares the values
+        return None  # not all files are here; ``load`` with the plan compares the values

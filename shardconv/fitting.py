@@ -41,11 +41,11 @@ class FewestRanks:
 
 
 def smallest_tp(solve: Solve, load: Workload) -> FewestRanks:
-    """Return the smallest power of two of ranks on which the model does what it is to do.
+    """Return the smallest number of ranks, a power of two, on which the workload fits.
 
     Args:
-        solve: the plan for a number of ranks.
-        load: the device of each rank, and what the model is to do.
+        solve: returns the plan for a number of ranks.
+        load: the device of each rank, and the workload.
 
     Raises:
         ShardconvError: if none up to ``MAX_TP`` is enough; or the model cannot be planned at all.

@@ -46,8 +46,8 @@ def missing(names: Collection[str], noun: str, owner: str, holder: str) -> str:
     """Return ``"3 parameters of the plan are missing from the model, e.g. X"``.
 
     Args:
-        names: that are missing, at least one.
-        noun: of one of them, such as ``"parameter"``.
+        names: the missing names, at least one.
+        noun: the noun for one of them, such as ``"parameter"``.
         owner: has them, such as ``"the plan"``.
         holder: lacks them, such as ``"the model"``.
     """

@@ -12,7 +12,7 @@ from .errors import SourceError
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """How to reach the Hub; the fields are those of ``huggingface_hub``."""
+    """How to reach the Hub; the fields have the meaning that ``huggingface_hub`` gives them."""
 
     revision: str | None = None
     cache_dir: str | os.PathLike[str] | None = None

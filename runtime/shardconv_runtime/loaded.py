@@ -24,12 +24,12 @@ _ATTRIBUTE = "_shardconv_loaded"
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where one rank's model came from."""
+    """The directory, plan and ranks from which one rank's model was loaded."""
 
     directory: Path
     """The converted directory, absolute."""
     manifest: Manifest
-    """As it was when the model was loaded."""
+    """The manifest as it was when the model was loaded."""
     plan: Plan
     launch: Launch
     """The ranks of the model, and this one among them."""

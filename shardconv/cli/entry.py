@@ -32,7 +32,7 @@ _REMEDIES = {
     errno.EPERM: "correct the permissions",
     errno.EROFS: "name a directory that can be written",
 }
-"""What to do about errors of files."""
+"""Remedies for errors of files."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

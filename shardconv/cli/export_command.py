@@ -150,4 +150,4 @@ def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: 
             click.echo(line)
 
 
-"""In the order of the help."""
+"""The formats in the order of the help."""

@@ -185,7 +185,7 @@ def plan_command(
 def _load(
     tp: int | str, device_memory: str | None, reserve: str | None, context: int | None, batch: int | None
 ) -> Workload | None:
-    """Return what the model is to do on which device; None if no device was named.
+    """Return the workload and the device that the options describe; None if no device was named.
 
     Raises:
         UsageError: if an option was given that needs a device.
@@ -226,7 +226,7 @@ def _smallest(
 def _plan_text(
     solved: Plan, chosen: str, tokens: int, load: Workload | None, model: str, options: dict[str, Any]
 ) -> str:
-    """Return the plan in one of the formats; ``options`` are those of ``plan``."""
+    """Return the plan in one of the formats; ``options`` are the options of the command ``plan``."""
     if chosen in ("tp_plan", "shards"):
         # It imports torch and transformers, which the help and wrong arguments do not need.
         from ..converted.tp_plan import dumps, skeleton, to_json, tp_plan

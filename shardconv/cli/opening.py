@@ -30,7 +30,7 @@ class Opened:
     """A converted directory, with its manifest and plan."""
 
     directory: Path
-    """The directory; that of a repository is in the cache and has only these two files."""
+    """The directory; for a repository, a directory in the cache that has only these two files."""
     manifest: Manifest
     plan: Plan
     repository: Repository | None = None
@@ -52,8 +52,8 @@ class Opened:
 
 
 def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
-    """Open the converted directory that OUT is or contains, or those of all its stages, each with the plan of
-    all.
+    """Open the converted directory that OUT is or contains, or the directories of all its stages. Each gets
+    the plan of all stages.
 
     Args:
         out: a directory, or the id of a repository.

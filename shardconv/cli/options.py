@@ -31,7 +31,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
 
         with without_library_logging():
             yield progress
-    else:  # it takes seconds to import, and a wrong path must be an error at once
+    else:  # importing transformers takes seconds, and a wrong path must be an error at once
         os.environ.update(_SILENT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -43,7 +43,7 @@ _SILENT = {
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""What the libraries read when they are imported."""
+"""Environment variables that the libraries read when they are imported."""
 
 
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
@@ -232,7 +232,7 @@ initial_options = together(
 
 
 def hub_options(argument: str) -> Callable[[Command], Command]:
-    """Return the options for reaching the Hub for ``argument``, by its name in the help."""
+    """Return the options for reaching the Hub; their help names ``argument``."""
     return together(
         click.option("--revision", help=f"Branch, tag or commit of {argument} on the Hub.  [default: main]"),
         click.option("--cache-dir", type=click.Path(file_okay=False), help="Directory of the Hub cache."),
@@ -253,7 +253,7 @@ where_options = together(
     ),
     hub_options("OUT"),
 )
-"""Which converted directory in OUT, and how the Hub is reached if OUT is a repository."""
+"""Options that choose a converted directory in OUT, and that say how to reach the Hub for a repository."""
 
 stream_option = click.option(
     "--stream/--download",
@@ -274,7 +274,7 @@ model_options = together(
     ),
     loudness_options,
 )
-"""Which model, and how it is read."""
+"""Options that name the model, and say how to read it."""
 
 
 def trust_option(where: str) -> Callable[[Command], Command]:

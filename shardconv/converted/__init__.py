@@ -1,1 +1,1 @@
-"""What is made of a converted directory, and whether it is intact and computes the same."""
+"""Conversions of converted directories, and checks that one is intact and computes the same."""

@@ -105,7 +105,7 @@ def planned(
     check: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Plan a converted model with an adapter. Errors are those of ``adapt``.
+    """Plan a converted model with an adapter. See ``adapt`` for errors.
 
     Args:
         directory: directory with the config of the model.

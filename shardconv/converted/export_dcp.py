@@ -94,8 +94,8 @@ def export(
     """Write a converted directory in another sharded format.
 
     ``torch.distributed.checkpoint.load`` reads ``"dcp"`` with a ``HuggingFaceStorageReader``, into plain
-    tensors or DTensors of any placement. ``from_pretrained`` of transformers reads it as well. Names are
-    those of ``model.state_dict()``, including tied ones. Packed parameters are their stored tensors. The
+    tensors or DTensors of any placement. ``from_pretrained`` of transformers reads it as well. It has the
+    names of ``model.state_dict()``, including tied ones. Packed parameters are their stored tensors. The
     files of a rank hold its shards, and elements that several ranks hold are written once. To continue an
     interrupted run, call it again with the same arguments.
 

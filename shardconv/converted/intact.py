@@ -167,7 +167,7 @@ def check(contents: Contents, progress: Progress) -> Findings:
     """Check every file.
 
     Args:
-        contents: from ``open_contents``.
+        contents: the result of ``open_contents``.
         progress: is told the bytes that are read.
     """
     files = _Files(contents)

@@ -62,9 +62,9 @@ def merge(
 ) -> Merged:
     """Write a converted directory as an ordinary checkpoint, without loading the model into memory.
 
-    Names, layout and division into files are those of ``save_pretrained``, and the bytes are those of the
-    shards. Before anything is written, ``merge`` checks that transformers would load this layout to the
-    same parameters. To continue an interrupted run, call it again with the same arguments.
+    Names, layout and division into files are the same as with ``save_pretrained``, and the bytes are copied
+    from the shards. Before anything is written, ``merge`` checks that transformers would load this layout to
+    the same parameters. To continue an interrupted run, call it again with the same arguments.
 
     Args:
         out: a converted directory.

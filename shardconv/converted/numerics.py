@@ -86,7 +86,7 @@ def run_numerics(
 
     Args:
         converted: the weights of the ranks.
-        spec: of the converted directory. Only its config and its code are used.
+        spec: the spec of the converted directory. Only its config and its code are used.
         weights: global weights of the unsharded model, by name in the files. By default, they are assembled
             from ``converted``.
         progress: where to report progress.

@@ -1,4 +1,4 @@
-"""Solve a converted directory again for the installed versions, and keep its shards where they fit."""
+"""Solve a converted directory again for the installed versions, and keep its shards if they fit."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def replan(
     for part, plan in zip(parts, plans, strict=True):
         found = part.manifest
         plan_sha256 = codec.write(plan, part.directory / manifest.PLAN_NAME)
-        numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
+        numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with another plan
         tools = {**found.tools, **tool_versions()}
         renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
         manifest.write(renewed, part.directory)

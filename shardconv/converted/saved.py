@@ -47,7 +47,7 @@ from .shards import Converted
 
 # Stored tensors of packed parameters follow the layout in which transformers saves the plain model.
 #
-# A stored tensor is placed where its positions of the weight are placed. A layout that divides a step is an
+# A stored tensor is placed like its positions of the weight. A layout that divides a step is an
 # error.
 
 
@@ -212,8 +212,8 @@ def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:
     """Return the tensors that ``model.save_pretrained`` would write, by name, in its order.
 
     Args:
-        model: from ``model_of``.
-        weights: of the model.
+        model: the result of ``model_of``.
+        weights: the weights of the model.
 
     Raises:
         SourceError: if ``weights`` lack a parameter of the model, or transformers cannot save it.
@@ -251,9 +251,9 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
     says where each one came from. Computations run on random bytes, once for all layers that are alike.
 
     Args:
-        spec: of the model.
-        model: from ``model_of``.
-        weights: of the model. Only their dtypes and shapes are used.
+        spec: the spec of the model.
+        model: the result of ``model_of``.
+        weights: the weights of the model. Only their dtypes and shapes are used.
         tied: other names of parameters -> their first names.
 
     Raises:
@@ -363,7 +363,7 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
 
     Args:
         found: the directory.
-        spec: of its model.
+        spec: the spec of its model.
 
     Raises:
         SourceError: if a stored tensor would not be saved, or would change when it is loaded.

@@ -34,7 +34,7 @@ class OwnedPart:
     tensor: LazyTensor
     """Local tensor with these positions, end to end."""
     ranges: Sequence[Sequence[Range]]
-    """For each dim, the global positions, in order. No range is empty."""
+    """The global positions of each dim, in order. No range is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
 
     Raises:
         CheckpointError: if it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: if the plan is malformed, or the directory is that of one stage.
+        PlanError: if the plan is malformed, or the directory belongs to one stage of several.
     """
     path = Path(directory)
     if stage_directories(path):
         stages = read_stages(path, may_be_damaged=may_be_damaged)
-        first = stages[0]  # its config and other small files are those of the model
+        first = stages[0]  # every stage has the model's config and other small files
         tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
         for stage in stages:
             for rank, held in stage.tensors.items():

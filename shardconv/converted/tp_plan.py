@@ -105,7 +105,7 @@ def skeleton(
     Args:
         model: directory, Hub id or config object.
         hub, dtype, trust_remote_code: how to read it, see ``checkpoint.resolve``.
-        tied: ties of a plan; by default those of the class and the config.
+        tied: ties of a plan; by default the ties of the class and the config.
 
     Raises:
         ShardconvError: if the model cannot be found or built, or its weights are quantized.

@@ -80,7 +80,8 @@ OWN_CODE_STYLES = (
     Style("moe_tp_experts", nn.Module, _nothing, outputs=("all_reduce",)),
     Style("local_params", nn.Module, _nothing),
 )
-"""Styles of modules with sharded parameters whose own code gets local parameters, by rules of their own."""
+"""Styles of modules with sharded parameters whose own code gets local parameters. Each parameter has a
+separate rule."""
 
 REPLICATED_STYLES = (Style("all_reduce", nn.Module, _nothing, outputs=("all_reduce",)),)
 """Styles of modules without sharded parameters."""
@@ -107,11 +108,10 @@ class PlannedModule:
     module: nn.Module
     entry: ModulePlan
     shardings: Mapping[str, EvenShards | None]
-    """Sharding of each of its own parameters."""
+    """Sharding of each parameter of the module itself."""
 
     def styles(self) -> tuple[str | None, dict[str, str | None]]:
-        """Return the rule of the module, and the rules of its own parameters; None if there is no need for
-        one.
+        """Return the rule of the module and the rules of its parameters; None if no rule is needed.
 
         Raises:
             Inexpressible: if no style does the same as the plan.

@@ -120,7 +120,7 @@ def verify(
             check_code(plan)
     reference = None
     if against is not None:
-        # Comparing and running import torch and transformers, which checksums alone do not need.
+        # Comparing and running import torch and transformers, which are not needed for checksums.
         from ..initializing.initial_weights import is_initialized
 
         source = parts[0].manifest.source

@@ -1,1 +1,1 @@
-"""Pipeline stages: where the tape of a model can be cut, and what crosses the cuts."""
+"""Pipeline stages: where the tape of a model can be cut, and which values cross the cuts."""

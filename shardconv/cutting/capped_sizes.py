@@ -45,9 +45,9 @@ def with_capped_sizes(stages: StagesPlan, model: nn.Module, inputs: TraceInputs)
     All modules that return integers are measured, since a sent tensor may depend on another module's result.
 
     Args:
-        stages: of the model.
-        model: on meta.
-        inputs: of its trace.
+        stages: the stages of the model.
+        model: the model on meta.
+        inputs: the inputs of its trace.
 
     Raises:
         SolveError: if a size depends neither on the inputs of its module nor on a constant.

@@ -52,10 +52,10 @@ class UnitForms:
     """The forms of the units of one tape.
 
     Args:
-        units: of the tape, which is not folded.
-        layouts: of the folded tape.
-        folded: says which layers are in it.
-        second: a call that continues that of the tape.
+        units: the units of the tape, which is not folded.
+        layouts: the layouts of the folded tape.
+        folded: the folding, which says which layers are on the folded tape.
+        second: a call that continues the call of the tape.
     """
 
     def __init__(self, units: TapeUnits, layouts: Layouts, folded: Folded, second: SecondCall) -> None:
@@ -286,7 +286,7 @@ class UnitForms:
 
     @cached_property
     def _marks(self) -> Mapping[tuple[str, str], Mark]:
-        """Of the folded tape, by module and slot."""
+        """The marks of the folded tape, by module and slot."""
         found: dict[tuple[str, str], Mark] = {}
         for mark in _marks_of(self._folded):
             for slot in mark.slots:

@@ -35,11 +35,11 @@ class SecondCall:
 
 
 def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
-    """Trace a call with one more token, given what the first call handed back.
+    """Trace a call with one more token, given the cache that the first call returned.
 
     Args:
-        model: on meta.
-        inputs: of the first call.
+        model: the model on meta.
+        inputs: the inputs of the first call.
 
     Returns:
         An empty result if the model returns no cache or cannot be called again.
@@ -57,8 +57,8 @@ class _Twice(nn.Module):
     """A model that is called twice.
 
     Args:
-        model: on meta.
-        inputs: of the first call.
+        model: the model on meta.
+        inputs: the inputs of the first call.
         keeps_encoded: reuse the encoder's output in the second call, as ``generate`` does.
     """
 

@@ -44,8 +44,8 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
     the smallest sum of squares. The result is exact, by dynamic programming.
 
     Args:
-        loads: between the borders: one more than there are borders.
-        allowed: for each border, whether the tape can be cut there.
+        loads: the loads between borders; one more than there are borders.
+        allowed: whether the tape can be cut at each border.
         num_stages: one more than there are cuts.
 
     Returns:
@@ -140,8 +140,8 @@ def stages_plan(
 
     Args:
         options: the number of stages, and optionally their layers.
-        tape: of a prefill, not folded, without further outputs.
-        layouts: of the folded tape.
+        tape: the tape of a prefill, not folded, without further outputs.
+        layouts: the layouts of the folded tape.
         folded: the tape that was solved.
         parameters: bytes of each parameter and persistent buffer, under the first of its names.
         tied: (alias, first name) of parameters.
@@ -295,7 +295,7 @@ class _Stages:
 
 
 def _joined(members: Sequence[Sequence[CacheCall]]) -> tuple[CacheCall, ...]:
-    """Merge the cache calls of the members of an entry; where their numbers differ, each member has one."""
+    """Merge the cache calls of the members of an entry; if their numbers differ, each member has one."""
     out = []
     for index, call in enumerate(members[0]):
         arguments = []

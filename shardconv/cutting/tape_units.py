@@ -44,7 +44,7 @@ class TapeUnits:
     """Units and borders of a tape.
 
     Args:
-        tape: of one forward pass, not folded.
+        tape: the tape of one forward pass, not folded.
         names: each name of a parameter or persistent buffer -> the first name of that tensor.
         everywhere: modules with parameters that run on every stage instead of being units.
     """
@@ -151,7 +151,7 @@ def _spans(tape: Tape) -> dict[int, tuple[int, int]]:
 # again: masks, rotary tables, positions, sums of results.
 
 MOST_VALUES = 8
-"""Most tensors that a stage may receive. The model is not cut where more are needed."""
+"""Most tensors that a stage may receive. The model is not cut at places that need more."""
 
 
 class Uncut(SolveError):

@@ -1,1 +1,1 @@
-"""Which dims of a tape are the same, which may be sharded and which must be replicated."""
+"""Finds the dims of a tape that are the same, that may be sharded and that must be replicated."""

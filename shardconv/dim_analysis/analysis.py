@@ -102,8 +102,8 @@ class Analysis:
     """Pairs of tensors at one slot of a module, in its first call and in another. All calls have the same
     boundary steps."""
     handed_back: list[tuple[int, int]] = field(default_factory=list)
-    """(tensor that the code made, what the call returns of it). The next call reads the second instead of the
-    first, so both have one layout."""
+    """(tensor that the code made, tensor that the call returns for it). The next call reads the second
+    instead of the first, so both have one layout."""
     handed_out: list[int] = field(default_factory=list)
     """Results of the encoder, and outputs of the base model that the model itself does not read. They are
     replicated, since a caller may ask for them and pass them in again."""
@@ -158,8 +158,8 @@ def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
 def width(tape: Tape) -> int:
     """Return the hidden size: the last size of marked tensors that most elements of matrices have as a dim.
 
-    Nearly every matrix reads or writes the hidden states, whatever else layers pass on (states, router
-    logits), and however many layers the folded tape has.
+    Nearly every matrix reads or writes the hidden states, even if layers also pass on other tensors (states,
+    router logits), and however many layers the folded tape has.
     """
     marked = Counter(shape[-1] for shape in _marked(tape))
     elements: Counter[int] = Counter()
@@ -209,7 +209,7 @@ def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[Node]:
 
 
 def weighted_leaves(analysis: Analysis) -> set[Node]:
-    """Return the leaves of parameters and experts, and all leaves that marks link to those of products and
+    """Return the leaves of parameters and experts, and all leaves that marks link to leaves of products and
     tables.
 
     Other leaves are positions of activations, and sharding them divides no parameter. A parameter that is

@@ -35,7 +35,7 @@ def analyze(
     """Apply the rules to every operator of the tape, in order.
 
     Args:
-        tape: of the global model.
+        tape: the tape of the global model.
         ties: pairs of tensors whose dims must have the same structure.
         same: pairs of tensors that get the same layout.
     """
@@ -68,8 +68,8 @@ def analyze(
         builder.result, owning_modules(tape)
     )  # modules without parameters may have several purposes
     # A tensor that is handed back is paired with the tensor that the code made, and wrote to, because it got
-    # none. The next call reads the former where this call read the latter. Code that makes an unsharded state
-    # cannot read a sharded one, even if each layer takes its slice.
+    # none. The next call reads the returned tensor where this call read the made one. Code that makes an
+    # unsharded state cannot read a sharded one, even if each layer takes its slice.
     made_by = makers(tape)
     for tid in tape.handed_back:
         made, maker = tid, made_by.get(tid)
@@ -116,8 +116,8 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     that the model itself does not read, such as a pooler's.
 
     Args:
-        analysis: of the model.
-        model: on meta.
+        analysis: the analysis of the model.
+        model: the model on meta.
     """
     handed_out: list[int] = []
     if "encoder_outputs" in forward_signature(model).parameters:

@@ -35,7 +35,7 @@ class Node:
         self.blocked = blocked
         self.links: dict[Node, None] = {}
         self.atomic = False
-        """Whether its size comes from the input. It stays a leaf, as do all leaves linked to it."""
+        """Whether its size comes from the input. It and all leaves linked to it stay leaves."""
         self.why = why
         """The operator that blocked it, for the report."""
 
@@ -68,7 +68,7 @@ def leaf(size: int, blocked: bool = False) -> Node:
 
 
 def factors(node: Node) -> list[Node]:
-    """Return the factors (leaves or sums), outer to inner, without those of size 1."""
+    """Return the factors (leaves or sums), outer to inner, without factors of size 1."""
     node = find(node)
     if node.size == 1:
         return []

@@ -1,12 +1,12 @@
 """Writes a model as the files from which vLLM's ranks start: ``--load-format sharded_state``.
 
-    DIR/model-rank-0-part-0.safetensors     what rank 0 holds, by vLLM's names
+    DIR/model-rank-0-part-0.safetensors     the tensors of rank 0, by vLLM's names
     DIR/model-rank-1-part-0.safetensors
     DIR/config.json, tokenizer ...
     DIR/manifest.json
 
 The installed vLLM determines the names, and the tensors that are fused, padded or repeated: its own loader
-says what it copies where (``vllm_state``).
+runs, and its copies are recorded (``vllm_state``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Records what code writes into the tensors that it allocates, without writing it.
+"""Records writes to allocated tensors, without doing them.
 
 An engine allocates its parameters and copies the tensors of a checkpoint into views of them. Under
 ``RecordedWrites`` a parameter is allocated and not touched, and memory that is not touched takes none; each
-write to it is kept as a view and a lazy tensor, and where it is read, a lazy tensor is read. So the content
+write to it is kept as a view and a lazy tensor, and a read of it reads a lazy tensor. So the content
 of every parameter is known afterwards, and no weight was read.
 
 Small tensors have real values as well, since code asks for them, as long as nothing of the checkpoint is
@@ -36,7 +36,7 @@ class StorageRecord:
     is_real: bool
     """Whether its memory has the values; False once a write was kept and not done."""
     writes: list[tuple[View, LazyTensor | str | None]] = field(default_factory=list)
-    """Views in the order of the writes, and what each holds since then; None: what its memory holds."""
+    """Views in the order of the writes, and the content of each since then; None: its memory has it."""
 
     def note(self, tensor: torch.Tensor, content: LazyTensor | str | None) -> None:
         """Add a write to a view of the storage."""
@@ -47,7 +47,7 @@ class StorageRecord:
             self.writes.append((View(0, (size,), (1,)), _taken_for(tensor.dtype)))
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """Return what a view of the storage holds.
+        """Return the content of a view of the storage.
 
         Raises:
             UnknownContentError: if it cannot be known.
@@ -81,7 +81,7 @@ def _taken_for(dtype: torch.dtype) -> str:
 aten = torch.ops.aten
 
 LARGE = 1 << 16
-"""Tensors of at least so many elements have no real values."""
+"""Tensors of at least this many elements have no real values."""
 
 RANDOM = "it is drawn at random"
 
@@ -116,7 +116,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leaves of which a tensor was changed in place; only that tensor has the new content."""
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """Return what a tensor holds.
+        """Return the content of a tensor.
 
         Raises:
             UnknownContentError: if it cannot be known.
@@ -175,7 +175,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's memory is what it holds."""
+        """Return whether a tensor's memory has its content."""
         record = self._record_of(tensor)
         return not isinstance(tensor, RecordedTensor) and (record is None or record.is_real)
 
@@ -187,7 +187,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
             others = [t for t in _tensors((args, kwargs)) if all(t is not other for other in changed)]
             for tensor in changed:
-                # The memory gets values; what changes values that are there leaves the rest unwritten.
+                # The memory gets values. An operator that only changes old values leaves the rest unwritten.
                 record = self._record_of(tensor)
                 if reason := self._why_unknown(func, others):
                     (record or self._track_memory(tensor)).note(tensor, reason)
@@ -221,12 +221,12 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
     ) -> LazyTensor | str:
-        """Return what a tensor holds after a change that is not done, or why it is not known."""
+        """Return the content of a tensor after a change that is not done, or why it is not known."""
         if func.overloadpacket in _FILLED:
             return _filled(func, args, kwargs, tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return RANDOM
-        # The operator that computes what another one writes to its first argument; None if there is none.
+        # The operator that returns the values that another one writes to its first argument, or None.
         name = func._schema.name.partition("::")[2]
         packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
         compute = getattr(packet, func._overloadname, None)
@@ -258,7 +258,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lazy, values)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that changes nothing, on recorded tensors where there are no values."""
+        """Run an operator that changes nothing, on recorded tensors if there are no values."""
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
             found = func(*args, **kwargs)
             reason = self._why_unknown(func, _tensors((args, kwargs)))
@@ -351,13 +351,13 @@ _FILLED: Mapping[Any, Any] = {
     aten.new_full: None,
     aten.fill_: None,
 }
-"""Operators that give all elements of a tensor one value: that value, or None where it is an argument."""
+"""Operators that give all elements of a tensor one value: that value, or None if it is an argument."""
 
 _RANDOM = (aten.rand, aten.randn, aten.randint, aten.rand_like, aten.randn_like, aten.randint_like)
 """Operators that make a tensor of random values."""
 
 _REPLACING = (aten.copy_, aten.fill_, aten.zero_)
-"""Operators that change a tensor, whatever it held."""
+"""Operators that replace all values of a tensor."""
 
 
 class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
@@ -370,7 +370,7 @@ class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse what hands out the memory.
+        """Refuse functions that hand out the memory.
 
         Raises:
             UnknownContentError: if the tensor's memory does not have its values.

@@ -27,7 +27,7 @@ from ..converted.verify import DamagedError
 from ..reporting.progress import Progress, Silent
 from .vllm_calls import installed_version
 
-# The manifest of a directory with an engine's files: what they are, for which engine, and their checksums.
+# The manifest of a directory with an engine's files: their names, their checksums, and the engine.
 #
 #     DIR/manifest.json
 #     DIR/model-rank-0-part-0.safetensors ...
@@ -60,7 +60,7 @@ class StateManifest:
     tools: Mapping[str, str]
     """Versions of the programs that wrote it, by name."""
     files: tuple[FileEntry, ...]
-    """The files, sorted by path; those of a rank have its number in their names."""
+    """The files, sorted by path; the files of a rank have its number in their names."""
     sha256: str = ""
     """sha256 (hex) of this document without the field."""
     version: int = field(default=VERSION, kw_only=True)
@@ -122,7 +122,7 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
 
     Args:
         out: a directory that ``export_vllm`` wrote.
-        progress: where to report to.
+        progress: where to report progress.
 
     Raises:
         DamagedError: with all problems; the installed engine is of another version than recorded, too.

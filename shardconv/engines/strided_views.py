@@ -1,4 +1,4 @@
-"""Finds what a view of a storage holds, after writes to other views of it.
+"""Finds the content of a view of a storage after writes to other views of it.
 
 A view is an offset, a shape and strides, all in elements. Two views of one storage are compared in mixed
 radix: their strides, if each divides the next larger one, are the weights of a number system in which every
@@ -31,7 +31,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Return where a tensor lies in its storage."""
+        """Return the window of its storage that a tensor occupies."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -45,16 +45,16 @@ class Write:
 
 
 class UnknownContentError(ValueError):
-    """It is not known what a view holds; the message says why."""
+    """The content of a view is not known; the message says why."""
 
 
 def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
-    """Return what a view holds.
+    """Return the content of a view.
 
     Args:
-        view: of the storage.
-        dtype: of all elements.
-        writes: to views of the same storage, in their order; a later one hides an earlier one.
+        view: a view of the storage.
+        dtype: the dtype of all elements.
+        writes: writes to views of the same storage, in their order; a later one hides an earlier one.
 
     Raises:
         UnknownContentError: if an element was never written, or to something that is not known.
@@ -109,7 +109,7 @@ def _merged(view: View) -> list[tuple[int, int]]:
 
 
 def _sizes(view: View, radices: Sequence[int]) -> list[int] | None:
-    """Return the extent of a view in each digit; None if it is no box."""
+    """Return the extent of a view in each digit; None if it is not a box."""
     sizes = [1] * len(radices)
     for size, stride in _merged(view):
         digit = radices.index(stride)
@@ -123,13 +123,13 @@ def _sizes(view: View, radices: Sequence[int]) -> list[int] | None:
 
 
 def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[int]]:
-    """Return a view and others as boxes of digits, and the extents of the view's.
+    """Return a view and others as boxes of digits, and the extents of the view's box.
 
     Digits are counted from the start of the storage, or, if the storage has more than this view and the view
     begins in the middle of a row, from the start of the view.
 
     Raises:
-        UnknownContentError: if a stride does not divide the next larger one, or a view is no box.
+        UnknownContentError: if a stride does not divide the next larger one, or a view is not a box.
     """
     strides = {1, *(stride for each in (view, *others) for _, stride in _merged(each))}
     radices = sorted(strides, reverse=True)
@@ -144,7 +144,7 @@ def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[
 
 
 def _box_of(view: View, origin: int, radices: Sequence[int]) -> Box | None:
-    """Return a view as a box of digits, counted from the element ``origin``; None if it is no box."""
+    """Return a view as a box of digits, counted from the element ``origin``; None if it is not a box."""
     sizes, rest = _sizes(view, radices), view.offset - origin
     if sizes is None:
         return None

@@ -1,8 +1,8 @@
-"""The version of vLLM that is installed, and what is called and replaced in it.
+"""The installed version of vLLM, and the functions and values of it that are used or replaced.
 
-The latter is looked up before any of it is used, since vLLM promises nothing of it. A version that has moved
-or changed something is refused with its name; it would otherwise fail in the middle, or worse, take an
-argument for another.
+All of these are looked up before the first one is used, since they are not a stable interface. If a version
+has moved or changed one, an error names it. Otherwise the version would fail in the middle, or worse, mistake
+one argument for another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_tested(found: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineValue:
-    """What is read or set."""
+    """A value of vLLM that is read or set."""
 
     module: str
     name: str
@@ -149,7 +149,7 @@ USES: Sequence[EngineValue] = (
 
 
 def require_known(uses: Sequence[EngineValue] = USES) -> None:
-    """Import what is used of vLLM.
+    """Import the parts of vLLM that are used.
 
     Raises:
         ShardconvError: if a name is missing or has another signature; the message names it.

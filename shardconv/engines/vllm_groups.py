@@ -39,7 +39,7 @@ class LoneGroup(parallel_state.GroupCoordinator):  # type: ignore[misc]
 
 @contextmanager
 def lone_rank(rank: int, tp: int) -> Iterator[None]:
-    """Let vLLM make its groups, for a rank of ``tp`` that is alone."""
+    """Let vLLM make its groups for one rank of ``tp``, without the other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's way to have a rank alone
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)

@@ -1,7 +1,7 @@
-"""Builds vLLM's model of one rank, and records what vLLM's loader writes into it.
+"""Builds vLLM's model of one rank, and records the writes of vLLM's loader to it.
 
 It runs in processes of ``vllm_recorder``, since vLLM keeps its parallel state and its config in globals.
-Functions import vLLM themselves: ``imported`` checks first that it has what they use.
+Functions import vLLM themselves: ``imported`` checks first that it has everything they use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .vllm_calls import require_known
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is recorded."""
+    """The model to load, and the ranks to record."""
 
     directory: Path
     """The directory with the model's config."""
@@ -33,7 +33,7 @@ class Request:
     """The checkpoint: global tensors by its names."""
     tp: int
     ranks: tuple[int, ...]
-    """The ranks whose loading is recorded; of the others, only what they have is asked for."""
+    """The ranks whose loading is recorded. The other ranks only declare their tensors."""
     dtype: str
     """The dtype of the parameters, or ``"auto"``: vLLM chooses."""
     trust_remote_code: bool
@@ -57,7 +57,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What vLLM's model of a rank has."""
+    """The tensors of vLLM's model of a rank."""
 
     declared: Declared
     recorded: Recorded | None
@@ -67,14 +67,14 @@ class Answer:
     platform: str
     """The platform for which vLLM chose its parameters."""
     model_class: str
-    """vLLM's, for reports."""
+    """The name of vLLM's class of the model, for reports."""
 
 
 def imported() -> None:
-    """Import what all ranks need of vLLM.
+    """Import the parts of vLLM that all ranks need.
 
     Raises:
-        ShardconvError: if vLLM does not have it, or not as it is used here.
+        ShardconvError: if vLLM lacks a part, or a part has another signature than here.
         ImportError: if vLLM cannot be imported.
     """
     import_module("vllm")
@@ -99,8 +99,8 @@ def engine_config(request: Request) -> Any:
         skip_tokenizer_init=True,
         enforce_eager=True,
     )
-    # vLLM looks at a model's class in a process of its own, which imports everything anew, so as not to
-    # initialize CUDA where it serves. This process imports the class anyway, and serves nothing.
+    # vLLM inspects a model's class in a separate process, which imports everything again, so that CUDA is not
+    # initialized in the process that serves. This process imports the class anyway, and serves nothing.
     here = patch.object(registry, "_run_in_subprocess", lambda function: function())
     with here if hasattr(registry, "_run_in_subprocess") else nullcontext():
         return asked.create_engine_config()
@@ -119,7 +119,7 @@ def answer(request: Request, config: Any, rank: int) -> Answer:
     from .vllm_groups import lone_rank
 
     class _Loader(DefaultModelLoader):  # type: ignore[misc]
-        """vLLM's default loader, which gets the tensors in place of those of files."""
+        """vLLM's default loader, which gets the given tensors instead of reading files."""
 
         is_read = False
 
@@ -154,7 +154,7 @@ def answer(request: Request, config: Any, rank: int) -> Answer:
 
 @contextmanager
 def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
-    """Run vLLM's code so that what it makes has this dtype, and what is not there is not read."""
+    """Run vLLM's code so that new tensors have this dtype, and values that do not exist are not read."""
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with RefusedRawReads(writes), set_default_torch_dtype(dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return what vLLM itself would save."""
+    """Return the tensors that vLLM itself would save."""
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
     found: Mapping[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())

@@ -1,10 +1,10 @@
 """Records vLLM's loader for all ranks: ``python -m shardconv.engines.vllm_recorder FOLDER``.
 
-A program of its own, since vLLM prints as it likes and keeps globals. It imports vLLM at once, which takes
-most of its time, while the program that started it finds the checkpoint. When that has written FOLDER/request
-it sends a line; without one, nothing is recorded. Each rank is a fork of the process that has imported all
-and made vLLM's config. FOLDER/answer-RANK has what it found, FOLDER/failure what keeps all of them from it;
-these are pickled by this package for itself.
+It is a separate program, since vLLM prints as it likes and keeps globals. It imports vLLM at once, which
+takes most of its time, while the program that started it finds the checkpoint. When that program has written
+FOLDER/request, it sends a line; without one, nothing is recorded. Each rank is a fork of the process that has
+imported all modules and made vLLM's config. The rank writes its answer to FOLDER/answer-RANK. An error that
+concerns all ranks is in FOLDER/failure. This package pickles these files for itself.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def last_line(log: Path) -> str:
 
 
 def main(folder: str) -> None:
-    """Import vLLM, wait for a line, and record what the request wants."""
+    """Import vLLM, wait for a line, and record the ranks of the request."""
     files = Path(folder)
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported modules stay
     imported = _tried(_import)
     if not sys.stdin.readline():
         return
@@ -77,7 +77,7 @@ def main(folder: str) -> None:
     config: Any = _tried(lambda: vllm_rank.engine_config(request))
     if isinstance(config, Failure):
         return _write(files / FAILURE, config)
-    gc.freeze()  # a fork's collector leaves the pages alone that it shares with the others
+    gc.freeze()  # a fork's collector does not write to shared pages
     gc.enable()
     running: dict[int, int] = {}
     for rank in range(request.tp):
@@ -92,7 +92,7 @@ def _import() -> None:
     import torch
 
     if TARGET not in os.environ and not torch.accelerator.is_available():
-        # A build of vLLM for GPUs knows no device where there is none.
+        # A build of vLLM for GPUs finds no device on a machine without GPUs.
         os.environ[TARGET] = "cpu"
     from . import vllm_rank
 

@@ -29,7 +29,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What the ranks of an engine hold after loading, before it changes them for a device."""
+    """The tensors of an engine's ranks after loading, before the engine changes them for a device."""
 
     declared: tuple[Declared, ...]
     """dtype and local shape of tensors by the engine's names, for each rank."""
@@ -61,12 +61,12 @@ class StateRecorder:
         """Record vLLM's loader.
 
         Args:
-            name: of the model, for messages.
-            directory: with its config.
-            tensors: of the checkpoint: global, by its names.
+            name: the name of the model, for messages.
+            directory: the directory with the model's config.
+            tensors: the global tensors of the checkpoint, by its names.
             tp: number of ranks.
-            ranks: those whose loading is recorded; None: all.
-            dtype: of the parameters; None: as vLLM chooses.
+            ranks: the ranks whose loading is recorded; None: all.
+            dtype: the dtype of the parameters; None: vLLM chooses it.
             trust_remote_code: let vLLM import the Python code in ``directory``.
 
         Raises:

@@ -74,7 +74,7 @@ a meta tensor it does nothing, and as separate steps it would draw until no elem
 range."""
 
 ELEMENTWISE = {nn.init.uniform_, nn.init.normal_, TRUNCATED, aten.normal_.default, aten.uniform_.default}
-"""Functions that draw each element independently from one distribution, so a part can be drawn alone."""
+"""Functions that draw each element independently from one distribution, so parts can be drawn separately."""
 
 
 MemoryKey = NewType("MemoryKey", int)
@@ -321,7 +321,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         self.steps.append(Step(func, args, kwargs, outputs, torch.get_default_dtype(), *sets))
 
     def _replay(self, tensor: Tensor) -> Any:
-        """Return what computes the value; called by ``LazyInit`` if one is needed immediately."""
+        """Return the function that computes the value; ``LazyInit`` calls it if one is needed immediately."""
         chain = self.chain(tensor)
         return lambda meta: self.value(meta, chain)
 

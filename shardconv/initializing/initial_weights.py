@@ -80,7 +80,7 @@ def drawn_dtype(spec: ModelSpec) -> str:
 
 
 def has_weights(spec: ModelSpec) -> bool:
-    """Return whether there are weight files beside the config."""
+    """Return whether there are weight files next to the config."""
     directory = spec.directory
     return directory is not None and any((directory / name).exists() for pair in LAYOUTS for name in pair)
 
@@ -88,8 +88,8 @@ def has_weights(spec: ModelSpec) -> bool:
 class _Seeds:
     """Seeds of draws, all of them different.
 
-    torch's CPU generator uses 32 bits of a seed. Large models have so many draws that two of them would
-    otherwise get the same seed.
+    torch's CPU generator uses 32 bits of a seed. In a large model, two of the many draws would otherwise get
+    the same seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -141,7 +141,7 @@ class _Weight:
         """Return the tensor, to be computed when it is written.
 
         Args:
-            seeds: of the model.
+            seeds: the seeds of the model.
             users: number of tensors that depend on each step. They get the same numbers from a shared step.
         """
         step = self._construction.elementwise(self._tensor, self.chain)

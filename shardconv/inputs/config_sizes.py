@@ -66,7 +66,7 @@ _SIDE = 64
 
 @dataclass(frozen=True, slots=True)
 class ImageSizes:
-    """Sizes of images from a config, with plausible numbers where it has none."""
+    """Sizes of images from a config, with plausible numbers if it has none."""
 
     channels: int
     height: int

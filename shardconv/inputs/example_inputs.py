@@ -2,7 +2,7 @@
 
 An example is the keyword arguments of one call of the model's forward method. It comes from a safetensors
 file, or from a function of the model's config: with a function, the converter can call a smaller model of the
-same code, too. A converted directory keeps the example, and what is solved or proven again later uses it.
+same code, too. A converted directory keeps the example, and later plans and proofs of the model use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..arguments import ExampleInputs
 FUNCTION = "example_inputs"
 """Name of the function in a Python file."""
 _ARGUMENTS = "arguments"
-"""Key in the metadata of a safetensors file: the arguments that are no tensors, as a JSON object."""
+"""Key in the metadata of a safetensors file: the arguments that are not tensors, as a JSON object."""
 NOT_IN_EXAMPLES = {
     "labels": "a plan is solved for a call without, and the converter tries calls with labels by itself",
     **dict.fromkeys(EMBEDDINGS, "give ids, and the converter tries embeddings in their place by itself"),

@@ -56,7 +56,7 @@ def free_sizes(model: nn.Module, multiple: int, tokens: int = 0) -> tuple[int, i
     frequencies), and int attributes.
 
     Args:
-        model: with parameters and buffers.
+        model: a model with parameters and buffers.
         multiple: the length is a multiple of it.
         tokens: fewest tokens in a batch, also of a decoder.
     """

@@ -276,7 +276,7 @@ class FormMaker:
         """Yield the form with images ``[B, C, H, W]`` with other numbers of patches.
 
         Args:
-            form: of images.
+            form: the form of images.
             sizes: their number of patches, and other numbers to try.
         """
         image = ImageSizes.of(self.asked.config)

@@ -148,7 +148,7 @@ class TokenMaker:
 
     def placeholder_id(self, kind: str) -> int | None:
         """Return the id of a kind's placeholders; None if the config names none."""
-        kinds = (kind, "video") if kind == "image" else (kind,)  # frames may come as images do
+        kinds = (kind, "video") if kind == "image" else (kind,)  # frames may be passed like images
         names = [f"{k}_{name}" for k in kinds for name in ("token_id", "token_index")]
         found = (getattr(n, name, None) for name in names for n in nodes(self.config))
         return next((i for i in found if isinstance(i, int)), None)

@@ -36,7 +36,7 @@ def left_out_experts(model: nn.Module, tape: Tape) -> int:
 
     Args:
         model: the traced model.
-        tape: of the call.
+        tape: the tape of the call.
     """
     if not tape.guesses:
         return 0
@@ -93,7 +93,7 @@ def trace_inputs(
     The inputs of an example are used as they are.
 
     Args:
-        model: on meta; floating point inputs get the dtype of its parameters.
+        model: the model on meta; floating point inputs get the dtype of its parameters.
         keep: operators that are recorded as one even if they are composite.
         seed: another seed gives other values and other sizes, for a second run on numbers.
         multiple: the length of the sequence is a multiple of it, if the model allows this.
@@ -284,7 +284,7 @@ def _first(
     the error of the first choice is new and names numbers, they are tried as sizes.
 
     Args:
-        maker: of the inputs.
+        maker: the maker of the inputs.
         choices: choices to try.
         known: errors for which no sizes are tried.
         failed: gets the choices with which the model does not run, and its errors.
@@ -323,9 +323,9 @@ def not_in_training(
     pass cannot be traced in training mode.
 
     Args:
-        tape: of the forward pass in evaluation.
-        model: on meta; it does not change.
-        inputs: of the trace.
+        tape: the tape of the forward pass in evaluation.
+        model: the model on meta; it does not change.
+        inputs: the inputs of the trace.
         shown_by: maps a module's FQN to the FQN of a module that does the same. The model may only run the
             latter.
     """
@@ -348,8 +348,8 @@ def returns_its_loss_function(model: nn.Module, inputs: TraceInputs) -> bool:
     with labels.
 
     Args:
-        model: on meta; it cannot be used afterwards.
-        inputs: of a trace, without labels.
+        model: the model on meta; it cannot be used afterwards.
+        inputs: the inputs of a trace, without labels.
     """
     made: list[Tensor] = []
     returned: list[Any] = []

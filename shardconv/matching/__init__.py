@@ -1,1 +1,1 @@
-"""What a module computes, tried by numbers: norms, and sums over experts."""
+"""Finds out with numbers whether a module computes a norm or a sum over experts."""

@@ -126,7 +126,7 @@ def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int]
 
 
 def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
-    """Yield ways to shard: first those that skip out-of-shard ids, then those with the fewest edits."""
+    """Yield ways to shard: first ways that skip out-of-shard ids; of one kind, first ways with few edits."""
     attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
     unset = [k for k, v in vars(module).items() if v is False and k != "training"]
     ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]
@@ -248,7 +248,7 @@ class _Trial:
 
     def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         slots = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
-        # Arguments go by position where possible, since implementations of experts name them differently.
+        # Arguments are passed by position if possible: implementations of experts name them differently.
         named = {slot.partition(".")[2]: value for slot, value in slots.items()}
         args = []
         for position, name in enumerate(forward_signature(module).parameters):

@@ -1,1 +1,1 @@
-"""The bytes that a rank needs beside its weights, by running its model without memory."""
+"""The bytes that a rank needs in addition to its weights, found by running its model without memory."""

@@ -123,14 +123,14 @@ class UnansweredTransport(Transport):
         return torch.empty(tuple(shape), dtype=dtype, device=META)
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the results where they were made."""
+        """Leave the results on the stage that computed them."""
 
 
 def bypassed_on(plan: Plan, stage: int, bypassed: Mapping[str, Bypass]) -> dict[str, Bypass]:
     """Return the layers of one stage to leave out. The first layer of each kind on it represents them.
 
     Args:
-        plan: with stages.
+        plan: a plan with stages.
         stage: number of the stage.
         bypassed: layers of all stages.
     """
@@ -175,7 +175,7 @@ def measure_memory(
     """Return the bytes of caches and activations of rank 0.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         model: global, on meta; it is copied.
         inputs: inputs of its trace.
         bypassed: layers that are represented by others.
@@ -202,7 +202,7 @@ def measure_memory(
         runner = Runner(local, calls, counts)
         try:
             return replace(_Measurement(runner).memory(), buffer_bytes=buffer_bytes)
-        except Exception as error:  # whatever the model's code raises
+        except Exception as error:  # the model's code may raise anything
             problem = problem or error
     raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
 
@@ -211,7 +211,7 @@ class _Measurement:
     """The runs of one model.
 
     Args:
-        runner: of its rank.
+        runner: the runner of its rank.
     """
 
     def __init__(self, runner: Runner) -> None:

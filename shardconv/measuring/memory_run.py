@@ -124,8 +124,8 @@ class Runner:
     """Run the model of one rank.
 
     Args:
-        model: of one rank, on meta.
-        calls: of this model.
+        model: the model of one rank, on meta.
+        calls: the calls of this model.
         counts: FQN of a layer -> number of other layers that it represents.
     """
 

@@ -39,7 +39,7 @@ class Adaptation:
         """Attach the adapter to the model.
 
         Args:
-            model: of the plan, on meta; it is changed in place.
+            model: the model of the plan, on meta; it is changed in place.
 
         Raises:
             SourceError: see ``attach``.
@@ -88,7 +88,7 @@ class AdaptedModel:
         The trace only calls the copies. The modules themselves are called if the adapter is disabled.
 
         Args:
-            plan: of the model, or of a smaller one of the same code.
+            plan: the plan of the model, or of a smaller one of the same code.
         """
         pairs = self.attached.copied_modules()
         if not pairs:

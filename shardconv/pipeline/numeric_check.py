@@ -188,11 +188,11 @@ class NumericCheck:
             simulate(case.with_model(model), logits=Logits.GATHERED)
 
     def wrong_sequence_form(self, plan: Plan) -> str | None:
-        """Say what is wrong with the sequence-parallel form, for example a gradient; None if it was not
+        """Return the error of the sequence-parallel form, for example in a gradient; None if it was not
         compared.
 
         Raises:
-            SolveError: if the ranks compute something else in that form.
+            SolveError: if the ranks' results are wrong in that form.
         """
         case = self._case_that_fits(of_sequence(plan))
         if case is None:
@@ -213,7 +213,7 @@ class NumericCheck:
         return inference_only(plan, f"with stages, {problem}") if problem else plan
 
     def wrong_sequence_stages(self, plan: Plan) -> str:
-        """Say what is wrong with the gradients of stages in the sequence-parallel form; empty without stages.
+        """Return the error of the stages' gradients in the sequence-parallel form; empty without stages.
 
         Raises:
             SolveError: if the outputs of the last stage are wrong.
@@ -221,11 +221,11 @@ class NumericCheck:
         return "" if plan.stages is None else self._wrong_stages(of_sequence(plan), calls=1)
 
     def _wrong_stages(self, plan: Plan, calls: int) -> str:
-        """Say what is wrong with the gradients of stages.
+        """Return the error of the stages' gradients; empty if they are right.
 
         Args:
-            plan: in one form.
-            calls: with 2, a decoding step follows the prefill.
+            plan: the plan in one form.
+            calls: number of calls. With 2, a decoding step follows the prefill.
 
         Raises:
             SolveError: if the outputs of the last stage are wrong.
@@ -292,9 +292,9 @@ def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Pla
     """Enable the loss of sharded logits if it may equal the model's own. The numerical check decides.
 
     Args:
-        plan: of the model.
+        plan: the plan of the model.
         model: the global model, on meta.
-        inputs: of the trace.
+        inputs: the inputs of the trace.
     """
     takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
     one_sequence = "input_ids" in inputs.tensors and "decoder_input_ids" not in inputs.tensors

@@ -52,8 +52,8 @@ class StagedForm:
     """A model to cut into stages, traced as stages run it.
 
     Args:
-        problem: of its plan.
-        tape: of the model, not folded.
+        problem: the problem of its plan.
+        tape: the tape of the model, not folded.
     """
 
     def __init__(self, problem: PlanProblem, tape: Tape) -> None:
@@ -76,7 +76,7 @@ class StagedForm:
         """Add the stages that the options ask for to a plan.
 
         Args:
-            plan: of one stage.
+            plan: a plan of one stage.
             solution: the solution of the plan.
 
         Raises:
@@ -89,7 +89,7 @@ class StagedForm:
         """Add the stages of its sequence-parallel form to a plan with stages.
 
         Args:
-            plan: with that form.
+            plan: the plan with that form.
             solution: the solution of the form.
 
         Raises:
@@ -221,7 +221,7 @@ def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
         return modules
     model, options = problem.model, problem.inputs.options
     # The plan depends on the source of the model's classes and of the functions that it calls. Code of a
-    # model repository is copied beside the plan, and the manifest has its checksums.
+    # model repository is copied next to the plan, and the manifest has its checksums.
     sources = set(problem.analysis.tape.sources()) | {type(m).__module__ for m in model.modules()}
     left_out = ("torch.", "shardconv", "transformers_modules.", "__main__")
     code = sorted(n for n in sources if not n.startswith(left_out) and n in sys.modules)
@@ -254,10 +254,10 @@ def with_sequence_form(
     """Add the sequence-parallel form to a plan: the same shards, with activations sharded over the sequence.
 
     Args:
-        problem: of the plan.
+        problem: the problem of the plan.
         plan: its plain form.
         plain: the solution of the plain form.
-        staged: for a plan with stages.
+        staged: the staged form of a plan with stages.
 
     Raises:
         SolveError: if there is no such form.

@@ -123,7 +123,7 @@ def in_rounds(
         forbidden: dims that must stay replicated from the first round on.
 
     Returns:
-        The result, and what was ruled out for it. The result is None if ``MAX_ROUNDS`` were not enough.
+        The result, and the dims that were ruled out. The result is None if ``MAX_ROUNDS`` were not enough.
     """
     ruled_out = RuledOut(forbidden)
     for _ in range(MAX_ROUNDS):

@@ -109,7 +109,7 @@ def _modules(solution: Solution, model: nn.Module) -> dict[str, _Module]:
             _note(found, tape.calls, last, event.call, _of_tensor(solution, event.source))
     for site, count in solution.analysis.experts:
         axes = solution.layouts.assignment.axes(count)
-        if axes and not found[site.where.fqn].kinds:  # what is inside is not on the tape
+        if axes and not found[site.where.fqn].kinds:  # modules inside are not on the tape
             found[site.where.fqn].kinds[""] = {tuple(sorted(axes))}
     return found
 

@@ -54,7 +54,7 @@ class ExpertParallel:
     the solver.
 
     Args:
-        analysis: of the tape that ``isolate_experts`` returned.
+        analysis: the analysis of the tape that ``isolate_experts`` returned.
 
     Raises:
         SolveError: if the model has no experts, or some that cannot be distributed.

@@ -104,7 +104,7 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
     Subclasses are left out, since their forward may do something else.
 
     Args:
-        plan: without groups.
+        plan: a plan without groups.
         model: the global model, on meta.
         folded: its tape.
     """
@@ -135,7 +135,7 @@ def without_groups(plan: Plan, fqn: str) -> Plan:
     """Remove the groups in a module and in modules named like it. If it has none, remove all groups.
 
     Args:
-        plan: with groups.
+        plan: a plan with groups.
         fqn: the module, or one inside of it.
     """
     inside = {starred(name) for name in prefixes(fqn)}

@@ -26,7 +26,7 @@ class Shapes(Protocol):
 
     @property
     def divisors(self) -> Sequence[int]:
-        """Divisors by which an int attribute may have to be divided, largest first."""
+        """The divisors by which an int attribute may have to be divided, largest first."""
 
     def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a tensor on a rank."""

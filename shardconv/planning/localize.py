@@ -62,7 +62,7 @@ def localized(
     """Find the changes with which every recorded call gives a rank's shapes; an obstacle if there are none.
 
     Args:
-        shapes: of the tensors.
+        shapes: the shapes of the tensors.
         rank: the rank of the shapes.
         given: values of attributes that are known. They are not returned.
     """
@@ -70,7 +70,7 @@ def localized(
 
 
 class Change(NamedTuple):
-    """An attribute's global value and that of one rank."""
+    """An attribute's global value, and its value on one rank."""
 
     value: int
     local: int
@@ -126,7 +126,7 @@ class _Localizer:
                 obstacles.append(chosen)
             else:
                 out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
-        # Keep the first obstacle of each layer: what it rules out may help other calls of the layer.
+        # Keep the first obstacle of each layer: the dims that it rules out may help other calls of the layer.
         first: dict[str, Obstacle] = {}
         for obstacle in obstacles:
             first.setdefault(_layer_of(obstacle.where), obstacle)

@@ -135,7 +135,7 @@ def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: in
         return False
     reached, region = _region(analysis, holders, set(leaves(analysis.dims[mark.target][dim])))
     if any(tape.tensors[t].kind != "value" for t in region):
-        return False  # for example, what it is added to is replicated
+        return False  # for example, it is added to a replicated tensor
     contracted = {x for c in analysis.contractions for d in c.dims for x in leaves(d)}
     blocked = any(x.blocked for x in reached)
     replayed = any(set(r.outputs) & region for r in tape.replays)
@@ -160,7 +160,7 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
 
     Args:
         model: the global model, on meta.
-        layouts: of its tensors.
+        layouts: the layouts of its tensors.
 
     Returns:
         An obstacle if no formula of the runtime computes the same as a norm, or if the calls of a norm are

@@ -78,7 +78,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     """Return the layout of every parameter and persistent buffer; equal ones share an entry.
 
     Args:
-        solution: of the model.
+        solution: the solution of the model.
         model: the global model, on meta.
     """
     by_name = {i.name: t for t, i in enumerate(solution.analysis.tape.tensors) if i.name}

@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 TRIES = 4
 """The number of tries of a call that the client does not repeat itself."""
 FIRST_WAIT_S = 1.0
-"""After the first try; doubled after each further one."""
+"""Seconds to wait after the first try; doubled after each further one."""
 THREADS = 4
 """Files that are sent at the same time."""
 MAIN = "main"
@@ -106,9 +106,9 @@ class Remote:
     """A branch of a repository on the Hub; neither needs to exist yet.
 
     Args:
-        repo_id: as ``user/name``.
+        repo_id: the id of the repository, as ``user/name``.
         revision: the branch; None: ``main``.
-        token: None: that of the login.
+        token: the access token; None: the token of the login.
 
     Raises:
         SourceError: if ``repo_id`` or ``revision`` is not valid; from every method, if the Hub refuses or
@@ -228,7 +228,7 @@ class Remote:
         """Send files and commit them; errors of the Hub are not retried here.
 
         Args:
-            title: of the commit.
+            title: the title of the commit.
             items: files to add.
             delete: paths of files to delete.
             parent: the commit that the branch must be at.
@@ -243,7 +243,7 @@ class Remote:
         additions = []
         for item in items:
             addition = _Addition(item.path, item.content, advance=meter.add)
-            addition.upload_info.sha256 = bytes.fromhex(item.sha256)  # else the client computes it again
+            addition.upload_info.sha256 = bytes.fromhex(item.sha256)  # otherwise the client computes it again
             additions.append(addition)
         try:
             done = self._api.create_commit(

@@ -32,12 +32,12 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
     models; the same weights in other files are none of these.
 
     Args:
-        repo_id: of the repository.
+        repo_id: the id of the repository.
         variants: its converted directories, at least one, in the order of the table.
         base_card: README.md of the converted model, from which ``CARRIED`` is copied.
 
     Returns:
-        Text with metadata; deterministic. ``readme.merged`` replaces what lies between its two comments.
+        Text with metadata; deterministic. ``readme.merged`` replaces the text between its two comments.
     """
     carried: dict[str, Any] = {}
     if base_card is not None:
@@ -192,8 +192,8 @@ def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
 
 
 BEGIN, END = "<!-- shardconv: begin -->", "<!-- shardconv: end -->"
-"""The README.md of a repository is the text of a person, in which each push replaces what lies between
-them."""
+"""Comments in the README.md of a repository. A person writes the README, and each push replaces only the text
+between these comments."""
 
 _OWN = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 

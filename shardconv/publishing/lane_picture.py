@@ -37,7 +37,7 @@ LONGEST = 92.0
 
 SHORTEST = 16.0
 THIN, APART = 8.0, 4.0
-"""Width of the vectors beside a matrix, and their distance."""
+"""Width of the vectors next to a matrix, and their distance."""
 
 SMALL_DIM = 16
 """Dims up to this size are not drawn of a tensor with more than two dims."""
@@ -62,8 +62,7 @@ class Paint:
         return colors[-1] if rank == tp - 1 else colors[3 + rank % 4]
 
     def held(self, held: Holders) -> str:
-        """Return the fill of what these ranks hold: the color of one, or stripes of the first and the
-        last."""
+        """Return the fill for these ranks: the color of one rank, or stripes of the first and the last."""
         if held.count == 1:
             return self.rank(held.first)
         if self.plan.tp <= 8:
@@ -377,7 +376,7 @@ def _cell_lines(cell: Cell, lane: Lane, block: Block, plan: Plan) -> Iterator[_L
 
 
 def _notes(cell: Cell, block: Block, plan: Plan) -> Iterator[str]:
-    """Yield what else is to be known of a cell, as labels."""
+    """Yield the other facts about a cell as labels."""
     entry = cell.tensors[0].plan
     if cell.tied_to:
         yield f"is {cell.tied_to.removesuffix('.weight')}"

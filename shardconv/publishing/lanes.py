@@ -98,7 +98,7 @@ def _split(name: str, depth: int) -> tuple[str, int, str]:
 
 def kinds_of(layers: Mapping[tuple[str, int], LayerParts]) -> list[AlikeLayers]:
     """Group the layers of each stack that look alike, or lack only a few parts of others."""
-    # Give modules that only later kinds of a stack have the order of those that they lack.
+    # Give modules that only later kinds of a stack have the order of the modules that these kinds lack.
     # A plan lists a module of all layers where the first layer runs it, so a module that only later layers
     # have is listed after all modules of the first layer.
     kinds = _kinds(layers)
@@ -167,9 +167,9 @@ class Cell:
     """The path of the module, relative to the block; a pattern for several alike modules."""
     tensors: tuple[CellTensor, ...]
     count: int
-    """Modules of one layer that the cell stands for."""
+    """Number of modules of one layer that the cell represents."""
     in_layers: int
-    """Layers of the block that have it."""
+    """Number of layers of the block that have it."""
     tied_to: str = ""
     """FQN of the parameter that it is tied to; empty if it is not tied."""
 
@@ -284,7 +284,7 @@ def _part(path: str) -> str:
 def _with_bars(
     ordered: Sequence[tuple[float, str, Cell]], bars: Sequence[tuple[float, Bar]]
 ) -> list[tuple[str, Cell | Bar]]:
-    """Put each bar before the first cell of its module if it is at an input, else after the last.
+    """Put each bar before the first cell of its module if it is at an input, otherwise after the last.
 
     Args:
         ordered: (order, part that it is in, cell).
@@ -386,7 +386,7 @@ def _runs_between(rest: LayerParts, ends: Mapping[str, float]) -> Iterator[tuple
     orders = {name: order for name, (order, _) in rest.modules.items()}
     runs: dict[int, LayerParts] = {}
     for name, entry in rest.tensors.items():
-        # The order is that of its module or of one around it, else it is after the layers listed before it.
+        # It gets the order of its module or of one around it, otherwise a place after earlier listed layers.
         owner = name.rpartition(".")[0]
         while owner and owner not in orders:
             owner = owner.rpartition(".")[0]

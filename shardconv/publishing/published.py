@@ -38,10 +38,10 @@ class Published:
 
 
 def published(directories: Sequence[Path]) -> Published:
-    """Read what was converted for one number of ranks, from its directories, one for each stage.
+    """Read a model that was converted for one number of ranks, from its directories, one for each stage.
 
     Raises:
-        CheckpointError: if a manifest is malformed, or the stages are not those of one conversion.
+        CheckpointError: if a manifest is malformed, or the stages do not belong to one conversion.
         PlanError: if a plan is malformed.
     """
     manifests = tuple(manifest.read(directory) for directory in directories)

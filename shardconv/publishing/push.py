@@ -1,4 +1,4 @@
-"""Push a converted directory to a repository of the Hub, as ``tp-N/`` beside other numbers of ranks.
+"""Push a converted directory to a repository of the Hub, as ``tp-N/`` next to other numbers of ranks.
 
 One that holds stages becomes ``pp-P-tp-N/``, with their directories. ``manifest.json``, of each stage, is in
 the last commit and makes the directory complete; before other content is replaced, the old ones are removed.

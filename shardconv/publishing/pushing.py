@@ -68,8 +68,8 @@ def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> di
 class _HashCache:
     """Hashes of the files of a directory, cached for further pushes.
 
-    The cache lies with that of the Hub client, not in the directory. A file is read again if its size,
-    modification time or inode changed.
+    The cache is in the folder of the Hub client's cache, not in the directory. A file is read again if its
+    size, modification time or inode changed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -114,9 +114,9 @@ class Pushing:
 
     Args:
         directory: a verified converted directory, or one that holds stages.
-        own: what is in it.
+        own: the content of the directory.
         remote: the branch.
-        progress: where to report to.
+        progress: the receiver of reports.
     """
 
     def __init__(self, directory: Path, own: Published, remote: Remote, progress: Progress) -> None:
@@ -210,7 +210,7 @@ class Pushing:
             for item in self._items
             if item.path in small
         ]
-        # Other numbers of ranks have complete converted directories of their own.
+        # Other numbers of ranks have separate, complete converted directories.
         read = [self._read(folder, tree) for folder in folders(tree.files) if folder != self.own.folder]
         variants = sorted([self.own, *(found for found in read if found)], key=lambda v: v.folder)
         existing = self._remote.text(README, tree)

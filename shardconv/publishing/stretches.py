@@ -46,7 +46,7 @@ class Holders:
 def stretches(dim: Dim, mesh: Mesh) -> tuple[HeldSegment, ...]:
     """Return the stretches of a dim in order; one without coordinates if the dim is replicated.
 
-    With many shards or repetitions a few stretches stand for all, and the widths are not to scale.
+    With many shards or repetitions only a few stretches are returned, and the widths are not to scale.
     """
     runs = _runs(dim, mesh)
     if len(runs) > MAX_STRETCHES:

@@ -102,10 +102,10 @@ def number(value: float) -> str:
 
 
 def element(name: str, content: str = "", /, **attributes: float | str) -> str:
-    """Return an element; ``_`` in names of attributes stands for ``-``, and a trailing one is dropped.
+    """Return an element; ``_`` in names of attributes becomes ``-``, and a trailing one is dropped.
 
     Args:
-        name: of the element.
+        name: the name of the element.
         content: markup, which is not escaped here.
         **attributes: numbers, or text, which is escaped here.
     """

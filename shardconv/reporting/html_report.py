@@ -50,7 +50,7 @@ def html_report(
     Args:
         plan: any plan.
         picture: SVG of the plan; it is embedded unchanged.
-        manifest: of the converted directory, if there is one.
+        manifest: the manifest of the converted directory, if there is one.
         num_tokens: length of the forward pass whose bytes are shown.
 
     Returns:
@@ -126,7 +126,7 @@ def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterat
 # Values that the templates show, computed from a plan and its summary.
 
 MAX_BARS = 16
-"""With more ranks, those that hold the same number of bytes share a bar."""
+"""Most bars of ranks. With more ranks, ranks that hold the same number of bytes share a bar."""
 
 CATEGORIES = ("column", "row", "vocab", "experts", "norm", "boundary", "other", "replicated")
 """The categories of a bar's segments in order; ``other`` is sharded in a module without an entry in the
@@ -195,7 +195,7 @@ def shown_names(names: Sequence[str], slot: str = "") -> list[str]:
 
 
 def local_text(edit: Edit) -> str:
-    """Return the value of an attribute on the first rank and, where it differs, on the last."""
+    """Return the value of an attribute on the first rank and, if it differs, on the last."""
     return " … ".join(map(str, dict.fromkeys((edit.local[0], edit.local[-1]))))
 
 

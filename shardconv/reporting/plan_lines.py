@@ -1,4 +1,4 @@
-"""Lines of text about a plan: memory of a rank, what fits on a device, pipeline stages, fused layers."""
+"""Lines of text about a plan: memory of a rank, fit on a device, pipeline stages, fused layers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MAX_TOKENS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A device, and what it is to do."""
+    """A device, and the sequences that it has to hold."""
 
     device_bytes: int
     reserve_bytes: int = RESERVE
     """Bytes that are kept free."""
     context: int | None = None
-    """Tokens of each sequence; of both the encoder and the decoder, where there are two."""
+    """Tokens of each sequence; of both the encoder and the decoder, if there are two."""
     batch: int = 1
 
 
@@ -43,16 +43,16 @@ class Needs:
     """Bytes of the weights in memory, with the buffers that no file holds."""
     cache: int
     activations: int
-    """Bytes for the prefill of the whole batch, beside the cache."""
+    """Bytes for the prefill of the whole batch, in addition to the cache."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all bytes."""
         return self.weights + self.cache + self.activations
 
 
 def parts(plan: Plan) -> list[Plan]:
-    """Return a plan for each stage that a plan is about, with what was measured of it; without stages, the
+    """Return a plan for each stage of a plan, with the measured memory of the stage; without stages, the
     plan."""
     stages = plan.stages
     if stages is None:
@@ -81,13 +81,13 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def needs(plan: Plan, memory: MemoryPlan, batch: int, length: int) -> Needs:
-    """Return what sequences of one length need, prompt and all.
+    """Return the bytes for sequences of one length, whose prompts may be that long.
 
     Args:
         plan: any plan.
-        memory: of the plan.
+        memory: the measured memory of the plan.
         batch: number of sequences.
-        length: tokens of each.
+        length: number of tokens of each sequence.
     """
     return Needs(
         weights=weight_bytes(plan),
@@ -103,7 +103,7 @@ def fits(plan: Plan, memory: MemoryPlan, load: Workload) -> bool:
 
 
 def cached_tokens(plan: Plan, memory: MemoryPlan, load: Workload) -> int:
-    """Return the most tokens of one sequence whose cache fits beside the weights, up to ``MAX_TOKENS``."""
+    """Return the most tokens of one sequence whose cache fits next to the weights, up to ``MAX_TOKENS``."""
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan)
     return _largest(lambda length: cache_bytes(memory, 1, length, length) <= free)
 
@@ -165,7 +165,7 @@ def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
 
     Args:
         places: processes, one after another, among which the stages are divided.
-        microbatches: of a step.
+        microbatches: the number of microbatches of a step.
         per_process: stages of each process.
     """
     return (places - 1) / (per_process * microbatches + places - 1)
@@ -208,7 +208,7 @@ _CANNOT_BE_MEASURED = "cache and activations could not be measured; the notes sa
 
 
 def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
-    """Yield the section of the report about memory; nothing where nothing was measured."""
+    """Yield the section of the report about memory; nothing if nothing was measured."""
     for title, part in memory_parts(plan):
         assert part.memory is not None
         yield f"MEMORY  {title}"
@@ -219,7 +219,7 @@ def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
 
 
 def memory_parts(plan: Plan) -> list[tuple[str, Plan]]:
-    """Return (whose ranks, their plan) for what was measured; stages that need the same are said once."""
+    """Return (label of the ranks, plan) for each measured stage; stages with equal needs are merged."""
     if plan.stages is None:
         return [("of each rank", plan)] if plan.memory is not None else []
     alike: dict[tuple[MemoryPlan, int], list[tuple[int, Plan]]] = {}
@@ -236,7 +236,7 @@ def memory_parts(plan: Plan) -> list[tuple[str, Plan]]:
 
 
 def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[str]]]:
-    """Return (what, texts about it) for the cache, the prefill of a prompt and the logits."""
+    """Return (heading, texts) for the cache, the prefill of a prompt and the logits."""
     moment = max(
         memory.prefill, key=lambda each: moment_bytes(each, 1, num_tokens), default=LiveBytes((0, 0, 0))
     )
@@ -269,7 +269,7 @@ def device_lines(plan: Plan, load: Workload) -> Iterator[str]:
 
 
 def device_facts(plan: Plan, load: Workload) -> Iterator[tuple[str, str]]:
-    """Yield (what, text) for each thing that can be said about the device."""
+    """Yield (heading, text) for each fact about the device."""
     if plan.stages is not None:
         worst = tightest(plan, load)
         yield "stage", f"{shown_stages(plan)[parts(plan).index(worst)]} has the least free memory:"

@@ -16,10 +16,10 @@ LINE_EVERY_S = 30.0
 
 
 class Progress(Protocol):
-    """Where the stages report to."""
+    """The receiver of the stages' reports."""
 
     def stage(self, text: str) -> None:
-        """Begin a stage; ``text`` says what it does."""
+        """Begin a stage; ``text`` describes it."""
 
     def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> AbstractContextManager[Advance]:
         """Follow work on ``total_bytes`` bytes, of which an earlier run did ``done_bytes``."""

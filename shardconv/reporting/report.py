@@ -32,12 +32,12 @@ TOKENS = 2048
 
 
 def report(plan: Plan, *, num_tokens: int = TOKENS, load: Workload | None = None) -> str:
-    """Describe a plan: its layers, what is replicated and why, its collectives and its totals.
+    """Describe a plan: its layers, its replicated weights and the reasons, its collectives and its totals.
 
     Args:
-        plan: any plan; nothing else is read.
+        plan: any plan; it is all that is read.
         num_tokens: length of the forward pass whose bytes are shown.
-        load: a device, and what it is to do: the report says what fits.
+        load: a device, and a workload: the report says whether it fits.
     """
     summary = summarize(plan)
     sections = (

@@ -45,7 +45,7 @@ class LayerKind:
     """Patterns of the FQNs."""
     count: int
     category: str
-    """The plan's category; empty where the plan has no entry for the module."""
+    """The plan's category; empty if the plan has no entry for the module."""
     tensors: tuple[TensorLine, ...]
     edits: tuple[Edit, ...]
     rank_bytes: int
@@ -161,7 +161,7 @@ def item_bytes(dtype: str) -> int:
 def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKind, ...]:
     """Group the modules that have an entry in the plan or hold parameters that are not replicated."""
     modules = module_plans(plan)
-    # The name of a stored tensor of a packed parameter may have dots of its own after the module.
+    # The name of a stored tensor of a packed parameter may have dots after the name of the module.
     owners = {
         tensor_name(name, tensor.name): name.rpartition(".")[0]
         for name, entry in parameter_plans(plan).items()
@@ -266,7 +266,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def percent(part: int, total: int) -> str:
-    """Return a share with two decimals; 0% and 100% only where that is exact."""
+    """Return a share with two decimals; 0% and 100% only if that is exact."""
     if total == 0:
         return "0%"
     percent = 100 * part / total

@@ -39,7 +39,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 GARBAGE_BYTES = 2**27
-"""By how much the peak memory of this process grows before garbage is collected again."""
+"""Growth of this process's peak memory before garbage is collected again."""
 
 
 def collect_garbage() -> None:

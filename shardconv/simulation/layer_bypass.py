@@ -40,7 +40,7 @@ def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, 
     They are called once, get no cache, return only tensors, and have many events.
 
     Args:
-        tape: of all layers, not folded.
+        tape: the tape of all layers, not folded.
         layers: FQNs of the layers.
 
     Returns:
@@ -116,7 +116,7 @@ def repeat_results(model: nn.Module, modules: Mapping[str, str]) -> None:
     """Replace modules, in place, by placeholders that return tensors like the results of other modules.
 
     Args:
-        model: on meta.
+        model: the model on meta.
         modules: FQN -> FQN of the module of another layer, which is run.
     """
     for like in set(modules.values()):
@@ -178,7 +178,7 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
     """Find out how to bypass layers. Layers of a stack are bypassed together or not at all.
 
     Args:
-        tape: of all layers, not folded.
+        tape: the tape of all layers, not folded.
         layers: FQNs of layers of a stack, each with the layer that represents it. Each one follows another
             layer of that stack.
     """
@@ -230,10 +230,10 @@ def working_bypasses(
     For example, a model that collects a list with an item for each layer may fail when it finds too few.
 
     Args:
-        model: on meta; it is copied.
-        inputs: of its trace.
-        tape: of all layers, not folded.
-        layers: as for ``find_bypasses``.
+        model: the model on meta; it is copied.
+        inputs: the inputs of its trace.
+        tape: the tape of all layers, not folded.
+        layers: see ``find_bypasses``.
     """
     found = find_bypasses(tape, layers)
     try:

@@ -66,7 +66,7 @@ class _Layout:
     dim: int
     """The sharded dim of the tensor; -1 if none is sharded."""
     held: tuple[Tensor, ...]
-    """For each rank, the positions that it holds; empty if no dim is sharded."""
+    """The positions that each rank holds; empty if no dim is sharded."""
     summed: tuple[int, ...]
     """Mesh axes over which the tensor is partial."""
 
@@ -78,8 +78,8 @@ class ModuleOutputs:
     Outputs of a call that some run leaves out are dropped when all runs have passed it.
 
     Args:
-        plan: of the ranks.
-        tape: of the unsharded model, for the order of the calls.
+        plan: the plan of the ranks.
+        tape: the tape of the unsharded model, for the order of the calls.
         tolerance: relative to the largest value.
     """
 
@@ -179,7 +179,7 @@ class ModuleOutputs:
         of_parameters = (dim for entry in self.plan.parameters for dim in entry.dims)
         sharded: dict[Dim, None] = {}
         for dim in chain(of_parameters, map(layout_of, steps)):
-            # A leaf of size 0 stands for a size that depends on the input.
+            # A leaf of size 0 means a size that depends on the input.
             if dim is not None and all(leaf.size for leaf in leaves(dim)):
                 sharded.update((part, None) for part in (dim, *leaves(dim)) if axes_of(part))
         known: dict[int, list[tuple[Dim, tuple[Tensor, ...]]]] = {}
@@ -238,7 +238,7 @@ class Lockstep:
         """Run the unsharded model and all ranks, and compare them.
 
         Args:
-            precision: to compute in.
+            precision: the precision to compute in.
             reads: reads the parameters.
             advance: is called with the bytes of ``num_bytes`` that the unsharded model has newly used.
 

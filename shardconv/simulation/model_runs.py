@@ -79,7 +79,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: 
     """
     ends = offs.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    # The backward of an index fills a gradient of the whole stack, for each group; that of unbind does not.
+    # The backward of an index fills a gradient of the whole stack for each group; unbind avoids that.
     matrices = weight.unbind() if weight.requires_grad else weight
     rows = torch.split(x, [*sizes, x.shape[0] - sum(sizes)])
     parts = [rows[i] @ matrices[i] for i, size in enumerate(sizes) if size]
@@ -88,10 +88,10 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: 
 
 
 class ReusedModel:
-    """A model that begins each run as it was built, whatever a run leaves in attributes, hooks and buffers.
+    """A model that begins each run as it was built, even if runs change attributes, hooks and buffers.
 
     Args:
-        model: with numbers. Its buffers are never written to, since each run gets copies.
+        model: the model, with numbers. Its buffers are never written to, since each run gets copies.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,7 +145,7 @@ def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> l
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
         inputs: global, as ``input_ids [B, S]``.
-        precision: to compute in.
+        precision: the precision to compute in.
     """
     return outputs_of_calls(model, inputs, precision, 1)[0]
 
@@ -157,8 +157,9 @@ def outputs_of_calls(
 
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
-        inputs: of the first call, global, such as ``input_ids [B, S]``. Each later call gets one more token.
-        precision: to compute in.
+        inputs: the global inputs of the first call, such as ``input_ids [B, S]``. Later calls get one more
+            token.
+        precision: the precision to compute in.
         calls: number of calls.
         or_fewer: stop without an error at a later call that fails.
     """
@@ -182,13 +183,13 @@ def outputs_of_calls(
 def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str, Any]:
     """Return the arguments of a second call: one more token, and the cache of the first call.
 
-    The token comes from another row. Where code picks keys by their values (``topk``), a token that the row
+    The token comes from another row. If code picks keys by their values (``topk``), a token that the row
     already contains would tie with itself, and rounding would decide.
 
     Args:
         model: the model that was called.
-        inputs: of the first call; ids ``[B, S]`` or embeddings ``[B, S, H]``.
-        result: of the first call.
+        inputs: the inputs of the first call; ids ``[B, S]`` or embeddings ``[B, S, H]``.
+        result: the result of the first call.
 
     Raises:
         ValueError: if it handed nothing back, or takes no tokens.
@@ -220,7 +221,7 @@ def usable_gradients(
     Args:
         new_model: makes the unsharded model, in the dtype of ``precision``.
         inputs: global.
-        precision: to compute in.
+        precision: the precision to compute in.
 
     Returns:
         The inputs, without a cache if the model has no backward pass with one; gradients; the problem.
@@ -249,7 +250,7 @@ def gradients_of(
     Args:
         model: unsharded, or of one rank.
         inputs: global.
-        precision: to compute in.
+        precision: the precision to compute in.
         call: is called instead of the model, with its arguments.
 
     Returns:

@@ -77,8 +77,8 @@ class Outcome:
 
 
 class Logits(Enum):
-    """Which of sharded logits the ranks return. Without sharded logits, and with labels, they are
-    gathered."""
+    """The choice of the logits that ranks return if logits are sharded. Calls with labels return gathered
+    ones."""
 
     GATHERED = "gathered"
     OWN = "own"
@@ -90,7 +90,7 @@ class _Gradients:
     """Gradients of the unsharded model, and the scales to which differences are relative."""
 
     values: Mapping[str, Tensor]
-    """Global gradients by the name of the parameter."""
+    """Name of a parameter -> its global gradient."""
     scales: Mapping[str, float]
     """The largest gradient of each parameter."""
 
@@ -120,9 +120,9 @@ class Simulation:
         """Run the unsharded model, then all ranks.
 
         Args:
-            inputs: of the first call.
-            calls: with 2, the model is called again with its cache, if the unsharded model can be.
-            logits: which logits are compared. With ``BOTH``, a rank's own logits are compared in one call.
+            inputs: the inputs of the first call.
+            calls: number of calls. With 2, a second call gets the cache, if the unsharded model allows it.
+            logits: the logits to compare. With ``BOTH``, a rank's own logits are compared in one call.
 
         Raises:
             Unprovable: if the unsharded model fails.
@@ -146,7 +146,7 @@ class Simulation:
         """Run the unsharded model, then all ranks of one stage after the other.
 
         Args:
-            inputs: of the first call.
+            inputs: the inputs of the first call.
             calls: see ``evaluate``.
 
         Raises:
@@ -176,13 +176,14 @@ class Simulation:
         return Outcome(worst, precision.tolerance, precision.dtype, calls=len(want))
 
     def wrong_gradient(self, inputs: TraceInputs) -> str:
-        """Say what is wrong with the gradients of the ranks, in training mode; empty if they are right.
+        """Return the error of the ranks' gradients in training mode; empty if they are right.
 
         Backward runs from a random gradient of everything that the model returns, in the precision of the
         last evaluation.
 
         Args:
-            inputs: of the call. The cache is left out if the unsharded model has no backward pass with it.
+            inputs: the inputs of the call. The cache is left out if the unsharded model has no backward pass
+                with it.
         """
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
@@ -194,7 +195,7 @@ class Simulation:
         return self._wrong_gradient(inputs, gradients)
 
     def wrong_stage_gradient(self, inputs: TraceInputs) -> str:
-        """Say what is wrong with the gradients of the ranks of all stages. See ``wrong_gradient``."""
+        """Return the error of the gradients of all stages' ranks; see ``wrong_gradient``."""
         model = copy.deepcopy(self.model).to(self._precision.dtype)
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
@@ -272,10 +273,10 @@ class Simulation:
         model.
 
         Ranks that sum in another order may then differ from it by as much, and a comparison shows nothing. It
-        happens where random weights drive activations apart: softmax saturates, layers repeat.
+        happens if random weights drive activations apart: softmax saturates, layers repeat.
 
         Args:
-            inputs: of the call.
+            inputs: the inputs of the call.
             gradients: look at the gradients instead of the outputs.
 
         Raises:
@@ -439,7 +440,7 @@ class _GradientDifference:
     name: str
 
     def text(self, tolerance: float) -> str:
-        """Say what is wrong; empty if the difference is within rounding error."""
+        """Return a description; empty if the difference is within rounding error."""
         if self.error <= tolerance:
             return ""
         return f"the gradient of {self.name} differs from that of the unsharded model by {self.error:.1e}"

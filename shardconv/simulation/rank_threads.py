@@ -17,7 +17,7 @@ from .available_memory import return_freed_memory
 T = TypeVar("T")
 
 BESIDE = -1
-"""Number of the thread that runs beside the ranks."""
+"""Number of the thread that runs in addition to the ranks."""
 
 
 class RanksDisagree(RuntimeError):
@@ -40,9 +40,9 @@ class _Meeting:
 class _Turns:
     """Let one thread run at a time, until it waits for others.
 
-    Of the threads that can run, the one that is furthest behind does; threads report their positions. All
-    start from the caller's random state, as ranks do that were seeded alike. torch has one random state for
-    all threads, so it is exchanged when a thread's turn begins and ends.
+    The thread that is furthest behind among the ones that can run gets its turn; threads report their
+    positions. All start from the caller's random state, like ranks with the same seed. torch has one random
+    state for all threads, so it is exchanged when a thread's turn begins and ends.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -54,8 +54,7 @@ class _Turns:
         self._states: dict[int, Tensor] = {}
 
     def begin(self, number: int, position: int) -> None:
-        """Wait until no other thread runs, and all threads that are further behind wait for something
-        else."""
+        """Wait until no other thread runs, and no thread that is further behind is ready to run."""
         with self._changed:
             self._wait(number, position)
         torch.set_rng_state(self._states.get(number, self._start))
@@ -202,7 +201,7 @@ class ThreadCommunicator(Communicator):
 
 
 class MetaCommunicator(Communicator):
-    """Communicator of one rank on the meta device. Collectives allocate what real ones do, and compute
+    """Communicator of one rank on the meta device. Collectives allocate like real ones, and compute
     nothing."""
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -236,7 +235,7 @@ def run_ranks(
     anything that the ranks share, such as a model.
 
     Args:
-        mesh: of the ranks.
+        mesh: the mesh of the ranks.
         function: runs on each rank.
         beside: runs in another thread that takes turns with the ranks, and takes part in no collective.
         ranks: communicators of an earlier run, or none.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which random numbers are drawn."""
+    """A choice of random numbers to draw."""
 
     seed: int = 0
     scale: float = 1.0
@@ -60,8 +60,8 @@ class RandomWeights:
         """Return the weights of the unsharded model, in the shapes and dtypes of ``tensors`` (on meta).
 
         Args:
-            tensors: by name, the same in each call.
-            dtype: of floating point tensors.
+            tensors: tensors by name, the same in each call.
+            dtype: the dtype of floating point tensors.
         """
         if dtype not in self._made:
             self._made[dtype] = {name: _random(name, tensor, self._draw) for name, tensor in tensors.items()}
@@ -89,7 +89,7 @@ def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dim() < 2:
         return (torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5) * draw.vectors
-    inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # of convolutions; of products
+    inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # convolutions; products
     size = math.sqrt(math.prod(inputs)) / draw.scale
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(size)
 
@@ -108,8 +108,8 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = Fals
     """Set parameters (under all tied names) and buffers, and return ``model``.
 
     Args:
-        model: on meta.
-        tensors: by name.
+        model: the model on meta.
+        tensors: tensors by name.
         gradients: keep ``requires_grad`` of the parameters. By default no parameter requires a gradient.
     """
     aliases: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}

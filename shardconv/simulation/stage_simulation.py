@@ -81,11 +81,11 @@ def stage_of_rank(
 
     Args:
         model: unsharded, on meta; it is copied.
-        plan: with stages.
-        comm: of this rank within the stage.
+        plan: a plan with stages.
+        comm: the communicator of this rank within the stage.
         stage: number of the stage.
         weights: local weights of the rank, of all stages.
-        transport: to and from the other stages.
+        transport: the transport to and from the other stages.
         training: build the model for a backward pass.
     """
     names, local = argument_names(model, plan), copy.deepcopy(model)
@@ -116,8 +116,8 @@ def gradients_of_stages(
 
     Args:
         model, plan, comm, weights: see ``stage_of_rank``.
-        inputs: of the call, see ``gradients_of``.
-        precision: to compute in.
+        inputs: the inputs of the call, see ``gradients_of``.
+        precision: the precision to compute in.
     """
     handover, stages = Handover({}), range(num_stages(plan))
     models = [stage_of_rank(model, plan, comm, stage, weights, handover, training=True) for stage in stages]

@@ -190,9 +190,9 @@ def fill_streamed(
     """Replace the parameters of a model by streamed tensors, read its buffers, and return ``model``.
 
     Args:
-        model: on meta. A tied parameter is replaced under each name.
+        model: the model on meta. A tied parameter is replaced under each name.
         tensors: its parameters and persistent buffers, in its shapes.
-        dtype: to compute in.
+        dtype: the dtype to compute in.
         reads: reads the parameters.
     """
     found: dict[str, Tensor] = {}
@@ -240,9 +240,9 @@ def computed_rows(
     """Make a tensor that is computed when it is read. Stacks are computed matrix by matrix.
 
     Args:
-        name: for messages.
-        dtype: of the tensor.
-        shape: of the tensor.
+        name: the name for messages.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor.
         compute: returns a span of the first dim, or all of a tensor without dims.
     """
     if len(shape) <= 2:

@@ -1,1 +1,1 @@
-"""Which dims each mesh axis shards: the cheapest assignment that holds every constraint."""
+"""Finds the dims that each mesh axis shards: the cheapest assignment that holds every constraint."""

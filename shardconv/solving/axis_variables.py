@@ -36,7 +36,7 @@ class SolverInput:
     """The part of the problem that is the same for all mesh axes.
 
     Args:
-        analysis: of the traced model.
+        analysis: the analysis of the traced model.
         forbidden: leaves that must stay replicated.
         folded: tensors that must get the same choice, and weights of layers.
         sequence: leaves of activations that may be sharded although their size comes from the input, see
@@ -71,8 +71,8 @@ class SolverInput:
         """Return whether no constraint except its size keeps a leaf (a representative of ``find``)
         replicated.
 
-        Positions that no parameter has stay replicated. Sharding them is not worth a collective, and models
-        of windows and patches have so many of them that the cheapest choice would be hard to find.
+        Positions that no parameter has stay replicated. Sharding them is not worth a collective, and in
+        models with windows and patches their number would make the cheapest choice hard to find.
         """
         if leaf.blocked or leaf in self.frozen or leaf in self.forbidden or leaf not in self.weighted:
             return False
@@ -143,7 +143,7 @@ class AxisVariables:
         self.keys: list[Key] = []
         """The subject of each variable."""
         self.alias: list[int] = []
-        """For each variable, one with a lower number that it equals, or itself."""
+        """Variable -> one with a lower number that it equals, or itself."""
         self.zero: set[int] = set()
         """Variables that must be 0."""
         self.costs: list[tuple[tuple[int, ...], Table]] = []

@@ -64,7 +64,7 @@ def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) 
     """Return the cheapest gradient states for a solved forward pass.
 
     Args:
-        analysis: of the traced model.
+        analysis: the analysis of the traced model.
         assignment: the solved forward pass.
         folded: tensors that must get the same choice, and weights of layers.
     """

@@ -43,7 +43,7 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
     Raises:
         SolveError: if the code of the model with adapters does not allow such a layout.
     """
-    # For each axis of a mesh, the indices of its prime factors among those of tp.
+    # For each axis of a mesh, the indices of its prime factors among the prime factors of tp.
     counts = [len(prime_factors(extent)) for extent in given.mesh]
     primes = [tuple(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(given.mesh))]
     pinned: dict[Node, tuple[int, ...]] = {}

@@ -63,7 +63,7 @@ def solve_sequence(
     sequence.
 
     Args:
-        analysis: of the traced model.
+        analysis: the analysis of the traced model.
         plain: the solved model.
         folded: tensors that must get the same choice.
         forbidden: leaves that must stay replicated.

@@ -2,7 +2,7 @@
 exactly.
 
 For each mesh axis, of n ranks, there are binary variables: s(l), whether the axis shards leaf l, and p(t),
-whether the state of tensor t is partial on it. The methods are those of ``AxisProblem``.
+whether the state of tensor t is partial on it. The methods in parentheses belong to ``AxisProblem``.
 
 Constraints:
 
@@ -99,7 +99,7 @@ def solve(
         tp: number of ranks.
         forbidden: leaves that must stay replicated.
         folded: tensors that must get the same choice, and weights of layers.
-        pins: leaves with a fixed choice: those of all parameters, or none.
+        pins: leaves with a fixed choice: the leaves of all parameters, or none.
 
     Raises:
         Infeasible: if the pinned choices contradict the constraints.

@@ -70,7 +70,7 @@ def fold(tape: Tape, first_apart: bool = False) -> Folded:
     If layers of a stack contain stacks, the outermost stack that can be folded is folded.
 
     Args:
-        tape: of the model.
+        tape: the tape of the model.
         first_apart: treat the first layer of a stack as a separate kind, so that its inputs may have another
             layout than the inputs of the others.
     """
@@ -189,8 +189,8 @@ def _shortened(
     """Return the tape without the dropped layers. The results of the kept layer before replace theirs.
 
     Results that are only read by code behind the stack or between its layers come from the ``first`` layer of
-    their kind. So do states of dropped layers, which other code makes; how their sizes are computed need not
-    be localized.
+    their kind. States of dropped layers, which other code makes, come from there too. The computation of
+    their sizes need not be localized.
     """
     gone = [s for i, s in enumerate(segments) if i not in kept]
     rename = {t: r for s in gone for t, r in zip(s.made, first[s.kind].made, strict=True)}

@@ -66,8 +66,7 @@ class Functions(TorchFunctionMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call ``func``. A tensor that is made from numbers keeps its values, whatever device it is made
-        for."""
+        """Call ``func``. A tensor that is made from numbers keeps its values on all devices."""
         if func in _INDEXING:
             return func(args[0], self._index(args[1]), *args[2:], **kwargs)
         if func not in _LITERALS or isinstance(args[0], torch.Tensor):

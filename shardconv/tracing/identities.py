@@ -1,7 +1,7 @@
 """Map each Python tensor to a tensor of the tape.
 
-The tape's tensors are values. A Python tensor that is written in place has another value afterwards, and so
-do the tensors that share its memory. These are **stale** until they are next read.
+The tape's tensors are values. A Python tensor that is written in place has another value afterwards, and the
+tensors that share its memory have too. These are **stale** until they are next read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Identities:
 
     Args:
         tape: gets the tensors, and an ``alias_write`` for each stale one that is read.
-        values: of its tensors.
+        values: the values of its tensors.
         stack: the indices of the module calls that are running, outermost first; the recorder changes it.
     """
 

@@ -276,7 +276,7 @@ class _Frame:
 
 
 def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
-    """Return the tensors that a model returns to its caller, who must get all of each.
+    """Return the tensors that a model returns to its caller, which must be complete on each rank.
 
     An output that is named like an argument (a state, a cache) is passed to the same rank in the next call.
     """

@@ -43,7 +43,7 @@ def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> 
     dim of this size that has most elements of parameters.
 
     Args:
-        analysis: of the folded tape.
+        analysis: the analysis of the folded tape.
         stand_ins: layer -> the layer that represents it; the parameters of the first are left out.
     """
     tensors = analysis.tape.tensors
@@ -129,7 +129,7 @@ def leaf_groups(
     """Return the groups that may shrink.
 
     Args:
-        analysis: of the model.
+        analysis: the analysis of the model.
         ties: pairs of tensors whose dims are alike.
         token_tables: parameters and buffers that are looked up only by token ids.
     """

@@ -1,4 +1,4 @@
-"""Prove on numbers what a plan is used for, in as few runs as possible.
+"""Prove on numbers that all uses of a plan are right, in as few runs as possible.
 
 A plan is used for more than the calls that were traced: a loss of sharded logits, logits that stay on the
 ranks, eager attention and experts, and embeddings in place of ids. Each of these concerns another part of the
@@ -76,8 +76,8 @@ def simulate(
         case: the plan to prove, and its model.
         inputs: inputs to use instead of the case's.
         gradients: run the backward pass too.
-        calls: with 2, a second call that continues the first is compared too.
-        logits: which of the ranks' logits are compared.
+        calls: number of calls. With 2, a second call that continues the first is compared too.
+        logits: the choice of the ranks' logits to compare.
 
     Returns:
         The outcome. Wrong gradients are not an error; the outcome names the worst one.
@@ -236,7 +236,7 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
         return None
     try:
         with _uncompiled(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # flex attention warns where it is not compiled
+            warnings.simplefilter("ignore")  # flex attention warns if it is not compiled
             simulate(other, calls=calls, logits=Logits.GATHERED)
     except Unprovable:
         return None
@@ -249,7 +249,7 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
 def _uncompiled() -> Iterator[None]:
     """Run code that compiles itself, such as flex attention, without compilation.
 
-    ``torch.compile`` imports Inductor even where nothing is compiled, which takes longer than the proof of
+    ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
     most models. Here, it returns its function unchanged. transformers (5.17 to 5.24) keeps the compiled
     function in a singleton, which is replaced meanwhile.
     """
@@ -315,7 +315,7 @@ def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]
 
     Args:
         case: the model and its inputs.
-        names: of the arguments for embeddings.
+        names: the names of the arguments for embeddings.
     """
     rng = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
@@ -370,7 +370,7 @@ def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
     """Compare everything that a plan is used for with the unsharded model.
 
     Args:
-        case: of the plan; its parallel loss is one that may be the model's own.
+        case: the case of the plan; its parallel loss may be the model's own.
         tell: is called with a description of the next runs.
 
     Raises:

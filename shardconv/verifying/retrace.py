@@ -291,10 +291,10 @@ def retrace(
     """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
 
     Args:
-        plan: of the ranks' models.
+        plan: the plan of the ranks' models.
         layouts: expected dims of every tensor of the global tape.
         model: the global model, on meta; it is copied.
-        inputs: as for the global trace.
+        inputs: the inputs of the global trace.
         bypassed: layers that are not on the global tape. They are bypassed if their plan equals the plan of
             the layer that represents them. If they are read elsewhere, only their closed modules are not run.
 

@@ -36,7 +36,7 @@ def resized_tensors(full: nn.Module, fewer: nn.Module) -> Mapping[str, Resized] 
     """Return the stored tensors whose shapes differ; None if the models have different tensors.
 
     Args:
-        full: on meta.
+        full: the full model on meta.
         fewer: built from another config.
     """
     before, after = (dict(stored_tensors(model)) for model in (full, fewer))
@@ -104,7 +104,7 @@ class Shrinking:
 
     @classmethod
     def of(cls, full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> Shrinking:
-        """Find what may shrink in a model without the layers ``skipped``."""
+        """Find the dims that may shrink in a model without the layers ``skipped``."""
         full = replace(full, analysis=with_unread_parameters(full.analysis, full.folded.representatives()))
         tokens = token_use(full.analysis.tape)
         groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
@@ -173,7 +173,7 @@ class Shrinking:
         fits: Callable[[SmallModel], object],
         runs: Callable[[SmallModel], bool],
     ) -> SmallModel | None:
-        """Try sizes, of which those in ``equal`` are the same wherever they occur (None: all of them).
+        """Try sizes. Sizes in ``equal`` are the same wherever they occur (None: all sizes).
 
         Sizes that fail are added to ``equal`` first. The result is None if the sizes are not worth a try.
         """

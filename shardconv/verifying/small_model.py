@@ -68,7 +68,7 @@ class FullModel:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model that does what the full one does, on smaller shapes."""
+    """A model that runs the code of the full one on smaller shapes."""
 
     model: nn.Module
     """The smaller model on meta, without the layers that are left out."""

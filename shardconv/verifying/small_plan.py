@@ -46,7 +46,7 @@ def resized(dim: Dim, node: Node, shapes: SmallShapes) -> Dim:
     Args:
         dim: dim of the plan.
         node: dim of the traced tensor.
-        shapes: of the smaller model.
+        shapes: the shapes of the smaller model.
 
     Raises:
         Misfit: if the sizes differ, or a part that shrinks does not correspond to parts of the dim.
@@ -125,7 +125,7 @@ def _joined(parts: Sequence[_Part], kind: int) -> _Part:
 
 
 def _factors(part: _Part) -> list[_Part]:
-    """Return the factors, outer to inner, without those of size 1."""
+    """Return the factors, outer to inner, without factors of size 1."""
     if part.kind == PRODUCT:
         return [f for child in part.children for f in _factors(child)]
     return [] if part.full == 1 else [part]
@@ -179,7 +179,7 @@ def small_plan(plan: Plan, small: SmallModel, skipped: Mapping[str, object]) -> 
     """Translate a plan of the full model to the smaller model.
 
     Args:
-        plan: of the full model.
+        plan: the plan of the full model.
         small: the smaller model.
         skipped: layers that the smaller model lacks.
 

@@ -3,7 +3,7 @@
 The groups with the most elements shrink first, until ``ENOUGH`` elements are left. A small model stays as it
 is, and experts shrink last. Equal sizes stay equal, also to sums and products of others (the halves of a
 head), because sizes that are not linked may still mean the same, such as the vocabularies of the embedding
-and of the head. If too much is left, equal sizes may differ, and become equal again only where that fails:
+and of the head. If too much is left, equal sizes may differ, and become equal again only if that fails:
 the width of a model may happen to be eight times the width of its heads.
 """
 
@@ -153,10 +153,10 @@ def choose_sizes(
 
     A size keeps its remainder modulo the number of ranks, so that uneven shares stay uneven. Equal sizes stay
     equal, also to sums and products of others. Different sizes stay different, and new sizes differ from the
-    sizes that are kept where possible.
+    sizes that are kept if possible.
 
     Args:
-        analysis: of the model.
+        analysis: the analysis of the model.
         groups: groups that may shrink.
         tp: number of ranks.
         copies: stored tensor -> number of such tensors in the smaller model, if more than one.

@@ -168,7 +168,7 @@ def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str],
 
 @dataclass
 class _Flow:
-    """Where the token ids of a tape go."""
+    """The paths of token ids through a tape."""
 
     tokens: dict[int, int]
     """Tensors of ids -> the input that they come from."""
@@ -287,9 +287,9 @@ def fewer_tokens(
 
     Args:
         used: token ids.
-        size: of the vocabulary.
-        small: size of the smaller one.
-        parts: ranks among which both are divided.
+        size: the size of the vocabulary.
+        small: the size of the smaller vocabulary.
+        parts: the number of ranks among which both are divided.
         alone: tokens to which no other one may be mapped.
         fixed: tokens that are not mapped.
 

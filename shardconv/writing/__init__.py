@@ -1,1 +1,1 @@
-"""Files on disk: planned to the byte, moved into place at once, continued after a crash."""
+"""Files on disk: each byte has a planned place, files appear at once, and a crashed run can continue."""

@@ -1,8 +1,8 @@
 """Computes the CRC-32 of a file from the CRC-32s of its parts, which may be computed in any order.
 
 ``zlib.crc32`` computes the checksum of one range of bytes; this combines two. Appending n zero bytes to a
-message is a linear map of its CRC over GF(2), and the CRC of ``a + b`` is that of ``a`` mapped over
-``len(b)`` zero bytes, xor that of ``b`` (zlib's ``crc32_combine``, by Mark Adler).
+message is a linear map of its CRC over GF(2). The CRC of ``a + b`` is the CRC of ``a`` mapped over
+``len(b)`` zero bytes, xor the CRC of ``b`` (zlib's ``crc32_combine``, by Mark Adler).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
         leaves: their numbers in the journals, the same for every part of the job: ``numbered`` of the global
             tensors, in an order that all parts have.
         memory: I/O buffer size in bytes.
-        progress: where to report to.
+        progress: where to report progress.
 
     Raises:
         SourceError: if a source file cannot be read.
@@ -70,7 +70,7 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
 
 
 def _require_space(workspace: Workspace) -> None:
-    """Require that the disk has room for what is not yet allocated of the files, as far as can be told."""
+    """Require that the disk has room for the unallocated parts of the files, as far as can be told."""
     num_bytes = 0
     for index in workspace.mine():
         path, size = workspace.location(index), workspace.files[index].num_bytes
@@ -112,7 +112,7 @@ class _Target:
             elif error is None:
                 raise self._error
         except OSError:
-            if error is None:  # else it would hide the error that ended the writing
+            if error is None:  # otherwise it would hide the error that ended the writing
                 raise
         finally:
             for handle in self._handles.values():
@@ -140,7 +140,7 @@ class _Target:
             data, offset = data[count:], offset + count
 
     def journal(self, key: UnitKey, extents: dict[int, list[Extent]]) -> None:
-        """Journal what a unit wrote, as soon as it is durable."""
+        """Journal the extents that a unit wrote, as soon as they are durable."""
         with self._lock:
             self._pending.append((key, extents))
         if self._error is not None:

@@ -1,8 +1,8 @@
 """The state of an output directory: the job that is written, and the finished files that are moved there.
 
-``OUT/.partial/job.json`` holds both and is replaced atomically, so that a process which finds it knows what
-an earlier one was doing when it died. To **place** files is to move them to OUT such that at any moment OUT
-is unchanged, or does not look complete, or is complete.
+``OUT/.partial/job.json`` holds both and is replaced atomically, so that a process which finds it knows the
+state in which an earlier one died. To **place** files is to move them to OUT such that at any moment OUT is
+unchanged, or does not look complete, or is complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 from .durable import fsync, fsync_directories, remove, write_durably
 
-# Files to write, planned to the byte before the first one is written.
+# Files to write; each byte has a planned place before the first file is written.
 
 LEAST_ALIGNMENT = 8
 """Alignment of the safetensors library, for files with the same bytes as its own."""
@@ -67,9 +67,9 @@ def target_file(
         path: relative to the output directory.
         owner: see ``TargetFile.owner``.
         declared: torch's name of the dtype and the shape of each tensor.
-        metadata: of the header.
+        metadata: the metadata of the header.
         tensor: the source of a tensor, by name.
-        alignment: of the first tensor, in bytes.
+        alignment: the alignment of the first tensor, in bytes.
     """
     return TargetFile(path, owner, lay_out(declared, metadata, alignment), tensor)
 

@@ -165,7 +165,7 @@ def prepared(
         pp: number of stages.
         overwrite: whether converted directories may be replaced.
         source: the model; it may not be in ``out``.
-        options: which ranks are written.
+        options: the options, which name the ranks to write.
         tp: number of ranks of a stage.
 
     Raises:
@@ -185,7 +185,7 @@ def write_to(
     write: Write,
     tell: Callable[[str], object],
 ) -> None:
-    """Write a model, or each of its stages that is not complete; ``tell`` is called with what is written."""
+    """Write a model, or each of its stages that is not complete, and call ``tell`` for each written stage."""
     if isinstance(outputs, Output):
         write(plan, weights, outputs, options)
         return
@@ -194,14 +194,14 @@ def write_to(
 
 
 class StageOutputs:
-    """Where the stages of one conversion go: a directory in OUT for each.
+    """The directories of the stages of one conversion, one in OUT for each stage.
 
     Args:
-        out: of the conversion.
-        count: of stages, 2 or more.
+        out: the output directory of the conversion.
+        count: the number of stages, 2 or more.
         overwrite: whether converted directories may be replaced.
         source: the model; it may not be in ``out``.
-        options: which ranks are written: stages without any are left out.
+        options: the options, which name the ranks to write; stages without any are left out.
         tp: number of ranks of a stage.
 
     Raises:
@@ -234,7 +234,7 @@ class StageOutputs:
             and ((directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists())
         ]
         self._complete = complete if len(complete) < len(wanted) else []
-        """Those that an interrupted run has completed."""
+        """Directories that an interrupted run has completed."""
         self._outputs = {
             directory: (
                 Output.prepare(directory, overwrite=overwrite, source=source, owners=own.owners(tp)),
@@ -251,13 +251,13 @@ class StageOutputs:
         """Write each stage that is not complete, and yield its number before.
 
         Args:
-            plan: with stages.
+            plan: a plan with stages.
             weights: global tensors to store, by the first of their names.
-            source: of the weights.
+            source: the source of the weights.
             write: writes a directory.
 
         Raises:
-            ShardconvError: if a complete stage is that of another conversion.
+            ShardconvError: if a complete stage belongs to another conversion.
         """
         assert plan.stages is not None
         plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]

@@ -186,7 +186,7 @@ class Workspace:
         """Wait until no other part begins or finishes; on exit this part releases its owners."""
         with setup_lock(self.path / LOCK_NAME, self.out):
             yield
-            for handle in self.journals.values():  # else two last parts leave the rest to each other
+            for handle in self.journals.values():  # otherwise two last parts leave the rest to each other
                 unlock(handle)
 
     def finish(self, paths: Sequence[str], replaced: Sequence[str]) -> None:
@@ -240,7 +240,7 @@ class Claim:
     required: Collection[str]
     """The owners that this process must write; it is refused if another process writes one of them."""
     optional: Collection[str] = ()
-    """The owners that are left out where another process writes them."""
+    """The owners that are left out because another process writes them."""
 
 
 @contextmanager

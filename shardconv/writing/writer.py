@@ -49,7 +49,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the weights come from, for everything that is written beside them."""
+    """The source of the weights, for all files that are written next to them."""
 
     source: Source
     """The source that the manifest names."""
@@ -60,9 +60,9 @@ class Origin:
     identify: Callable[[], Mapping[str, object]] | None = None
     """Computes the identity again; None: it cannot change."""
     unused: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """Tensors that the model does not use, and that are written beside its own."""
+    """Tensors that the model does not use, and that are written next to its own."""
     copy_unused: Callable[[Path], list[FileEntry]] = lambda directory: []
-    """Copies a file of such tensors, where the source has one."""
+    """Copies a file of such tensors, if the source has one."""
 
 
 def origin_of(spec: ModelSpec) -> Origin:
@@ -101,9 +101,9 @@ def write(
         plan: how each parameter is laid out.
         weights: global tensors by FQN.
         output: where to write.
-        origin: of the weights; its small files are copied.
+        origin: the origin of the weights; its small files are copied.
         options: which ranks to write, and how.
-        progress: where to report to.
+        progress: where to report progress.
 
     Returns:
         Whether all ranks are written and the directory is complete.
@@ -153,8 +153,8 @@ def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
     """Return the claim of the wanted owners; the common part is written by any process that is free to.
 
     Args:
-        owners: of all files.
-        wanted: to be written by this process; None: all.
+        owners: the owners of all files.
+        wanted: the owners that this process writes; None: all.
     """
     required = owners if wanted is None else owners & wanted
     return Claim(required, (owners & {COMMON_DIRECTORY}) - required)
@@ -187,8 +187,8 @@ def _name(spec: ModelSpec, file: WeightFile) -> str:
 
 
 def _identity(file: WeightFile) -> str:
-    """Return text that changes when a file does: its hash if the Hub or its cache knows it, else size and
-    time."""
+    """Return text that changes when a file does: its hash if the Hub or its cache knows it, otherwise size
+    and time."""
     if isinstance(file, RemoteFile):
         return file.sha256 or file.commit
     stats = file.stat()
@@ -198,7 +198,7 @@ def _identity(file: WeightFile) -> str:
 
 
 def _sha256(file: WeightFile) -> str:
-    """Return the sha256 of a file on the Hub, or in its cache, which names large files by it; else ""."""
+    """Return the sha256 of a file on the Hub or in its cache, which names large files by it; otherwise ""."""
     if isinstance(file, RemoteFile):
         return file.sha256
     blob = file.resolve()

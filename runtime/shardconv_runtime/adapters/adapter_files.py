@@ -46,7 +46,7 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
 
     Raises:
         SourceError: a directory has no adapter, or none that was adapted.
-        PlanError: a plan cannot be read, or a name cannot be that of an adapter.
+        PlanError: a plan cannot be read, or an adapter cannot have one of the names.
         CodeMismatchError: the installed code is not the one that an adapter was adapted for.
     """
     directories = given if isinstance(given, Mapping) else {DEFAULT: given}
@@ -56,7 +56,7 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
 
 
 def require_name(name: str) -> str:
-    """Return the name, if it can be that of an adapter.
+    """Return the name if an adapter can have it.
 
     Raises:
         PlanError: it cannot.

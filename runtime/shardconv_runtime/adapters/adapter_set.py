@@ -75,7 +75,7 @@ class Alone:
     """One adapter in the model, without the others."""
 
     plan: Plan
-    """With the adapter's name."""
+    """The plan of the model with the adapter, under the adapter's name."""
     model: nn.Module
     base_names: Mapping[str, str]
     """See ``Attached``."""
@@ -86,7 +86,7 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
 
     Args:
         alone: plans of single adapters, by name.
-        model: with all of them, on meta.
+        model: the model with all adapters, on meta.
         attached: the adapters that were attached to it.
 
     Raises:
@@ -232,7 +232,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
     )
 
 
-# The local tensors of a model with adapters: those of the model's files, and parts of the adapters'.
+# The local tensors of a model with adapters: tensors from the model's files, and the adapters' local parts.
 
 
 def require_base(base: Plan, plan: Plan, attached: Attached) -> None:
@@ -270,13 +270,13 @@ def adapted_tensors(
         plan: the plan of the model with them.
         attached: the adapters.
         start: this rank.
-        rows: for adapters' tensors by name, the positions of the first dim of the local tensor.
+        rows: name of an adapter's tensor -> positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
     now = _present_names(before, entries, attached)
     copies: dict[str, list[str]] = {}
     for name, old in attached.copies.items():
-        if name in entries and name not in attached.tensors:  # else an alias, or it was saved
+        if name in entries and name not in attached.tensors:  # otherwise an alias, or it was saved
             copies.setdefault(old, []).append(name)
     with closing(stored) as tensors:
         for old, tensor in tensors:
@@ -346,7 +346,7 @@ class AdapterSet:
     plan: Plan
     """The plan of the model with them."""
     adapters: Mapping[str, PlannedAdapter]
-    """By name; the first one is active."""
+    """The adapters by name; the first one is active."""
 
     @staticmethod
     def read(given: Given, base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
@@ -355,7 +355,7 @@ class AdapterSet:
         Args:
             given: the directories.
             base: the plan of the model without them.
-            build: makes the model, global, on meta; called where there are several.
+            build: makes the model, global, on meta; called if there are several.
 
         Raises:
             ShardconvError: see ``read_adapters``, ``attach`` and ``combined``.
@@ -364,7 +364,7 @@ class AdapterSet:
 
     @staticmethod
     def of(adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
-        """Make a set of one or several adapters; arguments and errors are those of ``read``."""
+        """Make a set of one or several adapters; see ``read`` for arguments and errors."""
         for name, each in adapters.items():
             if (each.plan.mesh, each.plan.experts) != (base.mesh, base.experts):
                 raise PlanError(
@@ -421,7 +421,7 @@ class AdapterSet:
         """Return the local tensors of the model with adapters by their names in it, on the device.
 
         Args:
-            stored: gives those of the model by their names without adapters, or rows of them.
+            stored: yields the model's tensors by their names without adapters; the argument selects rows.
             attached: the adapters.
             start: this rank.
             rows: names with adapters -> the positions of the first dim of which the rank gets the tensor.

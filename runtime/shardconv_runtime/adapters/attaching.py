@@ -2,7 +2,7 @@
 
 The model's own tensors get memory without bytes on the CPU while the library works (one number, repeated). So
 it initializes an adapter there, from torch's random numbers as in one process, or takes a saved one, with all
-of its own renaming and casts; and reads and writes of the weights of the model are detected.
+its renaming and casts. Reads and writes of the weights of the model are detected.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class Attached:
     """The adapters' parameters and persistent buffers, global, on the CPU, by FQN in the model; also tensors
     of the model that an adapter was saved with (biases, embeddings), in place of the model's own."""
     copies: Mapping[str, str]
-    """Those that are copies of the model's tensors, trained in place of these -> their FQNs before; of a new
-    adapter they have the values of these, and are not among ``tensors``."""
+    """FQN of an adapter's copy of a tensor of the model, trained in its place -> FQN of that tensor before
+    the adapters came. Copies of a new adapter have the model's values and are not in ``tensors``."""
     replaced: frozenset[str]
-    """Those of ``tensors`` that are the model's."""
+    """Names in ``tensors`` of tensors that belong to the model."""
 
     def copied_modules(self) -> dict[str, str]:
         """Return the FQNs of copies of modules -> the FQN of the module that each copy replaces.
 
-        Tied modules have one tensor, so that its name does not tell which of them was copied; a copy is kept
-        beside the module.
+        Tied modules have one tensor, so its name does not tell which of them was copied. A copy is kept next
+        to the module.
         """
         present: dict[str, list[str]] = {}
         for name, old in self.base_names.items():
@@ -93,11 +93,11 @@ class Attached:
     def dtypes_of_model(self, base: Plan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return dtypes of tensors of the model that adapters replaced by saved ones.
 
-        peft copies what was saved into a tensor that has the dtype of the model's, whatever the file has.
+        peft copies a saved tensor into one with the dtype of the model's tensor and ignores the file's dtype.
 
         Args:
             base: plan of the model without adapters.
-            dtypes: of tensors of the model, by FQN with the adapters; the others have those of the plan.
+            dtypes: dtypes of tensors of the model, by FQN with the adapters; the plan has the others.
         """
         own = dict(self.copies) | {name: self.base_names[name] for name in self.replaced}
         now = {old: name for name, old in self.base_names.items()}
@@ -117,15 +117,15 @@ def attach(
     """Put adapters into a model, in place; the first one is active.
 
     Args:
-        model: on meta, global shapes, as ``meta_model.build_model`` makes it.
-        adapters: by the names that they get.
-        trainable: their parameters require gradients; those of the model never do.
+        model: the model on meta in global shapes, as ``meta_model.build_model`` makes it.
+        adapters: the adapters by the names that they get.
+        trainable: the adapters' parameters require gradients; the model's own parameters never do.
         initialized: new adapters get their initial weights; otherwise any.
 
     Raises:
         PlanError: peft is not installed.
         SourceError: the library refuses an adapter, the adapter changes weights of the model, a new one is
-            initialized from them, or a saved one has not the tensors of its config.
+            initialized from them, or a saved one lacks tensors that its config names.
     """
     before = dict(stored_tensors(model))
     modules = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
@@ -256,7 +256,7 @@ def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
     peft ties them when it makes them. On meta they come apart, and again when saved ones take their places.
 
     Args:
-        model: with the adapter.
+        model: the model with the adapter.
         name: the name of the adapter in the model.
         adapter: see ``attach``.
 
@@ -288,7 +288,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which operator read some memory first, but for copies of all of a tensor: these get no bytes either."""
+    """Records the first operator that read the memory, except copies of full tensors, which get no bytes."""
 
     def __init__(self, memory: dict[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -332,13 +332,13 @@ class _BaseWithoutBytes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.originals: dict[int, Tensor] = {}
-        """Original tensors by the id of the proxy."""
+        """Id of a proxy -> the original tensor."""
         self.proxies: dict[int, Tensor] = {}
-        """By the id of the original."""
+        """Id of an original tensor -> its proxy."""
         self.memory: dict[int, Tensor] = {}
         """Address of a proxy, or of a copy of one -> the original."""
         self.replaced: dict[int, Tensor] = {}
-        """By the id of the original: the tensor of a saved adapter that replaces it."""
+        """Id of an original tensor -> the tensor of a saved adapter that replaces it."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -52,7 +52,8 @@ class CheckpointWeights:
     tensors: Mapping[str, LazyTensor | PackedWeight]
     """Global, by FQN, tied ones under each of their names."""
     tied: Mapping[str, str] | None
-    """For ``ModelSpec``: None, unless parameters that the class and its config tie have different values."""
+    """The ties for ``ModelSpec``; None, unless parameters that the class and its config tie have different
+    values."""
     unused: Mapping[str, LazyTensor]
     """Tensors of the checkpoint that the model does not read, by name, if they were asked for."""
 
@@ -170,7 +171,7 @@ def _unwrapped(
 
 
 def _loaded(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> _Loaded:
-    """Return the packed weights, all tensors with plain weights for these, and what transformers loads."""
+    """Return the packed weights, all tensors with plain weights in their place, and the result of loading."""
     packed = None
     if spec.quantization is not None:
         packed = PackedWeights(
@@ -218,7 +219,7 @@ def select(
 
 
 def are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) -> bool:
-    """Return whether two weights have the same values, which are read where they are stored twice."""
+    """Return whether two weights have the same values, which are read if they are stored twice."""
     if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
         return torch.equal(RecordedTensor(one), RecordedTensor(other))
     return one == other
@@ -323,7 +324,7 @@ def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collectio
     """Refuse tensors without which others are incomplete: biases, scales and the like.
 
     transformers leaves out tensors that the model does not use. Whole modules may be left out, such as
-    another task's head; but a part of a module says that the config, or the code, is not that of the
+    another task's head. But if only part of a module is left out, the config or the code belongs to another
     checkpoint.
     """
     extra = set(unexpected)

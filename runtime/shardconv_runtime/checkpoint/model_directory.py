@@ -167,7 +167,7 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
         need_weights: it should have weights too.
 
     Raises:
-        SourceError: the message says what the directory is, and what to do.
+        SourceError: the message names the kind of the directory, and the remedy.
     """
     has_config = (directory / CONFIG).is_file()
     if need_weights and all((directory / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)):

@@ -16,7 +16,7 @@ from ..packed.schemes import rounds_activations
 from ..tensors.lazy_tensor import LazyTensor, cast, take, zeros
 from .quantized import PackedWeight
 
-# A rank's local part of the weights of an ordinary checkpoint, by a plan.
+# A rank's local part of the weights of an ordinary checkpoint, as a plan shards them.
 
 
 def as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTensor:
@@ -28,7 +28,7 @@ def as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTenso
         tensor: global, of the shape in the checkpoint.
 
     Raises:
-        SourceError: the shape is not that of the plan, or the weight would be cast twice.
+        SourceError: the plan has another shape, or the weight would be cast twice.
     """
     if tensor.shape != global_shape(entry):
         raise SourceError(
@@ -138,7 +138,7 @@ def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
     """Return a plan with notes about packed weights, in addition to the verification with dequantized ones.
 
     Args:
-        plan: with packings.
+        plan: a plan with packings.
         settings: the ``quantization_config``; None for an unquantized model.
     """
     entries = [entry for entry in parameter_plans(plan).values() if entry.packing is not None]

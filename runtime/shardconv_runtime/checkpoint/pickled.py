@@ -1,4 +1,4 @@
-"""The tensors of PyTorch files, as lazy tensors over their bytes where the file stores them contiguously."""
+"""The tensors of PyTorch files, as lazy tensors over their bytes if the file stores them contiguously."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a PyTorch file, unpickled with ``weights_only``.
 
     Args:
-        file: to read.
+        file: the file to read.
         device: the device of the tensors; only the pickle is read for ``"meta"``.
 
     Returns:

@@ -74,7 +74,7 @@ def is_of_cache(name: str, settings: Settings) -> bool:
     """Return whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
 
     Args:
-        name: in the checkpoint.
+        name: the name of the tensor in the checkpoint.
         settings: its ``quantization_config``.
     """
     last = name.rpartition(".")[2]
@@ -100,8 +100,8 @@ def _parts(config: Any) -> Iterator[Any]:
 _OF_CACHES = frozenset(
     {"k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale", "k_zero_point", "v_zero_point"}
 )
-"""Ends of the names of factors of keys, values and attention, which engines read in addition to those of
-weights."""
+"""Ends of the names of factors of keys, values and attention, which engines read in addition to the factors
+of weights."""
 _OF_OUTPUTS = frozenset({"output_scale", "output_zero_point"})
 """The same of the outputs of projections to keys and values, in older checkpoints."""
 
@@ -112,14 +112,14 @@ class PackedWeights:
     Args:
         settings: its ``quantization_config``.
         tensors: all of its tensors.
-        files: that hold them; only their headers are read here.
+        files: the files of the tensors; only their headers are read here.
         where: the checkpoint, for messages.
         dtype: the dtype of the dequantized weights.
         dequantize: whether they are wanted; ``of`` then has no packed weights.
 
     Attributes:
         plain: the checkpoint as one of the unquantized model, with proxies for packed weights.
-        of_linear_layers: names of packed weights in formats that store those of linear layers, as (out, in).
+        of_linear_layers: names of packed weights in formats that store linear layers' weights, as (out, in).
 
     Raises:
         SourceError: the format is not supported, or stored tensors are malformed, or some are missing.
@@ -257,7 +257,7 @@ class _Piece:
         by_stride = {stride: dim for dim, stride in enumerate(strides) if found.shape[dim] > 1}
         extents = zip(piece.shape, piece.strides, strict=True)
         self.dims = [by_stride.get(stride, -1) if extent > 1 else None for extent, stride in extents]
-        """For each dim of the parameter, the dim of the packed weight; None if the piece has one position."""
+        """The dim of the packed weight for each dim of the parameter; None if the piece has one position."""
         if -1 in self.dims:
             raise _inseparable(name, "rearranged parts of packed weights")
 

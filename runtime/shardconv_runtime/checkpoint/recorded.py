@@ -161,7 +161,8 @@ def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor |
         tensors: global, by name.
 
     Returns:
-        By name, with the same shapes and dtypes; those of fewer than ``LARGE`` elements are on the CPU.
+        Tensors by name, with the same shapes and dtypes; the ones with fewer than ``LARGE`` elements are on
+        the CPU.
 
     Raises:
         SourceError: a file cannot be read.
@@ -253,7 +254,7 @@ class RecordedOperator:
     """Lazy tensors in place of recorded ones."""
     kwargs: Mapping[str, Any]
     index: int
-    """Which of its results."""
+    """The index of the result among the operator's results."""
 
     def __call__(self) -> torch.Tensor:
         """Read the tensors and run it."""

@@ -33,7 +33,7 @@ from .stored_leaves import WeightFile, stored_dtype, validate
 
 # From ``config.json`` to a config object and the class to build.
 #
-# There is no table of architectures: the class is named by the config (``architectures``) and looked up in
+# There is no table of architectures. The config names the class (``architectures``), which is looked up in
 # transformers' public namespace or in the repository's own code, or is found in transformers' auto mappings.
 
 
@@ -169,12 +169,12 @@ class ModelSpec:
     weight_files: tuple[WeightFile, ...] = ()
     """Validated checkpoint files; empty if no weights are needed."""
     index: Index | None = None
-    """The index of the checkpoint files, where there are several."""
+    """The index of the checkpoint files, if there are several."""
     tied: Mapping[str, str] | None = None
-    """Alias -> first name of parameters that are one tensor, by the checkpoint or by a plan; None: all that
+    """Alias -> first name of parameters that are one tensor in the checkpoint or in a plan; None: all that
     the class and its config tie."""
     quantization: Mapping[str, Any] | None = None
-    """The ``quantization_config`` of a quantized checkpoint; ``config`` is that of the unquantized model."""
+    """The ``quantization_config`` of a quantized checkpoint; ``config`` describes the unquantized model."""
     dequantize: bool = False
     """Convert such a checkpoint to unquantized weights."""
 
@@ -291,7 +291,7 @@ def resolve(
         model: a directory, a Hub id, or (without weights) a transformers config object.
         hub: how to download it; None for the defaults.
         trust_remote_code: import the repository's own Python code.
-        dtype: the dtype of the parameters; by default that of the config, otherwise that of the checkpoint.
+        dtype: the dtype of the parameters; by default the config's dtype, otherwise the checkpoint's.
         need_weights: find (and download) the weight files and validate them.
         stream: leave uncached weight files on the Hub, where they are read by ranges.
 
@@ -356,6 +356,6 @@ def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metada
         return asked.removeprefix("torch.")
     said = getattr(config, "dtype", None) or metadata.get("dtype")
     found = str(said) if said else files and stored_dtype(files[0])
-    if not found and not files and hasattr(config, "get_text_config"):  # a guess, where no weights say it
+    if not found and not files and hasattr(config, "get_text_config"):  # a guess, if no weights say it
         found = getattr(config.get_text_config(), "dtype", None)
     return str(found or "float32").removeprefix("torch.")

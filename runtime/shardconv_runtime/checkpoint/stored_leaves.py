@@ -60,13 +60,14 @@ def num_bytes(file: WeightFile) -> int:
 
 
 def stored_dtype(file: WeightFile) -> str | None:
-    """Return the dtype that ``from_pretrained`` takes from a weight file where no config says one.
+    """Return the dtype that ``from_pretrained`` takes from a weight file if no config has one.
 
-    It is that of the first floating-point tensor, in the order in which the libraries list them: safetensors
-    by name, which is not the order of the bytes. Formats of 8 bits and less are not dtypes of a model.
+    The first floating-point tensor determines it, in the order in which the libraries list tensors:
+    safetensors sorts by name, not in the order of the bytes. Formats of 8 bits and less are not dtypes of a
+    model.
 
     Returns:
-        Its name, such as ``"bfloat16"``; None if there is none.
+        The name of the dtype, for example ``"bfloat16"``; None if no tensor is floating-point.
     """
     if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
         _, tensors = header_of(file)
@@ -140,7 +141,7 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     when the first of its tensors is needed.
 
     Args:
-        files: that hold the tensors.
+        files: the files of the tensors.
         index: says which of several files that hold a tensor is the one to take: a repository may add a file
             with some better tensors, and change only its index.
 
@@ -182,7 +183,7 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
 
 
 def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
-    """Return the metadata in the headers of the safetensors files among these, those of all files together.
+    """Return the metadata in the headers of the safetensors files among these, merged over all files.
 
     Raises:
         SourceError: a file cannot be read.

@@ -94,7 +94,7 @@ def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
 T = TypeVar("T")
 
 AGREE_TIMEOUT_S = 300
-"""How long a rank waits for the others where all should arrive at about the same time."""
+"""How long a rank waits for the others if all should arrive at about the same time."""
 
 CONNECT_TIMEOUT_S = 900
 """How long a rank waits for the others to be connected; longer than these wait for it in a group."""
@@ -192,8 +192,8 @@ CALL_TIMEOUT_S = 1800
 """How long a rank waits for the others to call the model: one of them may prepare data."""
 
 PAGED: ContextVar[bool] = ContextVar("PAGED", default=False)
-"""Whether this thread calls a model for continuous batching: its inputs are the same on all ranks by how they
-are made, and no control message may come between those of another thread."""
+"""Whether this thread calls a model for continuous batching. Its inputs are the same on all ranks by
+construction, and its control messages may not come between the messages of another thread."""
 
 
 def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> None:
@@ -222,7 +222,8 @@ def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
 
 
 def _summary(value: Any) -> str:
-    """Return what must be equal on all ranks: integers exactly, of computed values the kind and shape.
+    """Return the part of a value that must be equal on all ranks: integers exactly, computed values by kind
+    and shape.
 
     Floating-point values may differ in their last bits, and parts of an encoder's output may be this rank's.
     """

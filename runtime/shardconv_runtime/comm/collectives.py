@@ -48,13 +48,13 @@ class Communicator(ABC):
     Args:
         rank: this rank, row-major in ``mesh``.
         mesh: sizes of the mesh axes.
-        device: the device of the model. Steps allocate what they keep there when they are made: memory that
+        device: the device of the model. Steps allocate their buffers there when they are made: memory that
             is allocated in a call may belong to a CUDA graph.
 
     Attributes:
         regathering: set while a forward pass runs that keeps parts of gathered activations.
-        sequence: for the last forward pass whose activations are sharded over the sequence, its length, and
-            that with padding. It is kept for a backward pass that recomputes.
+        sequence: the lengths of the sequence without and with padding in the last forward pass whose
+            activations are sharded over it. They are kept for a backward pass that recomputes.
     """
 
     def __init__(self, rank: int, mesh: Mesh, device: torch.device = CPU) -> None:
@@ -79,7 +79,7 @@ class Communicator(ABC):
         return group_of(self.mesh, axes, self.rank)
 
     def num_ranks(self, axes: Iterable[int]) -> int:
-        """Number of ranks along ``axes``."""
+        """Return the number of ranks along ``axes``."""
         count = 1
         for axis in axes:  # a plain loop, which compilers can look through
             count *= self.mesh[axis]
@@ -99,7 +99,7 @@ class Communicator(ABC):
                 out by itself, and gets the operation that keeps ``x``.
 
         Raises:
-            PlanError: ``x`` requires a gradient; likewise below.
+            PlanError: ``x`` requires a gradient. The other collectives raise it too.
         """
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:

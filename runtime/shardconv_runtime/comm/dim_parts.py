@@ -139,7 +139,7 @@ class Select:
 
     Args:
         parts: the ranges.
-        device: of most tensors.
+        device: the device of most tensors.
     """
 
     def __init__(self, parts: tuple[Range, ...], device: torch.device) -> None:

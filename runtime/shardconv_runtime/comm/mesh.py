@@ -24,11 +24,11 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
     """Return the device of this process, with an index if it is a GPU.
 
     A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
-    ``init_process_group(device_id=)``, otherwise that of the launcher's local rank. Where a process sees one
-    GPU, it is that: launchers may show each process its own.
+    ``init_process_group(device_id=)``, otherwise the GPU of the launcher's local rank. If a process sees only
+    one GPU, it is that one: launchers may show each process its own.
 
     Args:
-        device: as the caller named it; by default a GPU if torch finds cuda, otherwise the CPU.
+        device: the device that the caller named; by default a GPU if torch finds cuda, otherwise the CPU.
         num_local: this many processes of this host need a GPU each; 0 if unknown.
 
     Raises:
@@ -64,7 +64,7 @@ class Launch:
     """This process among those that load one model.
 
     Attributes:
-        group: all of them; None where there is only this one.
+        group: all of them; None if there is only this one.
         control: a gloo group of the same processes, for control messages.
         timeout_s: how long a rank waits for the others while the model is used; None: torch's default.
     """
@@ -123,7 +123,7 @@ def launch(
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
 ) -> Launch:
-    """Join the other processes; start the default process group where there is none.
+    """Join the other processes; start the default process group if there is none.
 
     The backend is nccl for a cuda device, gloo otherwise. A single process that no launcher started
     needs no group and gets none.

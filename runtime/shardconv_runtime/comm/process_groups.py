@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as _c10d
 from ..errors import LaunchError
 
 JOIN_TIMEOUT_S = 300
-"""How long a rank waits for the others where a group of them is made, or connected."""
+"""How long a rank waits for the others when a group of them is made or connected."""
 
 SETTLE_S = 0.1
 """How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which
@@ -44,7 +44,7 @@ def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None
 
     Args:
         group: the processes.
-        ranks: those of them that exchange messages, by their global ranks, ascending; by default all.
+        ranks: global ranks of the processes that exchange messages, ascending; by default all.
 
     Raises:
         LaunchError: one of them did not join.
@@ -124,7 +124,7 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Run a collective in each group. NCCL connects a group in its first one, and fails only then.
 
     A default group that is bound to a device would connect when it is started. But groups of some ranks would
-    then be split off its communicator, which takes all processes, not their members alone.
+    then be split off its communicator, in which all processes take part, not only the members.
 
     Args:
         groups: the groups of this rank; all members of a group call this at about the same time.
@@ -201,7 +201,7 @@ def _subgroup(
 def _new_group(
     group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, purpose: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a group, which its members find by a name that describes it.
+    """Make a group, which its members find under a name that describes it.
 
     ``new_group`` counts the groups of this process for the name: processes that made others before, of
     other models, would wait for each other under different names.

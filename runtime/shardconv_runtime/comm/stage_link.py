@@ -22,10 +22,10 @@ Crossing = tuple[str, int]
 
 
 class Transport(ABC):
-    """How tensors get from one stage to another."""
+    """A way to get tensors from one stage to another."""
 
     only_measures: ClassVar[bool] = False
-    """Whether passes compute nothing, and only find the forms of all values, those of their own stage too."""
+    """Whether passes compute nothing, and only find the forms of all values, their own stage's included."""
     may_miss_values: ClassVar[bool] = False
     """Whether a call may leave out modules whose results other stages need in every call."""
 
@@ -39,7 +39,7 @@ class Transport(ABC):
 
     @abstractmethod
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Fill tensors, of equal (local) shapes on all stages, with those of the last stage, in place."""
+        """Copy the last stage's tensors to all stages, in place; (local) shapes are equal on all stages."""
 
 
 class Handover(Transport):
@@ -88,10 +88,10 @@ class StageLink:
     """The place of one rank in a pipeline, and its connection to the other stages.
 
     Args:
-        place: the place of this rank among those of equal place in their stages; with one stage each, its
+        place: the place of this rank among the ranks of equal place in their stages; with one stage each, its
             stage.
-        count: of stages.
-        transport: between the stages, as long as no other one is handed over, see ``through``.
+        count: the number of stages.
+        transport: the transport between the stages unless another one is handed over, see ``through``.
         num_places: how many ranks share the stages, in turn; by default each has one.
     """
 
@@ -135,7 +135,7 @@ class StageLink:
 
     @property
     def is_measuring(self) -> bool:
-        """Return whether the running pass only finds the forms of what it receives, and computes nothing."""
+        """Return whether the running pass only finds the forms of received values, and computes nothing."""
         return self._transport.only_measures
 
     @contextmanager
@@ -180,7 +180,7 @@ class StageLink:
         """Return whether a call is running in which all stages take part."""
         return self._num_calls > 0
 
-    # What crosses
+    # Values that cross
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Give a result of a module, local of any shape, to later stages."""
@@ -203,7 +203,7 @@ class StageLink:
     # Results, which the last stage computes
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Fill tensors, of equal (local) shapes on all stages, with those of the last stage, in place."""
+        """Copy the last stage's tensors to all stages, in place; (local) shapes are equal on all stages."""
         self._transport.share(tensors)
 
     def share_results(self, results: Sequence[Tensor]) -> None:

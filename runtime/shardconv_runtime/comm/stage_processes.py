@@ -20,22 +20,22 @@ from .stage_link import Crossing, StageLink, Transport
 
 @dataclass(frozen=True)
 class StageProcesses:
-    """The place of this process among those of a pipeline."""
+    """The place of this process in a pipeline."""
 
     ranks: Launch
     """The ranks of the process's stages, and this one among them."""
     link: StageLink
-    """To the ranks of equal place on other stages; it knows the stages of this process."""
+    """The link to the ranks of equal place on other stages; it knows the stages of this process."""
 
 
 def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) -> StageProcesses:
     """Divide the processes of a launch into stages; every process calls it.
 
     Args:
-        start: as many processes as there are ranks on all stages, or that number divided by ``per_process``.
-        count: of stages, 2 or more.
-        tp: ranks of each stage.
-        per_process: stages of each process, which are as far from each other as there are processes.
+        start: the processes: as many as ranks on all stages, or that number divided by ``per_process``.
+        count: the number of stages, 2 or more.
+        tp: the number of ranks of each stage.
+        per_process: the number of stages of each process; they are as far apart as there are processes.
 
     Raises:
         LaunchError: they cannot communicate, or would have to send from GPUs over gloo.
@@ -93,7 +93,7 @@ class ProcessTransport(Transport):
 
     Args:
         group: the processes of the pipeline that have this one's place in their stages, in order.
-        device: on which this process receives.
+        device: the device on which this process receives.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -152,9 +152,9 @@ class ProcessTransport(Transport):
 
         Args:
             seen: the values of one call; each of the next ones has as many messages.
-            num_tokens: of that call.
+            num_tokens: the number of tokens of that call.
             most_tokens: the most tokens of the next ones.
-            num_calls: to be ready for.
+            num_calls: the number of calls to be ready for.
         """
         if dist.get_backend(self.group) == "gloo":
             self._early = EarlyReceives(self.group, seen, num_tokens, most_tokens, num_calls)
@@ -219,9 +219,9 @@ class EarlyReceives:
     Args:
         group: the process of each stage, in order, over gloo.
         seen: the values that the call exchanged.
-        num_tokens: of that call.
-        most_tokens: of any call.
-        num_calls: for which buffers are ready.
+        num_tokens: the number of tokens of that call.
+        most_tokens: the most tokens of any call.
+        num_calls: the number of calls for which buffers are ready.
     """
 
     def __init__(

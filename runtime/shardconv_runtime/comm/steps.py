@@ -92,7 +92,7 @@ class Resharding(ABC):
         layout: how it is sharded.
         grad_axes: mesh axes over which the gradient of the side with all positions is Partial; None: no
             backward.
-        local_grad_axes: the same for the other side, where segments of the layout are not sharded.
+        local_grad_axes: the same for the other side, if segments of the layout are not sharded.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Resharding(ABC):
         return self.comm.regathering.reshard(self, x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """Apply the step; autograd keeps what the step saves."""
+        """Apply the step; autograd keeps the tensors that the step saves."""
         forward, backward = (self.forward, self.backward) if self.axes else (unchanged, unchanged)
         return apply(x, forward, None if self._partial is None else backward)
 
@@ -219,7 +219,7 @@ class KeepOnFirst:
     """The step ``keep_on_first`` of a plan, on a local tensor of any shape: Replicate to Partial.
 
     The first rank along the axes keeps the tensor, the others have zeros, so that the sum is exact. Backward:
-    the gradient of a Partial is the same on all ranks, and so is that of the tensor: it passes.
+    the identity, since the gradient of a Partial is the same on all ranks, as the tensor's gradient must be.
 
     Args:
         comm: the ranks.

@@ -1,7 +1,7 @@
 """Sums of small tensors in symmetric memory, in one step: ``load(all_reduce="symmetric")``.
 
-Each rank copies its tensor to memory that the others can read, and adds up those of all ranks: one kernel,
-where NCCL passes messages. All ranks read everything, so it pays while a tensor is small, as in decoding.
+Each rank copies its tensor to memory that the others can read, and adds up the tensors of all ranks in one
+kernel. NCCL passes messages instead. All ranks read everything, so it pays for small tensors, as in decoding.
 Every rank adds in the order of the ranks, and rounds alike: the sums have the same bits on all ranks. They
 may differ from NCCL's, which adds in another order.
 """
@@ -89,7 +89,7 @@ def symmetric_sum(x: Tensor, group_name: str) -> Tensor:
     return summed
 
 
-# One operator, whatever the size: compiled code does not depend on it, and does not look into the buffer.
+# One operator for all sizes: compiled code does not depend on the size, and does not look into the buffer.
 @torch.library.custom_op("shardconv::symmetric_sum", mutates_args=())
 def _symmetric_sum(x: Tensor, group_name: str) -> Tensor:
     group, buffer = _shared[group_name]

@@ -12,7 +12,7 @@ from .slot_steps import AllGatherStep
 from .stored_layout import is_common, tensor_name
 
 FUSED_PARAMETERS = ("weight", "bias")
-"""Parameters of each member of a group; those of one name are next to each other."""
+"""Parameters of each member of a group; parameters of the same name are next to each other."""
 
 
 def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -87,7 +87,7 @@ def is_fusible(entry: ModulePlan) -> bool:
 def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors of the files that lie next to each other in this order.
 
-    Those of different dtypes do not; of packed parameters those do that run along the rows first.
+    Tensors of different dtypes do not. A packed parameter's tensors do if their first dim is the rows.
 
     Raises:
         PlanError: see ``fused_groups``.

@@ -99,7 +99,7 @@ class ShardFile:
     num_bytes: int
     """The number of bytes of the file, up to the end of the last tensor."""
     tensors: dict[str, StoredTensor]
-    """In the order of their bytes."""
+    """The tensors in the order of their bytes."""
 
     @property
     def start(self) -> int:
@@ -112,7 +112,7 @@ def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
 
     Args:
         num_bytes: the number of bytes of the file, up to the end of the last tensor.
-        tensors: in the order of their bytes.
+        tensors: the tensors in the order of their bytes.
     """
     last = next(reversed(tensors.values()), None)
     return num_bytes - (last.offsets[1] if last else 0)
@@ -148,7 +148,7 @@ def parse_header(
     Args:
         read: gives bytes of the file, from an offset on, at most this many; called in the order of the bytes.
         num_bytes: the number of bytes of the file.
-        name: for messages.
+        name: the name for messages.
 
     Raises:
         CheckpointError: it is malformed or truncated.

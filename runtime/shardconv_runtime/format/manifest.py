@@ -44,7 +44,7 @@ MAX_TEXT_LENGTH = 1000
 _RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-"""Names that are devices where they are not files."""
+"""Names that are devices on some systems and files on others."""
 _REMEDY = "copy the directory again, or convert the model again"
 
 
@@ -59,8 +59,8 @@ class FileEntry:
     """The checksum of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other
     files.
 
-    The CRC-32 of a file follows from those of its stretches, which are written in any order, in parallel, and
-    costs a fraction of the time of a copy.
+    The CRC-32 of a file is combined from the CRC-32s of its stretches, which are written in any order and in
+    parallel. It costs a fraction of the time of a copy.
     """
     rank: int | None = None
     """The rank that reads it; None: every rank does."""
@@ -88,7 +88,7 @@ class SourceFile:
     """Its name in the repository or directory."""
     num_bytes: int
     sha256: str = ""
-    """The sha256 of the bytes, in hex, where the hub cache knows it; empty for local directories."""
+    """The sha256 of the bytes, in hex, if the hub cache knows it; empty for local directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Source:
     name: str
     """Id of the repository, or name of the directory."""
     revision: str | None = None
-    """Commit of the repository, where it has one."""
+    """Commit of the repository, if it has one."""
     files: tuple[SourceFile, ...] = ()
     """The weight files, sorted by path."""
 
@@ -265,8 +265,8 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 def resolve(directory: str | os.PathLike[str], path: str) -> Path:
     """Return the path of a file of a converted directory.
 
-    Symbolic links may not lead out of the directory, but those of a hub cache's snapshot into the
-    cache's blobs.
+    Symbolic links may not lead out of the directory, except from a snapshot of a hub cache to the cache's
+    blobs.
 
     Raises:
         CheckpointError: the path, or a link on it, leads out of the directory.
@@ -342,7 +342,7 @@ def _allowed_directories(root: Path) -> list[Path]:
 
     A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
     ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
-    converted directories, one level down, and those of stages in them.
+    converted directories, one level down, and these may contain the directories of stages.
     """
     for commit in (root, *root.parents[:2]):
         if commit.parent.name == "snapshots":

@@ -28,11 +28,11 @@ class CacheTerm:
     """Tensors of the cache that grow with the tokens of a sequence."""
 
     token_bytes: int
-    """For each token of a sequence that is kept."""
+    """Bytes for each token of a sequence that is kept."""
     window: int = 0
     """Most tokens that are kept; 0: all."""
     source: bool = False
-    """The tokens of the encoder count, not those of the decoder."""
+    """Whether the tokens of the encoder are counted instead of the decoder's."""
 
     def __post_init__(self) -> None:
         _check_bytes(token_bytes=self.token_bytes, window=self.window)
@@ -47,7 +47,7 @@ class LiveBytes:
     """
 
     sequence: tuple[int, int, int]
-    """For each sequence of the batch."""
+    """Bytes for each sequence of the batch."""
     once: tuple[int, int, int] = (0, 0, 0)
     """Bytes that do not depend on the batch."""
 

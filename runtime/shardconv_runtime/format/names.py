@@ -131,7 +131,7 @@ def natural_key(name: str) -> _Key:
 def compress(names: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns that expand to exactly these names, in natural order of their first names.
 
-    Names that differ only in numbers share a pattern where they are a full product of numbers;
+    Names that differ only in numbers share a pattern if they are a full product of numbers;
     otherwise they are divided by the outermost number.
 
     Raises:

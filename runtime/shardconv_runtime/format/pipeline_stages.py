@@ -35,9 +35,9 @@ class PlaceholderDim:
     size: Dim | None = None
     """A layout, of which each rank has its local size."""
     times: int = 1
-    """In the sequence-parallel form, the argument is this part of the dim."""
+    """Number of parts of the dim of which the argument is one, in the sequence-parallel form."""
     over: int = 1
-    """In the sequence-parallel form, the dim is this part of the argument."""
+    """Number of parts of the argument of which the dim is one, in the sequence-parallel form."""
     at_most: int = 0
     """The largest product of the arguments' dims; 0 for no limit."""
 
@@ -105,13 +105,13 @@ class SentValue:
     """A result of a module that other stages receive."""
 
     item: int
-    """Among the items that it returns."""
+    """Index of the value among the items that the module returns."""
     to: tuple[int, ...]
     """Stages, ascending."""
     per_token: int = 0
     """Elements of the (global) tensor for each token; for reports."""
     each_call: bool = False
-    """It is made in every call of the model, not only where an encoder runs."""
+    """It is made in every call of the model, not only in calls that run an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ class StagesPlan:
     modules: tuple[StagedModule, ...]
     """The outermost modules with parameters that lie in one stage; all others run on each stage."""
     own: int | None = None
-    """The stage whose tensors are in the directory of the plan; None: those of all stages."""
+    """The stage whose tensors are in the directory of the plan; None: all stages."""
     computed_again: tuple[str, ...] = ()
     """Modules without parameters that each stage runs; for reports."""
     memory: tuple[MemoryPlan, ...] = ()
-    """The memory of each stage, where it was measured; for reports."""
+    """The memory of each stage, if it was measured; for reports."""
 
     def __post_init__(self) -> None:
         if self.count < 2:

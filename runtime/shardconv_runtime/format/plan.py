@@ -63,7 +63,7 @@ CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
     "norm": frozenset({"norm"}),
     "boundary": frozenset(),
 }
-"""The fields, of those that not every module has, that may be set in a category."""
+"""Category -> optional fields of a module that may be set in it."""
 
 FLAG_STEPS: Mapping[str, tuple[str, ...]] = {
     "gather_output": ("all_gather",),
@@ -121,7 +121,7 @@ class PackedDim:
     of: int | None
     """The dim of the weight along which it runs; None if it is replicated."""
     step: int
-    """Positions of that dim for one of this; the last may have fewer. The size where ``of`` is None."""
+    """Positions of that dim for one of this; the last may have fewer. The size if ``of`` is None."""
 
     def __post_init__(self) -> None:
         if not (0 if self.of is None else 1) <= self.step <= MAX_SIZE:
@@ -133,11 +133,12 @@ class PackedTensor:
     """A stored tensor of a packed parameter."""
 
     name: str
-    """In the parameter's module; ``*`` is the parameter's own name: ``qweight``, ``*.absmax``."""
+    """The name in the parameter's module; ``*`` is the parameter's own name: ``qweight``, ``*.absmax``."""
     dtype: str
     dims: tuple[PackedDim, ...]
     checkpoint_shape: tuple[int, ...] = ()
-    """Its global shape in an ordinary checkpoint, if not that of ``dims``; elements are in the same order."""
+    """Its global shape in an ordinary checkpoint if it differs from ``dims``; the elements are in the same
+    order."""
 
     def __post_init__(self) -> None:
         check_dtype("dtype", self.dtype)
@@ -190,7 +191,7 @@ class ParameterPlan:
     """Mesh axes over which the parameter is a Partial: its values where their coordinate is 0, otherwise
     zero."""
     reason: str = ""
-    """Why it is replicated; empty where some dim is sharded or partial."""
+    """Why it is replicated; empty if some dim is sharded or partial."""
     packing: Packing | None = None
     """How it is stored, if not as it is; dims and dtype describe the dequantized weight."""
     grad_axes: tuple[int, ...] = ()
@@ -257,14 +258,15 @@ class NormInfo:
     """``rms``, ``layer`` or ``l2``."""
     eps: float
     size: int
-    """Global size of the last dim, or of one group of it, where groups are normalized one by one."""
+    """Global size of the last dim, or of one group of it, if groups are normalized one by one."""
     axes: tuple[int, ...]
-    """Mesh axes that shard it; none where each group is on one rank."""
+    """Mesh axes that shard it; none if each group is on one rank."""
     weight: str = ""
-    """Name of the weight parameter in the module; may be empty, likewise ``bias``."""
+    """Name of the weight parameter in the module; may be empty."""
     bias: str = ""
+    """Name of the bias parameter in the module; may be empty."""
     weight_offset: float = 0.0
-    """Added to the weight (1.0 for norms that store ``weight - 1``)."""
+    """Number to add to the weight (1.0 for norms that store ``weight - 1``)."""
     compute_dtype: str = "float32"
     """Dtype of the statistic, or ``input``."""
     weight_before_cast: bool = False
@@ -272,7 +274,7 @@ class NormInfo:
     groups: tuple[int, ...] = (1,)
     """Local number of groups of the last dim: one for all ranks, or one for each."""
     input: str = ""
-    """Argument that is normalized; empty where the norm has one argument."""
+    """Argument that is normalized; empty if the norm has one argument."""
     gate: str = ""
     """Argument that multiplies, after ``gate_activation``; empty if the norm has no gate."""
     gate_activation: str = ""
@@ -370,8 +372,8 @@ class FusedPlan:
     """Groups of linear layers of one input, whose products are one product in a model for inference."""
 
     members: tuple[tuple[str, ...], ...]
-    """In call order, FQN patterns of a member of each group: the first names of all are one group, the second
-    ones another."""
+    """FQN patterns of a member of each group, in call order: the first names of all are one group, the second
+    names another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +406,7 @@ class DrawPlan:
 class SequencePlan:
     """The sequence-parallel form: activations between the parallel blocks are sharded over the sequence.
 
-    Its fields replace those of the plan; ``gradients`` replaces the ``grad_axes`` of its parameters.
+    Its fields replace the plan's fields; ``gradients`` replaces the ``grad_axes`` of its parameters.
     """
 
     modules: tuple[ModulePlan, ...]
@@ -424,7 +426,7 @@ class TrainingPlan:
     parallel_loss: bool = False
     """The loss is computed from the ranks' shards of the logits; otherwise from full ones, by the model."""
     draws: tuple[DrawPlan, ...] = ()
-    """Modules at which the stream of random numbers changes; none where all ranks draw the same."""
+    """Modules at which the stream of random numbers changes; none if all ranks draw the same."""
     extra_outputs: tuple[str, ...] = ()
     """Arguments of the forward pass, as ``output_router_logits``, whose outputs may be part of a loss."""
 
@@ -452,23 +454,23 @@ class Plan:
     training: TrainingPlan | None = None
     """None: for inference only."""
     inference_only: str = ""
-    """Why the model cannot be trained; empty where it can."""
+    """Why the model cannot be trained; empty if it can."""
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
     left_out: tuple[str, ...] = ()
-    """Inputs of the model (``pixel_values``) with which it could not be traced: nothing is known of what the
-    ranks compute of them."""
+    """Inputs of the model (``pixel_values``) with which it could not be traced. The results of ranks with
+    these inputs are unknown."""
     wrong_attention: tuple[str, ...] = ()
-    """Implementations of attention (``flex_attention``) with which the ranks compute something else than the
+    """Implementations of attention (``flex_attention``) with which the ranks' results differ from the
     unsharded model."""
     wrong_experts: tuple[str, ...] = ()
-    """The same of experts."""
+    """Implementations of experts with which the ranks' results differ from the unsharded model."""
     stages: StagesPlan | None = None
     """The stages of a pipeline; each stage is sharded over its own ``tp`` ranks. None: there is one stage."""
     memory: MemoryPlan | None = None
     """Memory that a rank needs in addition to its weights; None if it could not be measured."""
     notes: tuple[str, ...] = ()
-    """For a person: opaque modules, guessed values, operators without a rule."""
+    """Notes for a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
 
     def __post_init__(self) -> None:

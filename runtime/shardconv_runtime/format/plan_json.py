@@ -145,7 +145,7 @@ def sha256(text: str) -> str:
 def of_stage(plan: Plan, stages: Stages) -> Plan:
     """Return the plan of one stage, or of one process, by the names in its model, with its fused groups.
 
-    The modules are those of all stages.
+    Its modules are the modules of all stages.
     """
     if plan.stages is None:
         return plan

@@ -1,4 +1,4 @@
-"""Which positions of a tensor dim each rank holds.
+"""Computes the positions of a tensor dim that each rank holds.
 
 The tree of a dim (``dims.py``) and a rank give the vector of global positions that the rank holds. Slicing
 a parameter, slicing and gathering an activation, merging and resharding all use it.
@@ -274,7 +274,7 @@ class GatherIndex:
         """Return the positions in the concatenated local pieces that, in this order, are the global dim.
 
         Args:
-            stride: positions that each member takes in the concatenation, where they are padded
+            stride: positions that each member takes in the concatenation, if they are padded
                 to a common size; by default each takes its own positions.
         """
         offsets = [0]
@@ -287,9 +287,8 @@ def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> Gat
     """Return how to rebuild the global dim from the local pieces of the ranks along ``axes``.
 
     Args:
-        axes: mesh axes of the group, at least those that shard the dim (the default). The
-            members are those of ``group_of(mesh, axes, rank)``; the answer is the same for each
-            such group.
+        axes: mesh axes of the group, at least the axes that shard the dim (the default).
+            ``group_of(mesh, axes, rank)`` lists the members; the answer is the same for each such group.
 
     Raises:
         PlanError: ``axes`` lack an axis that shards the dim.

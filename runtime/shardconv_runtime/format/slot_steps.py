@@ -17,15 +17,15 @@ class AllReduceStep:
     """Partial over ``axes`` to Replicate."""
 
     slot: str
-    """Where the step runs: ``input.hidden_states``, ``input.position_embeddings.0``, ``output``,
-    ``output.logits``, ``output.0``; likewise in all steps."""
+    """The slot at which the step runs, for example ``input.hidden_states``, ``input.position_embeddings.0``,
+    ``output``, ``output.logits`` or ``output.0``; all steps have this field."""
     op: Literal["all_reduce"] = field(default="all_reduce", init=False)
     axes: tuple[int, ...]
     per_token: int = 0
-    """Elements of the (global) tensor for each token of the input; for reports, likewise in all steps."""
+    """Elements of the (global) tensor for each token of the input; for reports. All steps have it."""
     grad_axes: tuple[int, ...] = ()
-    """Mesh axes of the step over which the gradient of its replicated side is a Partial: of the output of
-    ``all_reduce`` and ``all_gather``, of the input of ``slice``; likewise below."""
+    """Mesh axes of the step over which the gradient of its replicated side is a Partial. This side is the
+    output of ``all_reduce`` and ``all_gather``, and the input of ``slice``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class AllGatherStep:
     per_token: int = 0
     grad_axes: tuple[int, ...] = ()
     local_grad_axes: tuple[int, ...] = ()
-    """The same for the sharded side, where the layout has segments that are not sharded; likewise below."""
+    """Mesh axes over which the gradient of the sharded side is a Partial, if the layout has segments that are
+    not sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class LocalRowsStep:
 
 @dataclass(frozen=True, slots=True)
 class LocalRowsOrEndStep:
-    """As ``LocalRowsStep``, but out-of-shard ids become the number of local rows: experts skip these ids."""
+    """Like ``LocalRowsStep``, but out-of-shard ids become the number of local rows, which experts skip."""
 
     slot: str
     op: Literal["local_rows_or_end"] = field(default="local_rows_or_end", init=False)

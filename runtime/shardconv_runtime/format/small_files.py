@@ -98,7 +98,7 @@ def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
 
     Args:
         path: the path of a directory.
-        rank: among all processes.
+        rank: the rank among all processes.
         world_size: number of processes.
     """
     count = stages_in(path)
@@ -137,7 +137,7 @@ COPIED = (
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 COPIED_CODE = ("*.py",)
-"""Copied too where the model runs its repository's code."""
+"""Files that are copied too if the model runs its repository's code."""
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:

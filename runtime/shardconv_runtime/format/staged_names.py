@@ -1,4 +1,4 @@
-"""Which modules and parameters a stage of a pipeline holds."""
+"""Finds the modules and parameters that a stage of a pipeline holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plan import ParameterPlan, Plan, parameter_plans
 T = TypeVar("T")
 
 Stages = int | Collection[int]
-"""The number of a stage, or those of the stages of one process."""
+"""The number of a stage, or the numbers of the stages of one process."""
 
 
 def num_stages(plan: Plan) -> int:
@@ -41,9 +41,9 @@ def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
     """Return the stages of a process, ascending: consecutive stages belong to consecutive processes.
 
     Args:
-        plan: with stages, or without any.
-        place: the place of the process among those of a pipeline.
-        num_places: how many these are.
+        plan: a plan with or without stages.
+        place: the place of the process in the pipeline.
+        num_places: the number of processes in the pipeline.
     """
     return tuple(range(place, num_stages(plan), num_places))
 
@@ -58,8 +58,8 @@ def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None)
     """Return the parameters that a stage or process holds: first name -> name in its model.
 
     Args:
-        plan: with stages, or without any.
-        stages: of which the parameters are.
+        plan: a plan with or without stages.
+        stages: the stages that hold the parameters.
         names: first names of parameters and persistent buffers; by default all of the plan.
     """
     names = parameter_plans(plan).keys() if names is None else names
@@ -79,8 +79,8 @@ def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T
     """Return the values of a stage or process, by the names in its model.
 
     Args:
-        plan: with stages.
-        stages: of which it is.
+        plan: a plan with stages.
+        stages: the stages of the process.
         tensors: the tensors of all stages, by the first of their names.
     """
     held = held_names(plan, stages, tensors.keys())

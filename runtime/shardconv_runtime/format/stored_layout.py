@@ -169,7 +169,7 @@ def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
 
 
 def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
-    """Return the entry of each tensor in the files by its name.
+    """Return the plan entries of the tensors in the files, keyed by the names of the tensors.
 
     Raises:
         PlanError: two entries claim one name, or the patterns expand to too many names.

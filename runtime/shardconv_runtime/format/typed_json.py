@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
 def to_json(value: Any) -> Any:
     """Return the JSON form of a value; fields with their defaults are left out."""
     if isinstance(value, Leaf | Product | Sum):
-        return "0" if value == Leaf(0) else to_text(value)  # a dim of a parameter without elements
+        return "0" if value == Leaf(0) else to_text(value)  # the parameter has no elements
     if dataclasses.is_dataclass(value):
         return _fields(value)
     if isinstance(value, tuple | list):
@@ -125,7 +125,7 @@ def load_document(
         text: JSON.
         format_name, version: required of the document.
         max_bytes: most characters of the text.
-        remedy: for the error about a document of another version.
+        remedy: the remedy in the error about a document of another version.
 
     Raises:
         MalformedError: with the path of a field and the type or value that was expected there.

@@ -110,10 +110,10 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
     """Find a converted directory in a repository and download its manifest and plan.
 
     Args:
-        where: the id of a repository, and the name of a folder in it where that has to be chosen.
+        where: the id of a repository, and the name of a folder in it if that has to be chosen.
         hub: how to reach it.
         world_size: number of processes that it was converted for.
-        rank: among these, of which the directory of the stage is taken, if there are several.
+        rank: the rank among these; if there are stages, the directory of its stage is taken.
 
     Raises:
         SourceError: the repository cannot be read, or holds no directory for this many ranks.
@@ -128,7 +128,7 @@ def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
     """Return a directory next to another one in a repository, at the same commit, with its manifest and plan.
 
     Args:
-        found: of the other one.
+        found: the other directory.
         name: the name of the directory.
 
     Raises:
@@ -172,7 +172,7 @@ def _explained(where: str, hub: Hub) -> Iterator[None]:
 def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, list[tuple[str, Path | None]]]:
     """Return the id of a repository, and a model's directories in it: one, or one for each stage.
 
-    Each has its path, and the file of its manifest where that was downloaded to find it.
+    Each has its path, and the file of its manifest if that was downloaded to find it.
     """
     repo_id, folder = folder_in(where)
     require_repo_id(repo_id)
@@ -251,7 +251,7 @@ def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | Non
 
 
 def _names(repo_id: str, hub: Hub) -> list[str]:
-    """Return the files of a repository; offline, those in the cache."""
+    """Return the files of a repository; offline, its files in the cache."""
     if not hub.local_files_only:
         try:
             with bounded():
@@ -264,7 +264,7 @@ def _names(repo_id: str, hub: Hub) -> list[str]:
 
 
 def _download(repo_id: str, path: str, hub: Hub) -> str:
-    """Download a file to the cache; retry where that may help."""
+    """Download a file to the cache; retry if that may help."""
     begin = time.monotonic()
     for number in range(TRIES):
         try:

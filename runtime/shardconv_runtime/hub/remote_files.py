@@ -31,13 +31,13 @@ from .hub_errors import FINAL, explain, has_timed_out
 from .time_limits import bounded
 
 TRIES = 6
-"""Requests for a range in a row that bring no byte before that is an error."""
+"""Consecutive requests for a range that receive no byte until an error is raised."""
 
 TIMEOUT_S = 30.0
 """Seconds until a request that receives no byte fails."""
 
 SILENT_TRIES = 3
-"""Of these tries, those that time out before that is an error: 90 s without a byte."""
+"""Tries that time out until an error is raised: 90 s without a byte."""
 
 FIRST_WAIT_S = 0.5
 """Wait before the second try; it doubles with each further one."""
@@ -54,10 +54,10 @@ class RemoteFile:
     repo_id: str
     commit: str
     name: str
-    """In the repository."""
+    """The name in the repository."""
     num_bytes: int
     sha256: str
-    """The sha256 of the bytes, in hex; empty where the Hub does not record it."""
+    """The sha256 of the bytes, in hex; empty if the Hub does not record it."""
     hub: Hub = field(compare=False, repr=False)
 
     @property

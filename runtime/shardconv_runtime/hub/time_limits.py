@@ -20,10 +20,10 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from ..errors import brief
 
 ANSWER_S = 120.0
-"""For requests without their own time-out; the Hub may take a minute to commit many files."""
+"""Time-out of requests without their own; the Hub may take a minute to commit many files."""
 
 PATIENCE_S = 60.0
-"""Without an answer for this long, a request that has timed out is not repeated."""
+"""Time without an answer after which a request that has timed out is not repeated."""
 
 _lock = threading.Lock()
 _num_uses = 0

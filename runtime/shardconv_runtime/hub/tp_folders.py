@@ -84,7 +84,7 @@ def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return the directories of the only model that was converted: one, or one for each stage.
 
     Args:
-        where: for errors.
+        where: the place, for errors.
         names: the names of all files, relative to the directory or repository.
 
     Returns:

@@ -54,7 +54,7 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
                 f"than on rank 0 ({drafts[0]})"
             )
     if found.get(ARGUMENT) is None:
-        # What ``generate`` looks at in a draft model before it asks for candidates.
+        # ``generate`` reads only this from a draft model before it asks for candidates.
         vocabulary_size = drafts[0]
         found[ARGUMENT] = SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
     return found

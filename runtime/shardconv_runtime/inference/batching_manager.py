@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import ContinuousBatchingConfig
 
-# Imports seconds of code, and is itself imported where a manager is made.
+# The imports take seconds, so this module is imported only when a manager is made.
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
@@ -35,8 +35,8 @@ _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDic
 class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """The manager of one rank; made from transformers' own by ``adopt``.
 
-    Requests and answers are those of rank 0. On the others ``add_request`` does nothing, no answers come,
-    and ``stop`` waits until rank 0 stops.
+    Only rank 0 takes requests and returns answers. On other ranks ``add_request`` does nothing, no answers
+    come, and ``stop`` waits until rank 0 stops.
     """
 
     num_microbatches = 1
@@ -52,7 +52,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Turn a manager that has not started into one of a rank, in place.
 
         Args:
-            manager: of transformers, made for a ``PagedModel``.
+            manager: the manager of transformers, made for a ``PagedModel``.
             start: the ranks.
         """
         manager.__class__ = cls
@@ -129,7 +129,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     def add_request(
         self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Any:
-        """Add a request on rank 0; arguments as of transformers' method, no limit is that of the cache.
+        """Add a request on rank 0; see transformers' method. Without a limit, the cache is the limit.
 
         Raises:
             ShardconvError: the prompt is empty, has ids that the model has not, the cache is too small for
@@ -155,8 +155,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def room(self) -> int | None:
-        """Return the most tokens of one request, with those to come; None if nothing limits them."""
-        limit = self._check.limit  # of those that are computed with, as the last new one is not
+        """Return the most tokens of one request, new ones included; None if nothing limits them."""
+        limit = self._check.limit  # of tokens that are computed with: the last new one is not
         limits = (self._room, None if limit is None else limit + 1)
         return min((each for each in limits if each is not None), default=None)
 

@@ -30,15 +30,16 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
       second one comes.
     - A call that continues a cache of fixed size is another one, the same for every step.
     - The call that allocates a cache of fixed size, the first one of ``generate``, runs uncompiled.
-    - Greedy decoding and sampling run as ``decoding.py`` has it.
+    - Greedy decoding and sampling run as ``decoding.py`` describes.
 
     No call returns memory that a CUDA graph owns, so results that a caller keeps do not change.
 
     Args:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.
         cuda_graphs: the device can record graphs, including collectives.
-        same_bits: on each rank. Otherwise the compiler of each one measures which kernel is fastest, and sums
-            in its own order. Replicated values would differ by rounding: harmless, until experts are chosen.
+        same_bits: get equal bits on all ranks. Otherwise each rank's compiler measures which kernel is
+            fastest, and sums in its own order. Replicated values would differ by rounding, which is harmless
+            until experts are chosen.
     """
     call: Callable[..., Any] = model._call_impl
 
@@ -108,7 +109,7 @@ def is_allocated(cache: Any) -> bool:
 
 
 def decode_from_static_cache(model: nn.Module) -> None:
-    """Let ``generate`` use the calls above, with a cache of fixed size where the model supports one."""
+    """Let ``generate`` use the calls above, with a cache of fixed size if the model supports one."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return

@@ -60,7 +60,7 @@ def prepare_batches(
         model: the model of this rank; unchanged if its class has no continuous batching.
         start: the ranks.
         gather_logits: if False, it is refused.
-        link: to the other stages of a pipeline; None where there is one stage.
+        link: the link to the other stages of a pipeline; None if there is one stage.
     """
     if hasattr(model, "init_continuous_batching"):
         make = MethodType(_manager_of_rank(start, gather_logits, link), model)
@@ -231,7 +231,7 @@ def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
 
 
 def _record_nothing(config: Any, generation_config: Any) -> None:
-    """Turn CUDA graphs off, in place, which transformers turns on by default where attention allows them.
+    """Turn CUDA graphs off, in place, which transformers turns on by default if attention allows them.
 
     Raises:
         PlanError: they are asked for. NCCL's watchdog does not look after collectives in a graph, and the

@@ -1,6 +1,6 @@
 """A limit of time for steps that wait for other ranks on a GPU, where nothing else ends the wait.
 
-NCCL's watchdog looks after the collectives that torch issues. Those in a CUDA graph are issued by the graph:
+NCCL's watchdog monitors the collectives that torch issues. A CUDA graph issues its collectives itself:
 if a rank raised, the others are in a kernel that never ends, for which the host waits as well. Here a thread
 watches whether the host gets on.
 """
@@ -25,7 +25,7 @@ from ..errors import LaunchError
 # The errors of collectives when another rank has ended, in our words.
 
 _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout", "Broken pipe")
-"""In messages of gloo, which raises a RuntimeError."""
+"""Parts of messages of gloo, which raises a RuntimeError."""
 
 
 def raise_lost_rank(error: RuntimeError, start: Launch) -> None:

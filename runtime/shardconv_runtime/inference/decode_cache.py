@@ -1,6 +1,6 @@
 """The cache of decoding steps: buffers that stay where they are, filled from the cache of a prefill.
 
-A prefill runs with transformers' own growing cache. What it left there is copied into these buffers, and each
+A prefill runs with transformers' own growing cache. Its contents are copied into these buffers, and each
 step adds one token. Shapes and addresses depend on the bucket, not on the prompt.
 """
 
@@ -83,7 +83,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     Args:
         keys, values: buffers ``[B, local heads, slots, head dim]``.
-        reach: of these slots, the first ones that calls read and write.
+        reach: the number of first slots that calls read and write.
         length: tokens in the cache before the call, int64 ``[]``; the same tensor for all layers.
         is_sliding: the layer attends to a window, or to a chunk.
         is_ring: there are as many slots as the window has tokens, and position p is in slot p modulo that.
@@ -121,8 +121,8 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self.num_added = 1
         return self.keys, self.values
 
-    def get_seq_length(self) -> Tensor:  # type: ignore[override]  # as that of transformers' static layers
-        """Number of tokens, int64 ``[]``."""
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]  # as in transformers' static layers
+        """Return the number of tokens, int64 ``[]``."""
         return self.length + self.num_added
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         return self.slots, 0
 
     def get_max_length(self) -> int:
-        """Number of slots."""
+        """Return the number of slots."""
         return self.slots
 
     def reaching(self, reach: int) -> OneTokenLayer:
@@ -152,13 +152,13 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         for buffer, found in zip(self.buffers, (layer.keys, layer.values), strict=True):
             buffer.zero_()  # masked values must be finite
             positions = torch.arange(stop - found.shape[-2], stop, device=buffer.device)
-            slots = positions % self.slots if self.is_ring else positions  # of all buffers, or of the ring
+            slots = positions % self.slots if self.is_ring else positions  # in all buffers, or in the ring
             buffer[: len(found)].index_copy_(-2, slots, found)
             repeat_first(buffer, len(found))
 
 
 class _States(LinearAttentionLayer):  # type: ignore[misc]
-    """Convolution and recurrent states of one layer: those of transformers, in buffers that stay."""
+    """Convolution and recurrent states of one layer, as transformers has them, in buffers that stay."""
 
     def adopt(self, layer: Any, buffers: Buffers, batch: int, prefix: str) -> None:
         """Give the states places of ``batch`` rows, and flags as they are after a prefill."""
@@ -285,7 +285,7 @@ def make_cache(
     """Return a cache for steps of a bucket, not filled.
 
     Args:
-        prefilled: after a prefill, see ``is_known``.
+        prefilled: the cache after a prefill, see ``is_known``.
         buffers: where it lies.
         batch: number of rows.
         slots: number of tokens that it can hold.

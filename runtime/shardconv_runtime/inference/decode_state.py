@@ -28,8 +28,8 @@ class Bucket:
     Attributes:
         batch: number of rows, B; a call may have fewer.
         slots: number of tokens, L; the memory is for this many.
-        reach: number of slots that a step reads, R, at most ``slots``: the text is no longer yet.
-        rings: layers with windows hold no more than these.
+        reach: number of slots that a step reads, R, at most ``slots``; the text so far fits into them.
+        rings: whether layers with windows hold only the tokens of their window.
         inputs: names of the model's tensor arguments in addition to the ids.
         constants: the model's other arguments.
         choice: how tokens are chosen.
@@ -56,13 +56,13 @@ class StepState:
         cache: the cache of the tokens so far.
         token: the ids that the next step takes, int64 ``[B, 1]``.
         new_tokens: the chosen tokens, int64 ``[B, L]``, and ``count`` (``[]``) of them.
-        position_ids: of ``token``, int64 ``[B, 1]``, if the model takes them.
+        position_ids: the position of ``token``, int64 ``[B, 1]``, if the model takes it.
         inputs: other tensor arguments by name: masks ``[B, R]`` and types of tokens ``[B, 1]``, constant.
-        masks: of these inputs the masks, ``[B, L]``.
+        masks: the masks among these inputs, with all slots, ``[B, L]``.
         unfinished: 1 for rows that no stop token has ended, int64 ``[B]``.
         done: whether there are none, bool ``[]``.
         pad: id that follows a stop token, int64 ``[]``.
-        stop_ids: int64 ``[MOST_STOP_TOKENS]``, -1 where there are fewer.
+        stop_ids: int64 ``[MOST_STOP_TOKENS]``, -1 if there are fewer.
         numbers: the numbers of the processors, by name.
         seen, stops: see ``History``.
     """
@@ -350,7 +350,7 @@ NOT_OPTIONS = (
     "trust_remote_code",
     *OTHER_WAYS,
 )
-"""Arguments of ``generate`` that are no options of its config."""
+"""Arguments of ``generate`` that are not options of its config."""
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Any:
@@ -376,10 +376,10 @@ class Call:
     """A call that can be decoded here.
 
     Attributes:
-        ids: the prompt, int64 ``[rows, n]``; n is 0 where embeddings are given in its place.
+        ids: the prompt, int64 ``[rows, n]``; n is 0 if embeddings are given in its place.
         config: the config of the generation.
         arguments: the arguments of the model.
-        cache_name: which of them is the cache; it is empty.
+        cache_name: the argument that is the cache; it is empty.
         most_new: tokens to add at most.
         choice: how they are chosen.
         numbers: the numbers of the logits processors.

@@ -5,9 +5,9 @@ the choice of the token, and the test whether all rows have ended. It reads and 
 bucket (batch and length, rounded up), so that calls with other prompts run the same graph. On GPUs it is
 recorded and replayed; elsewhere the compiled function is called, and its guards are evaluated twice a call.
 
-Greedy decoding and sampling take this way if the model allows it, which is tried: the logits of the first
-step in each bucket are compared with those of the model's ordinary step. Whatever else ``generate`` does is
-left to transformers' own loop.
+Greedy decoding and sampling take this way if the model allows it. To find out, the logits of the first step
+in each bucket are compared with the logits of the model's ordinary step. For other ways of decoding
+``generate`` runs transformers' own loop.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ LEAST_REACH = 2048
 Below this number all slots together are few bytes compared with the weights, and not worth a graph."""
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""By which the first step's logits, in float32, may differ from those of an ordinary step, relative to their
-norm."""
+"""Largest difference between the first step's logits, in float32, and an ordinary step's logits, relative to
+their norm."""
 
 TOLERANCE = 0.05
-"""The same in lower precision."""
+"""The tolerance in lower precision."""
 
 COUNTED = "position_ids"
 CONSTANT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -78,7 +78,7 @@ class Decoder:
 
     Attributes:
         runs_plain: the model is being called by this class, for a prefill or an ordinary step.
-        num_recordings: of steps, since the model was loaded.
+        num_recordings: the number of recorded steps since the model was loaded.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Decoder:
     def options_for(self, arguments: dict[str, Any]) -> Iterator[Callable[..., Any] | None]:
         """Yield the decoding method for ``generate``'s ``custom_generate``; None for its own.
 
-        The model's default of a static cache is left out where ``generate`` would refuse the call for it.
+        The model's default of a static cache is left out if ``generate`` would refuse the call for it.
         """
         defaults = self._model.generation_config
         cache = defaults.cache_implementation
@@ -262,7 +262,7 @@ class Decoder:
         self._recorded[bucket] = (state, [*replays, made])
         return state, made
 
-    # What differs between graphs -----------------------------------------------------------------
+    # Differences between graphs ------------------------------------------------------------------
 
     def _inputs_of_step(
         self, call: Call, arguments: dict[str, Any], prefilled: Cache
@@ -342,7 +342,7 @@ class Decoder:
         return wide, made.steps_of_call()
 
     def _is_ordinary(self, got: Tensor, call: Call, arguments: dict[str, Any], tokens: Tensor) -> bool:
-        """Return whether logits are those of an ordinary step, which changes the prefill's cache."""
+        """Return whether logits match an ordinary step, which is run here and changes the prefill's cache."""
         ids = torch.cat([call.ids, tokens[:, None]], dim=1)
         prepared = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
         want = self._forward(**prepared, return_dict=True).logits[:, -1].to(torch.float32)
@@ -405,7 +405,7 @@ def _loop(
 
     Args:
         call: the call to decode.
-        state: after the first token.
+        state: the state after the first token.
         replay: replays its step.
         wider: gives a state of more reach, and its step.
         streamer: the user's.

@@ -25,7 +25,7 @@ from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
 #
-# Only the last stage has the logits. Where a call chooses one token for each sequence from them, greedily
+# Only the last stage has the logits. If a call chooses one token for each sequence from them, greedily
 # or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
 # Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
 # each stage.
@@ -73,7 +73,7 @@ class _TokensOfLastStage:
     """The last processor of scores, which selects the tokens that the last stage chose.
 
     Args:
-        link: to the other stages.
+        link: the link to the other stages.
         draws: choose by drawing, as ``generate`` would next, from the same random state.
     """
 
@@ -127,7 +127,7 @@ class _DecidedByRank0:
     """A criterion that may differ between ranks, such as one with a clock: rank 0 decides.
 
     Args:
-        criterion: of transformers' form.
+        criterion: a criterion of transformers' form.
         start: the ranks.
     """
 
@@ -161,7 +161,7 @@ def prepare_generation(
         config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
-        link: to the other stages of a pipeline; None where there is one stage. With several stages in each
+        link: the link to the other stages; None if there is one stage. With several stages in each
             process ``generate`` is refused.
     """
     if not hasattr(model, "generate"):
@@ -265,8 +265,8 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _printing_once(start: Launch, streamer: Any) -> Iterator[None]:
     """Let a streamer that prints the text do so on rank 0 only within this context.
 
-    Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only what
-    ``TextStreamer`` prints would be a line for each rank.
+    Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only
+    ``TextStreamer`` prints, and would print a line for each rank.
     """
     from transformers import TextStreamer
 

@@ -30,7 +30,7 @@ def length_limit(config: Any) -> int | None:
     """Return the most tokens of a sequence before a rotary embedding changes; None if none ever does.
 
     Args:
-        config: of transformers.
+        config: transformers' config.
     """
     text = config.get_text_config(decoder=True)
     given = getattr(text, "rope_parameters", None) or {}
@@ -100,10 +100,10 @@ PREFIX = "paged|"
 
 
 class PagedCheck:
-    """Compares the logits of prompts in packed calls with those of ordinary calls.
+    """Compares the logits of prompts between packed calls and ordinary calls.
 
     Args:
-        agreed: gives every rank the number of those that have the logits.
+        agreed: takes a number, and returns on every rank the number of a rank that has the logits.
     """
 
     def __init__(self, agreed: Callable[[float], float] = float) -> None:
@@ -120,7 +120,7 @@ class PagedCheck:
         Args:
             model: the model of this rank.
             inputs: the inputs of the packed call; the same on all ranks.
-            logits: its results, ``[1, T, V]`` or those of ``logits_indices``.
+            logits: its results, ``[1, T, V]`` for all tokens or only for ``logits_indices``.
 
         Raises:
             PlanError: the logits differ; on all ranks.

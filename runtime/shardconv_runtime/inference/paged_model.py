@@ -1,8 +1,8 @@
 """A proxy of a loaded model for transformers' continuous batching: local heads, and eager calls.
 
-Its cache has pages, from which each layer reads the keys and values of all requests of a batch. The pages are
-sized by the config, which describes the full model; how many heads a rank has follows from the plan, and is
-read from the ordinary cache of a call of one token.
+Its cache has pages, from which each layer reads the keys and values of all requests of a batch. The config,
+which describes the full model, determines the size of a page. The plan determines how many heads a rank has;
+the number is read from the ordinary cache of a call of one token.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class CachedHeads:
 
 
 class PagedModel:
-    """Stands for a loaded model in transformers' continuous batching.
+    """Replaces a loaded model in transformers' continuous batching.
 
     Args:
         model: the model of this rank.
-        heads: that the model caches.
-        link: to the other stages of a pipeline; None where there is one stage.
-        kinds: of attention, of the layers that the cache of a stage is made for; see ``kinds_of_stages``.
+        heads: the heads that the model caches.
+        link: the link to the other stages of a pipeline; None if there is one stage.
+        kinds: the kinds of attention of the layers for which the cache is made; see ``kinds_of_stages``.
 
     Attributes other than those defined here are the model's.
     """
@@ -158,7 +158,7 @@ class PagedModel:
 
 
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
-    """Return the kinds of attention of a model's layers; none where all are of one kind."""
+    """Return the kinds of attention of a model's layers; none if all are of one kind."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return [kinds[layer] for layer in layers] if kinds else []
 
@@ -166,12 +166,12 @@ def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
 def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
     """Return the kinds of layers for which the cache of a stage is made.
 
-    Where there are several, all stages have as many of each as the one with most: a page is divided between
-    the layers of a kind, and the stages have to agree on how many requests there is room for.
+    With several kinds, all stages have as many layers of each kind as the stage with most: a page is divided
+    between the layers of a kind, and the stages have to agree on how many requests there is room for.
 
     Args:
         stages: the kinds of the layers of each stage.
-        own: the stage.
+        own: the number of this stage.
     """
     names = sorted({kind for kinds in stages for kind in kinds})
     if len(names) < 2:
@@ -185,7 +185,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
 
     Args:
         model: the model of this rank.
-        link: to the other stages of a pipeline; None where there is one stage.
+        link: the link to the other stages of a pipeline; None if there is one stage.
 
     Raises:
         PlanError: the model cannot decode from pages of keys and values.

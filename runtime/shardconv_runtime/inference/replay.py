@@ -14,22 +14,22 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 # A compiled function that is called again and again with the same objects, whose guards hold meanwhile.
 #
 # Dynamo evaluates the guards of a graph before each call: in a deep model, most of the time of a token on the
-# host. ``torch.compiler.set_stance(skip_guard_eval_unsafe=True)`` would leave them out, but for all threads
-# of the process, and where a function has several graphs it may then take the wrong one. Here the graph
-# whose guards hold is looked up once, and its code is called.
+# host. ``torch.compiler.set_stance(skip_guard_eval_unsafe=True)`` would leave them out in all threads of the
+# process, and a function with several graphs may then take the wrong one. Here the graph whose guards hold
+# is looked up once, and its code is called.
 
 
 class CompiledStep:
     """A compiled function.
 
     Args:
-        function: of positional arguments, without a closure.
+        function: a function of positional arguments, without a closure.
         compile: makes one graph of a function.
     """
 
     def __init__(self, function: Callable[..., None], compile: Callable[[Any], Any]) -> None:
         assert isinstance(function, FunctionType)
-        # Dynamo keeps graphs by code object: with one of its own, there are none of other models among them.
+        # Dynamo keeps graphs by code object. With a separate code object, graphs of other models are apart.
         self._function = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         self._compiled = compile(self._function)
 
@@ -97,10 +97,10 @@ class Replay:
             self._recorded = self._step.captured(*self._args)
 
     def holds(self) -> bool:
-        """Return whether the step is still this one, at the beginning of a call: not with another adapter,
-        say.
+        """Return whether the step is still valid at the beginning of a call.
 
-        The recorded graph would not notice that. A compiled function evaluates its guards itself.
+        Another active adapter makes it invalid, for example, and the recorded graph would not notice. A
+        compiled function evaluates its guards itself.
         """
         return self._recorded is None or self._recorded.holds(*self._args)
 
@@ -142,8 +142,8 @@ def _record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 class StopFlag:
     """Reads whether all rows have ended, and the tokens for a streamer, without waiting for the device.
 
-    On a device that works on its own, what a step wrote is read while the next one runs; the step that then
-    turns out to be too many is dropped by the caller.
+    On an asynchronous device, the results of a step are read while the next one runs. If all rows had already
+    ended, the caller drops the extra step.
 
     Args:
         tensors: the tensors that are read after each step.

@@ -1,7 +1,7 @@
 """From the logits of a step to its tokens, inside of the graph: the default processing of ``generate``.
 
-The formulas are those of transformers' logits processors, with their numbers in tensors, so that other
-numbers are no other graph.
+The formulas are taken from transformers' logits processors. Their numbers are in tensors, so that other
+numbers need no other graph.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NUMBERS = {
     MinLengthLogitsProcessor: "min_length",
     MinNewTokensLengthLogitsProcessor: "min_new_tokens",
 }
-"""The processors that the graph has, and the attribute with the number of each. Of top-p the rest is kept: in
-float32, it is another number than one minus p. Of a least length the new tokens are."""
+"""The processors that the graph has, and the attribute with the number of each. For top-p the graph keeps the
+rest, which in float32 differs from one minus p. For a least length it keeps the number of new tokens."""
 
 INTEGERS = ("top_k", "min_length", "min_new_tokens")
 SMALLEST = ("min_length", "min_new_tokens")
@@ -98,7 +98,7 @@ def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], his
     Args:
         choice: how.
         logits: float32 ``[B, V]``.
-        numbers: by name, each ``[]``: float32, or int64 for those in INTEGERS.
+        numbers: numbers by name, each ``[]``: int64 for the names in INTEGERS, otherwise float32.
         history: the history of the text.
 
     Returns:

@@ -24,15 +24,15 @@ from ..errors import LaunchError
 from .batching_manager import RankBatchingManager
 from .step_coordinator import Message, StageCoordinator
 
-# transformers' scheduler where several steps are under way, whose tokens are not known yet.
+# transformers' scheduler if several steps are under way, whose tokens are not known yet.
 
 
 class StepsInFlight:
     """Makes a scheduler skip requests with a step in flight, in place.
 
     Args:
-        scheduler: of transformers.
-        most_steps: that are in flight at a time; each gets its share of the requests.
+        scheduler: transformers' scheduler.
+        most_steps: the most steps in flight at a time; each gets its share of the requests.
     """
 
     def __init__(self, scheduler: Any, most_steps: int) -> None:
@@ -71,7 +71,7 @@ class StepsInFlight:
         return requests, *sizes
 
     def _clear_cancelled_requests(self) -> list[Any]:
-        """Cancel requests; those that are in flight when their step is over."""
+        """Cancel requests; a request in flight is cancelled when its step is over."""
         scheduler = self._scheduler
         later = scheduler._requests_to_cancel & self._requests
         scheduler._requests_to_cancel -= later
@@ -85,9 +85,9 @@ class _Step:
     """A step in flight.
 
     Attributes:
-        requests: of transformers, as they will be when the tokens are known.
+        requests: transformers' requests, as they will be when the tokens are known.
         tokens: the tokens of the last stage, int32 ``[1 or 2, requests]``, and the messages that they need.
-        transport: with which hidden states are being sent.
+        transport: the transport that is sending hidden states.
     """
 
     requests: list[Any]
@@ -113,9 +113,9 @@ class StagedBatchingManager(RankBatchingManager):
         """Turn a manager that has not started into one of a stage, in place.
 
         Args:
-            manager: of transformers, made for a ``PagedModel``.
+            manager: the manager of transformers, made for a ``PagedModel``.
             start: the ranks of all stages.
-            link: to the other stages.
+            link: the link to the other stages.
             num_microbatches: steps in flight at a time, 1 or more.
         """
         made = cls.adopt(manager, start)
@@ -165,7 +165,7 @@ class StagedBatchingManager(RankBatchingManager):
         return True
 
     def _generation_step(self) -> None:
-        """Compute what this stage does in a step. The last one chooses tokens, the others expect them."""
+        """Run this stage's part of a step. The last stage chooses tokens, the others receive them."""
         tokens = self.batch_processor.inputs_and_outputs.output_ids
         shape = tokens.shape[0], self.batch_processor.inputs_and_outputs.num_request_in_batch
         transport = AsyncTransport(self._processes)
@@ -192,7 +192,7 @@ class StagedBatchingManager(RankBatchingManager):
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
             own = messages[0].content
         if not self._is_early:
-            # Prepare to receive the messages of the next steps: those of the first one, for more tokens.
+            # Prepare to receive the messages of the next steps: as in the first one, for more tokens.
             num_tokens = self.batch_processor.inputs_and_outputs.num_q_tokens
             most_tokens, num_calls = self.batch_processor.max_batch_tokens, self.num_microbatches
             self._processes.receive_early(transport.traffic, num_tokens, most_tokens, num_calls)

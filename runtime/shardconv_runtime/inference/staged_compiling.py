@@ -53,16 +53,16 @@ class HeldTransport(Transport):
 
 
 def compile_stage(model: nn.Module, start: Launch, link: StageLink, *, same_bits: bool) -> None:
-    """Compile every later call of a stage's model, in place, but those of continuous batching.
+    """Compile every later call of a stage's model, in place, except the calls of continuous batching.
 
-    Hooks of the model itself, which look after calls and share results, run uncompiled. So does a call that
-    allocates a cache of fixed size.
+    Hooks of the model itself, which look after calls and share results, run uncompiled. A call that
+    allocates a cache of fixed size runs uncompiled too.
 
     Args:
         model: the model of this rank.
         start: the ranks of all stages.
-        link: to the other stages.
-        same_bits: on each rank, see ``compile_model``.
+        link: the link to the other stages.
+        same_bits: get equal bits on each rank, see ``compile_model``.
     """
     call: Callable[..., Any] = model._call_impl
     plain: Callable[..., Any] = model.forward
@@ -106,7 +106,7 @@ class _StagedForward:
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
         if not all(map(is_allocated, caches)):
             return self._plain(*args, **kwargs)
-        # What the messages of a call depend on, which is alike on all stages.
+        # The messages of a call depend on these, which are the same on all stages.
         leaves, _ = pytree.tree_flatten((args, sorted(kwargs.items())), is_leaf=_is_cache)
         shapes = tuple(map(_shape, leaves))
         if shapes not in self._known:

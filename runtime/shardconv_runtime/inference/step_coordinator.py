@@ -1,8 +1,8 @@
 """Messages between the ranks of all stages while requests are answered, some steps ahead of each other.
 
-Rank 0 decides on each step and tells the others, which report to it; it waits for what they reported some
-steps ago. The last stage sends the tokens that it chose to the earlier ones. All of it goes over gloo: it is
-needed on the hosts.
+Rank 0 decides on each step and tells the others, which report to it; it waits only for the reports of some
+steps ago. The last stage sends the tokens that it chose to the earlier ones. All messages go over gloo, since
+the hosts need them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..comm.process_groups import PATIENT_TIMEOUT_S, loop_group
 from ..errors import LaunchError
 from .deadline import raise_lost_rank
 
-# What the ranks tell each other while transformers' continuous batching runs: requests, sizes, the end.
+# Messages between the ranks while transformers' continuous batching runs: requests, sizes, the end.
 #
 # The loop runs in its own thread, with its own process group: the control messages of another
 # thread must not come between its messages.
@@ -138,7 +138,7 @@ _DECISION, _REPORT, _PAYLOAD, _TOKENS = range(2**30, 2**30 + 4)
 """Tags of messages; torch counts from 0 for the barrier of transformers' ``pause``."""
 
 _NONE = -(2**40)
-"""In place of a random state, by ranks that draw no tokens: less than any."""
+"""Number that ranks without draws send in place of a random state; it is less than any state."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class StageCoordinator(StepCoordinator):
         start: the ranks of all stages.
         timeout_s: how long a message may take; None for a month.
         draws: this rank draws random numbers for its tokens.
-        most_steps: that are in flight at a time, 1 or more.
+        most_steps: the most steps in flight at a time, 1 or more.
     """
 
     def __init__(self, start: Launch, timeout_s: float | None, *, draws: bool, most_steps: int) -> None:
@@ -179,10 +179,10 @@ class StageCoordinator(StepCoordinator):
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, ...]:
-        """Return the largest of each number, of rank 0 now and of what the others reported.
+        """Return the largest of each number: rank 0's current one and the ones that other ranks reported.
 
         Raises:
-            LaunchError: a rank failed or ended, or the random states of those that draw differ.
+            LaunchError: a rank failed or ended, or the random states of ranks that draw differ.
         """
         state = checksum(self._start.device) if self._is_sampling else None
         states = [_NONE, _NONE] if state is None else [state, -state]

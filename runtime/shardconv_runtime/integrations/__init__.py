@@ -1,6 +1,6 @@
 """Sharded models in other libraries: the trainers of transformers and TRL, and lm-eval.
 
-Each module needs its library, and is imported by the name that is asked for.
+Each module needs its library, and is imported when a name of it is first used.
 """
 
 from __future__ import annotations

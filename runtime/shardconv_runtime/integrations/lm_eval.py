@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m shardconv_runtime.integrations.lm_eval run \\
         --model shardconv --model_args pretrained=out/ --tasks hellaswag
 
-All arguments are those of ``lm_eval``. Every rank runs all requests, since all compute each of them together;
-only rank 0 has results, prints them and writes files. Needs ``pip install 'shardconv-runtime[lm-eval]'``.
+The command takes all arguments of ``lm_eval``. Every rank runs all requests, since all ranks compute each of
+them together; only rank 0 has results, prints them and writes files. It needs
+``pip install 'shardconv-runtime[lm-eval]'``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..loaded import loaded
 from ..loading.load import load
 
 OF_LOAD = ("plan", "dtype", "revision", "cache_dir", "token", "trust_remote_code", "dequantize", "adapter")
-"""Arguments of the model that ``load`` takes; all others are those of the type ``hf``."""
+"""Arguments of the model that ``load`` takes; the type ``hf`` takes all others."""
 
 OF_ANOTHER_WAY = ("parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file")
 """Arguments of ``hf`` about loading and distribution, which a converted directory determines."""
@@ -57,7 +58,7 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
         options = {name: given.pop(name) for name in OF_LOAD if name in given}
         if options.get("dtype") == "auto":
             del options["dtype"]
-        where = "cpu" if device == "cpu" else None  # lm-eval names cuda by default, also where there is none
+        where = "cpu" if device == "cpu" else None  # lm-eval names cuda by default, even without a GPU
         model = load(pretrained, device=where, **options)
         tokenizer = given.pop("tokenizer", None) or transformers.AutoTokenizer.from_pretrained(pretrained)
         self._has_run = False
@@ -65,9 +66,9 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
 
     @property
     def rank(self) -> int:
-        """Return this process, once requests have run: who is not 0 then has no results to print or write.
+        """Return the number of this process once requests have run; only 0 prints and writes results.
 
-        Before, it is 0 everywhere, since lm-eval shares out requests by it.
+        Before, it is 0 everywhere, since lm-eval divides requests between ranks.
         """
         return dist.get_rank() if self._has_run and dist.is_initialized() else 0
 

@@ -40,16 +40,16 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     """A ``Trainer`` of a model that ``shardconv_runtime.load(..., mesh=mesh, training=True)`` returned.
 
     For a subclass of the Trainer, put it in front: ``class ShardedSFTTrainer(ShardedTrainer, SFTTrainer)``.
-    ``per_device_train_batch_size`` is that of a data-parallel copy. Checkpoints hold a converted directory,
-    or an adapter (``model``), and the optimizer's state (``optimizer``), for any number of processes. To
-    resume, load the model, or the adapter, from ``CHECKPOINT/model`` and call
+    ``per_device_train_batch_size`` is the batch size of a data-parallel copy. Checkpoints hold a converted
+    directory, or an adapter (``model``), and the optimizer's state (``optimizer``), for any number of
+    processes. To resume, load the model, or the adapter, from ``CHECKPOINT/model`` and call
     ``train(resume_from_checkpoint=CHECKPOINT)``.
 
     Args:
-        model: with ``data_parallel=``, if there are several copies.
+        model: the model, loaded with ``data_parallel=`` if there are several copies.
         args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
         mesh: the mesh of all processes; "tp" is its last dim.
-        options: as for the Trainer.
+        options: the options of the Trainer.
     """
 
     def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
@@ -152,7 +152,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # counts those of all processes
+        super()._track_num_input_tokens(inputs)  # counts the tokens of all processes
         counted = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + counted // self.get_tp_size()
 
@@ -180,9 +180,9 @@ def _require_weights_of(model: Any, saved: Path) -> None:
     """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it.
 
     Args:
-        model: as ``load`` returned it.
+        model: the model that ``load`` returned.
         saved: ``model`` in a checkpoint: a converted directory, which is not compared if it is for another
-            number of ranks, or adapters, of which those that are active are compared.
+            number of ranks, or adapters, of which the active ones are compared.
 
     Raises:
         PlanError: it was not, so that training would go on from other weights.
@@ -215,10 +215,10 @@ def _same_bytes(file: Path, folder: Path) -> bool:
 
 
 def _keep_class_names(model: nn.Module) -> None:
-    """Let the modules of FSDP2 say the names of their own classes.
+    """Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
 
-    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels of a
-    model whose class has one of transformers' names for causal models, and of no others.
+    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels only
+    if the model's class has one of transformers' names for causal models.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

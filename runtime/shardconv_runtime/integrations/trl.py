@@ -4,7 +4,7 @@
 
 TRL replaces the forward pass of a model by one that multiplies hidden states with the weights of the head. A
 sharded model has a shard of these. Here the model computes its logits itself, which ``load`` gathers, and
-what TRL asks for is computed from them. It needs ``pip install 'shardconv-runtime[trl]'``.
+TRL's results are computed from them. It needs ``pip install 'shardconv-runtime[trl]'``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
         if getattr(args, "scale_rewards", "group") == "batch" or not by_group:
             raise PlanError("scale rewards by groups: TRL has the answers of a batch once for each rank")
         args = copy.copy(args)
-        # TRL counts the prompts of all processes, and those of one replica have the same.
+        # TRL counts the prompts of all processes, and the processes of one replica have the same prompts.
         args.generation_batch_size //= mesh.size()
         super().__init__(model, args, mesh=mesh, **options)
 
@@ -137,12 +137,12 @@ def _base(model: Any) -> Any:
 
 
 def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> None:
-    """Let a model return the log-probabilities of labels where TRL asks for them, otherwise its own results.
+    """Let a model return the log-probabilities of labels if TRL asks for them, otherwise its own results.
 
     Args:
         model: a causal language model, whose logits are of all tokens of the vocabulary.
         forward: the forward method of the model, before TRL replaced it.
-        temperature: by which logits are divided.
+        temperature: the divisor of the logits.
     """
 
     @functools.wraps(type(model).forward)  # generate looks at the signature
@@ -178,7 +178,7 @@ def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausal
     Args:
         logits: ``[B, T, V]``.
         labels: ``[B, T]``, of the tokens after them; -100 for none.
-        num_items: by which the sum of the losses is divided; by default the number of labels.
+        num_items: the divisor of the sum of the losses; by default the number of labels.
     """
     mask = labels != IGNORED
     log_probs = torch.log_softmax(logits.float() if logits.dtype != torch.float64 else logits, dim=-1)

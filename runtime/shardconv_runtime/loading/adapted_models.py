@@ -97,7 +97,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
         present, base = named_tensors(model), _base_tensors(model)
 
         def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
-            """Yield the tensors of ``model`` and those of the new adapter, without copying the former."""
+            """Yield the tensors of ``model``, without copying them, and the tensors of the new adapter."""
             assert attached is not None, "the model has adapters"
             for fqn, tensor in adapters.tensors(lambda rows: _each(base), attached, building.start, {}):
                 is_present = any(is_of_adapter(fqn, each) for each in known)
@@ -254,7 +254,7 @@ def _rebuilt(wrapper: Any) -> Any:
 
 
 def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
-    """Raise ``PlanError`` if the plan sums a gradient of parameters that are no longer tied.
+    """Raise ``PlanError`` if the plan sums a gradient of parameters that are not tied any more.
 
     The plan sums the gradient of tied parameters once, for both.
     """

@@ -107,7 +107,7 @@ class CheckedSource:
 
     directory: Path
     manifest: Manifest
-    """For an ordinary model, a manifest of its small files."""
+    """The manifest; for an ordinary model, a manifest of its small files."""
     plan: Plan
     repository: Repository | None = None
     """The repository from which this rank's files are still to be downloaded."""
@@ -116,7 +116,7 @@ class CheckedSource:
     checkpoint: Mapping[str, LazyTensor] | None = None
     """Instead of files: the global weights of an ordinary model, not read."""
     in_wanted_dtypes: bool = False
-    """The weights of ``checkpoint`` have the dtypes in which the model is loaded, not those of the plan."""
+    """Whether the weights of ``checkpoint`` have the dtypes in which the model is loaded, not the plan's."""
     adapters: AdapterSet | None = None
     more: tuple[CheckedSource, ...] = ()
     """The directories of this process's other stages."""
@@ -133,7 +133,7 @@ class CheckedSource:
 
     @property
     def common_manifest(self) -> Manifest:
-        """Return the manifest without what differs between stages, each of which has its own directory."""
+        """Return the manifest without the fields that differ between the directories of stages."""
         if self.plan.stages is None:
             return self.manifest
         plan = replace(self.plan, stages=replace(self.plan.stages, own=None))

@@ -1,4 +1,4 @@
-"""An ordinary model, local or on the Hub, that is loaded by a plan that was made for it."""
+"""An ordinary model, local or on the Hub, that is loaded with a plan that was made for it."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class Ordinary(TypedDict):
     """A model and a plan that fits it by names and shapes: the fields of a ``CheckedSource``."""
 
     directory: Path
-    """Where the config is; the weights may be elsewhere."""
+    """The directory of the config; the weights may be elsewhere."""
     manifest: Manifest
     """Describes the files other than weights, as if the directory had been converted."""
     plan: Plan
     checkpoint: Mapping[str, LazyTensor]
     """Global tensors by the names under which the plan stores them; not read."""
     in_wanted_dtypes: bool
-    """They have the dtypes in which the model is loaded, not those of the plan."""
+    """Whether the tensors have the dtypes in which the model is loaded, not the plan's."""
 
 
 def ordinary(
@@ -110,7 +110,7 @@ def ordinary(
         dtype: dtype to load instead of the plan's; ignored for quantized checkpoints.
 
     Raises:
-        SourceError: the model cannot be read, or its weights are not those of its config.
+        SourceError: the model cannot be read, or its weights do not match its config.
         PlanError: the plan cannot be read, or is for another model.
     """
     plan_file = plan_path(plan, hub)
@@ -171,7 +171,7 @@ def local_tensors(
         weights: global tensors by the names under which the plan stores them.
         rank: the rank.
         device: where the tensors go.
-        rows: by name, the positions of the first dim that are wanted of a tensor; of others all are.
+        rows: name -> the positions of the first dim to yield; tensors without an entry are complete.
         in_planned_dtypes: cast the weights to the dtypes of the plan; otherwise they keep their dtypes.
 
     Yields:

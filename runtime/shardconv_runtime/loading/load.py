@@ -162,7 +162,7 @@ def require_form(
 
 
 def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
-    """Add the directories of a process's other stages, which are next to that of its first stage.
+    """Add the directories of a process's other stages, which are next to its first stage's directory.
 
     Args:
         found: the directory of the first stage; an ordinary model has no others.
@@ -241,7 +241,7 @@ def load(
         plan: a plan (``shardconv plan --format json``), a directory with one, or ``user/repo/plan.json`` on
             the Hub. ``path`` is then an ordinary model, local or on the Hub, of which this rank reads only
             its part. Bytes of safetensors on the Hub are not cached.
-        device: by default the GPU to which the process is bound (``torch.cuda.set_device``), then
+        device: the device; by default the GPU to which the process is bound (``torch.cuda.set_device``), then
             ``cuda:LOCAL_RANK``, then the CPU. With nccl, each rank needs its own GPU.
         dtype: dtype of the parameters, as in ``from_pretrained``: parameters that the model's code keeps in
             float32 stay in float32. By default the stored dtype.
@@ -250,20 +250,20 @@ def load(
             model together; with stages, those along "pp" (an outer dim) and "tp". The other dims are for
             data parallelism, see ``shardconv_runtime.data_parallel``.
         training: add the backward collectives of the plan. Parameters require gradients as in the unsharded
-            model, and the gradients are those of the unsharded model. Call ``train()`` for dropout.
+            model, and the gradients equal the unsharded model's. Call ``train()`` for dropout.
         data_parallel: apply FSDP2 as ``shardconv_runtime.data_parallel`` does, with its defaults (True) or
             a ``DataParallel(...)``. Each process then reads and holds only its part of the rank's
             parameters.
         sequence_parallel: shard the activations between the parallel blocks over the sequence. The plan
             must have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded
             internally.
-        regather: in training with sequence parallelism, keep only this rank's part of gathered activations,
+        regather: keep, in training with sequence parallelism, only this rank's part of gathered activations,
             and gather them again in the backward pass. By default this applies to activations of 1 MiB and
             more.
         compile: run each forward pass as one compiled graph, and let ``generate`` run one graph per token
             (on GPUs a CUDA graph). ``torch.compile(model)`` works as well. With stages, a graph contains
             the code of a stage between its messages, and tokens are chosen outside of it.
-        warm_up: with ``compile``, sizes ``(batch, length in tokens)`` for which decoding is compiled and
+        warm_up: sizes ``(batch, length in tokens)`` for which, with ``compile``, decoding is compiled and
             recorded before this call returns, the largest first.
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then rejects
             ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss is

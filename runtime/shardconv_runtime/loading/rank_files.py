@@ -47,7 +47,7 @@ MAX_THREADS = 8
 
 
 def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
-    """Read all files of a rank, ``common/`` included, and compare their checksums and that of the manifest.
+    """Read all files of a rank, ``common/`` included, and compare their checksums and the manifest's own.
 
     Raises:
         CheckpointError: a file has other bytes than were written, or cannot be read.

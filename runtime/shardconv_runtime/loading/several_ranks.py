@@ -156,7 +156,7 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
     )
 
 
-# A rank keeps the keys and values of its own heads in a cache that a caller gives to the model.
+# A rank keeps the keys and values of its heads in a cache that a caller gives to the model.
 #
 # A cache that was allocated from the config, as in transformers' documentation and in its prefill in chunks,
 # has the heads of the full model. While it is empty, it is allocated again when the rank fills it. A cache

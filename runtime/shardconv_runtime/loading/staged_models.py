@@ -116,12 +116,13 @@ class StagedBuilder:
         return keep_stage(model, plan, link, ranks.rank, ranks.device, dtype, self._names)
 
     def tensors(self, plan: Plan, stored: Sequence[Callable[[Rows], Tensors]], rows: Rows) -> Tensors:
-        """Yield each tensor of the stages once, by its name in the process's model.
+        """Yield each tensor of the stages once, with the name that it has in the process's model.
 
         Args:
             plan: the plan of all stages, as they are stored.
-            stored: for each stage, yields its tensors by the names in its directory, or rows of them.
-            rows: by names in the model, the rows that are wanted of a tensor; see ``format.slices.Rows``.
+            stored: a function for each stage that yields its tensors, or rows of them, by the names in its
+                directory.
+            rows: name in the model -> the rows of the tensor to yield; see ``format.slices.Rows``.
         """
         own = held_names(plan, self.stages)
         taken: set[str] = set()

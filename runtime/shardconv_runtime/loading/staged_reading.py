@@ -33,8 +33,8 @@ BUFFER_BYTES = 16 << 20
 and the bytes that were just read are partly still in the processor's cache."""
 
 NUM_BUFFERS = 4
-"""Buffers, and threads that fill them: one thread copies from the page cache at a few GB/s, a bus takes
-some 25 GB/s. Eight ranks of a machine pin half a GiB, and have as many threads as its cores can run."""
+"""Buffers, and threads that fill them. One thread copies from the page cache at a few GB/s, and a bus
+transfers about 25 GB/s. Eight ranks of a machine pin half a GiB, and its cores can run as many threads."""
 
 ALIGNMENT = 256
 """Alignment of each tensor on the device in bytes, as if it had been allocated separately."""
@@ -75,8 +75,8 @@ class StagingDevice(Protocol):
 class Cuda:
     """A GPU, with a stream for the copies.
 
-    Memory belongs to the caller's stream, on which it may have been in use a moment ago: the copies wait for
-    what was started there, and ``publish`` has the caller's stream wait for the copies.
+    Memory belongs to the caller's stream, on which it may have been in use a moment ago. The copies wait for
+    the work that was started there, and ``publish`` has the caller's stream wait for the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -153,14 +153,14 @@ def staged(
     """Yield local tensors of stored shapes, in memory of ``device``, read by ``num_buffers`` threads and
     buffers.
 
-    The peak memory of the host is that of the buffers, of the device that of the tensors.
+    At the peak, the host's memory holds the buffers, and the device's memory holds the tensors.
 
     Args:
         shards: the files.
-        device: where the tensors go.
+        device: the device of the tensors.
         adjacent: tensors that share memory.
         buffer_bytes: the number of bytes of each buffer.
-        num_buffers: and threads.
+        num_buffers: the number of buffers and of threads.
 
     Raises:
         CheckpointError: a file cannot be read, or is shorter than it was.
@@ -243,7 +243,7 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
     """Yield the tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes.
 
-    Those of a slab lie next to each other in the file.
+    The tensors of a slab lie next to each other in the file.
     """
     held: list[tuple[FileSpan, int]] = []
     end = 0
@@ -266,7 +266,7 @@ def _slab(shard: ShardFile, held: list[tuple[FileSpan, int]], limit: int) -> _Sl
     end = spans[-1].begin + spans[-1].num_bytes
     if end <= limit:
         fills = [_Fill(shard.path, first, spans, 0)]
-    else:  # one stretch, larger than a buffer
+    else:  # a single stretch that is larger than a buffer
         parts = ((at, min(limit, end - at)) for at in range(0, end, limit))
         fills = [_Fill(shard.path, first + at, (_Span(0, size),), at) for at, size in parts]
     return _Slab(end, tuple(held), tuple(fills))

@@ -2,8 +2,8 @@
 
 4 bits: the weight is flat, two codes in a byte, the first in the high half. Each ``blocksize`` consecutive
 values share a factor, ``absmax``. Nested, these factors are codes themselves, ``nested_blocksize`` of which
-share a factor. The rest is JSON in a tensor of bytes, the quantization state. As a rule, a row is a whole
-number of blocks; where it is not, a shard has so many rows that it is, or there is none.
+share a factor. The rest is JSON in a tensor of bytes, the quantization state. As a rule, a row has a whole
+number of blocks. Otherwise the rows of each shard together have whole blocks, or the weight is not sharded.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Found:
     """Global shape of the weight."""
     packing: Packing
     tensors: dict[str, str]
-    """By the names of the packing's tensors, the names of them in the checkpoint."""
+    """Name of a tensor in the packing -> its name in the checkpoint."""
 
 
 class Scheme(Protocol):
@@ -69,7 +69,7 @@ class StoredGroup:
         """
         Args:
             shape: global, of the weight.
-            names: by the names that the packing gives its tensors, the names in the checkpoint.
+            names: name of a tensor in the packing -> its name in the checkpoint.
 
         Raises:
             SourceError: the checkpoint lacks one.
@@ -88,9 +88,9 @@ class StoredGroup:
         """Describe a tensor.
 
         Args:
-            name: in the packing.
-            dtypes: that it may have.
-            shape: in the checkpoint, where that is not the one of ``dims``.
+            name: the name of the tensor in the packing.
+            dtypes: the dtypes that it may have.
+            shape: the shape in the checkpoint if it differs from ``dims``.
 
         Raises:
             SourceError: it has another shape or dtype in the checkpoint.

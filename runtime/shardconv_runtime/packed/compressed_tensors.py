@@ -128,7 +128,7 @@ SCALES = {
     "int32": FLOATS,
     "uint8": ("float8_e4m3fn", "uint8"),
 }
-"""Dtypes of factors, by that of the values."""
+"""Dtypes of factors, keyed by the dtype of the values."""
 INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
 """Factors of quantized inputs, which are replicated."""
 OTHERS = ("*_zero_point", "*_shape", "*_g_idx", "*_global_scale", *INPUTS)
@@ -173,7 +173,7 @@ class CompressedScheme:
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
 
-    Factors of 4-bit floats are read as bfloat16; where there is a factor of the whole tensor, it divides them
+    Factors of 4-bit floats are read as bfloat16; if there is a factor of the whole tensor, it divides them
     first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
     """
     stored = {tensor.name: tensor for tensor in packing.tensors}

@@ -28,7 +28,7 @@ FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice], Tenso
     "mxfp4": mxfp4.dequantized,
     "torchao": torchao.dequantized,
 }
-"""By the method: from local stored tensors to the local weight, in the dtype that the library computes."""
+"""Method -> function from local stored tensors to the local weight, in the dtype of the library's result."""
 
 VALUES_AT_ONCE = 2**22
 """Values that are computed together, so that about 100 MB are needed in addition to the result."""
@@ -70,7 +70,7 @@ def dequantize(
 
 
 def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check local stored tensors, with their values, where ``dequantize`` could not.
+    """Check local stored tensors, with their values, if ``dequantize`` could not.
 
     Args:
         name: the name of the parameter, for messages.

@@ -1,4 +1,4 @@
-"""Which part of a weight is at hand, and which part of its stored tensors that is."""
+"""The part of a weight that a rank holds, and the corresponding part of its stored tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WeightSlice:
     """A part of a weight."""
 
     shape: tuple[int, ...]
-    """Global."""
+    """The global shape."""
     ranges: tuple[tuple[Range, ...], ...]
-    """For each dim the global positions that are held, ascending."""
+    """The held global positions of each dim, ascending."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> WeightSlice:
@@ -72,7 +72,7 @@ def spread(values: Tensor, stored: PackedTensor, held: WeightSlice) -> Tensor:
             weight or has one position.
 
     Returns:
-        One dim for each of the weight, of its local size, or 1 where no stored dim runs along it.
+        One dim for each of the weight, of its local size, or 1 if no stored dim runs along it.
     """
     for place, dim in enumerate(stored.dims):
         if dim.of is not None and dim.step > 1:

@@ -30,7 +30,7 @@ SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "mxfp8": Fp8Scheme.of,
     "torchao": lambda settings, where: TorchaoScheme(),
 }
-"""By ``quant_method``."""
+"""``quant_method`` -> scheme for its settings."""
 
 
 def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = False) -> Scheme:
@@ -130,7 +130,7 @@ REQUIREMENTS = {
     ),
     "torchao": Requirement(("torchao",), "torchao has the classes of tensors, for CPUs and GPUs"),
 }
-"""By the method of a packing."""
+"""Method of a packing -> the packages that it needs."""
 
 
 def requirement(method: str) -> Requirement:

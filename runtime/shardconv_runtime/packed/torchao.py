@@ -1,7 +1,7 @@
 """torchao: 8-bit integers and float8, with a factor for each block of a weight; mostly for each row.
 
 MODULE.NAME is stored as MODULE._NAME_qdata, MODULE._NAME_scale and perhaps MODULE._NAME_zero_point. The
-header of the file says of each NAME, as JSON, of what class it is and how large its blocks are.
+header of the file has, as JSON, the class and the block size of each NAME.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
 def settle_hooks(model: nn.Module) -> None:
     """Write the hooks of all modules down in the order in which they are called.
 
-    Those that were registered with ``prepend=True`` were moved to the front of an ordered dict, which dynamo
-    of torch 2.11 does not see: it takes other hooks for them, and fails.
+    Hooks that were registered with ``prepend=True`` were moved to the front of an ordered dict. dynamo of
+    torch 2.11 does not see that: it confuses them with other hooks, and fails.
     """
     for module in model.modules():
         for table in _hook_tables(module):

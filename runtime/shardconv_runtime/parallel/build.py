@@ -46,7 +46,7 @@ def parallelize(
     """Make ``model`` one rank's part of itself, for inference, in place.
 
     Args:
-        model: as ``meta_model.build_model`` makes it: parameters and persistent buffers are meta tensors of
+        model: a model from ``meta_model.build_model``: parameters and persistent buffers are meta tensors of
             global shape. Afterwards they are meta tensors of local shape, under the same names.
         plan: solved for this model's code.
         comm: this rank; its mesh is the plan's.
@@ -89,7 +89,7 @@ def apply_plan(
     """Edit, replace and wrap modules, and give the tensors of a model their local shapes, in place.
 
     Args:
-        model: on meta, with global shapes.
+        model: the model on meta, with global shapes.
         plan: the plan of the parameters.
         comm: this rank.
         modules: the entries of the modules to change, by FQN.

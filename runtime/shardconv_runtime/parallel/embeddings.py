@@ -175,7 +175,8 @@ class _Embedding:
     def placed(self, embeds: Tensor) -> Tensor:
         """Return full embeddings ``[..., H]`` as in the plan: a shard, and zeros on all ranks but one.
 
-        Those that the embedding has made in this forward pass, or that an outer module was given, are so.
+        Embeddings that the module has made in this forward pass, or that an outer module was given, already
+        are.
 
         Raises:
             PlanError: they require a gradient, or are sharded over the sequence.

@@ -5,8 +5,8 @@ tensor. The first one multiplies it with a matrix that spans the weights of all,
 in memory, and returns its part of the result; the others take theirs. A layer that is given another tensor
 computes by itself, so that a group that is called in any other way is slower, and no less right.
 
-Parameters keep their names: each has a part of the memory that the group shares. That part is a storage of
-its own, so that libraries that save parameters see no shared memory.
+Parameters keep their names: each has a part of the memory that the group shares. That part is a separate
+storage, so that libraries that save parameters see no shared memory.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class FusedProduct:
         for index, member in enumerate(members):
             member.product, member.index = self, index
         self.last = len(self.members) - 1
-        # Of a packed weight the shape says nothing; its module has local sizes.
+        # The shape of a packed weight says nothing; its module has local sizes.
         shapes = [getattr(m, "local_shape", (m.out_features, m.in_features)) for m in members]
         self.sizes = [rows for rows, _ in shapes]
         self.max_elements = MAX_ROWS * max((columns for _, columns in shapes), default=0)
-        """The number of elements of an input."""
+        """Most elements of an input."""
         self.weight: nn.Parameter | None = None
         """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
         self.bias: nn.Parameter | None = None
@@ -125,7 +125,7 @@ class FusedProduct:
 
 
 class FusedLinear(ColumnParallelLinear):
-    """A linear layer whose product is a part of a larger one; shapes are those of ``ColumnParallelLinear``.
+    """A linear layer whose product is a part of a larger one; shapes are as in ``ColumnParallelLinear``.
 
     Args:
         linear: the layer that it replaces, and whose parameters it takes.
@@ -133,7 +133,7 @@ class FusedLinear(ColumnParallelLinear):
 
     product: FusedProduct
     index: int
-    """In the group."""
+    """The index in the group."""
 
     def __init__(self, linear: nn.Linear) -> None:
         sharded = linear if isinstance(linear, ColumnParallelLinear) else None
@@ -172,7 +172,7 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
     """Replace the linear layers of each group, in place.
 
     Args:
-        model: as ``build.apply_plan`` converts it, of local shapes.
+        model: a model of local shapes, as ``build.apply_plan`` converts it.
         groups: FQNs, in the order of the calls.
 
     Raises:

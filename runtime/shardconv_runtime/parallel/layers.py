@@ -3,11 +3,11 @@
 A linear layer computes ``Y = X W^T + b``. Sharded over the rows of W (its output dim), each rank has a
 part of Y: column-parallel. Sharded over the columns of W (its input dim), each rank has a term of the sum:
 row-parallel. An embedding sharded over its rows gives zeros for out-of-shard ids.
-(Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
+(Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" refer to W^T.)
 
 Parameters keep their names, so that every FQN of the model stays. Layers of a plan have the ``in_features``,
 ``out_features`` and ``num_embeddings`` that the model's code reads: the global ones, unless the plan has an
-edit. The local shape is that of the weight. Their backwards are those of the steps that they are given.
+edit. The weight has the local shape. The backward of a layer is the backward of the steps that it is given.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def with_local_logits(plan: Plan) -> Plan:
     head do.
 
     Args:
-        plan: with stages, in the form that is to run.
+        plan: a plan with stages, in the form that is to run.
 
     Raises:
         PlanError: the plan lacks the result of a placeholder for only the head.
@@ -153,7 +153,7 @@ class RowParallelLinear(nn.Linear):
         bias: whether there is a bias.
         bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; otherwise
             it is replicated, and is added once, after the reduction.
-        inputs: steps on the input; a ``Slice`` where it arrives replicated.
+        inputs: steps on the input; a ``Slice`` if it arrives replicated.
         outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
 
     Shapes: ``input: local [..., in_features]`` (global before a ``Slice``), output ``[..., out_features]``, a
@@ -196,7 +196,7 @@ class VocabParallelEmbedding(nn.Embedding):
     Args:
         rows: maps ids to local rows.
         embedding_dim: local; equal to the global one unless the plan shards it too.
-        padding_idx: local row of the padding id; None where it is out-of-shard.
+        padding_idx: local row of the padding id; None if it is out-of-shard.
         num_embeddings: the value that the model's code reads under this name; None is the global number of
             rows.
         inputs: steps on the ids.
@@ -229,7 +229,7 @@ class VocabParallelEmbedding(nn.Embedding):
         ids, out_of_shard = self.rows(_apply(self.inputs, input))
         if self.rows.num_rows:
             rows = zero_out_of_shard(F.embedding(ids, self.weight, self.padding_idx), out_of_shard)
-        else:  # the table has fewer rows than there are ranks
+        else:  # there are more ranks than rows of the table
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
         return finish(self.outputs, rows)
 

@@ -201,7 +201,7 @@ def _row(target: _Target) -> nn.Module:
 def _as_planned(module: nn.Linear, target: _Target) -> nn.Linear:
     """Give a layer the sizes that the model's code reads: global ones, unless the plan has a local value.
 
-    A loss asks the head for its ``out_features``, for example, and gets gathered logits. Where code needs a
+    A loss asks the head for its ``out_features``, for example, and gets gathered logits. If code needs a
     local size, the trace has seen it, and the size is an edit of the plan.
     """
     assert isinstance(target.module, nn.Linear)
@@ -237,7 +237,7 @@ _PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Modu
 
 
 def _check_rows(target: _Target) -> None:
-    """Check that the layout by which ids become local is that of the rows of a weight."""
+    """Check that the layout with which ids become local equals the layout of a weight's rows."""
     tables = [n for n, p in target.module._parameters.items() if p is not None and p.dim() > 1]
     rows = {target.parameter(name).dims[0] for name in tables}
     for layout in (b.layout for b in target.entry.inputs if isinstance(b, LocalRowsStep)):

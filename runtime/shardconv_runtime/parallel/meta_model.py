@@ -3,7 +3,7 @@
 A constructor allocates and fills every parameter, which is slow and needs memory for the unsharded
 model; on the meta device it also loses the values of non-persistent buffers (rotary
 frequencies, masks, ALiBi slopes), which no checkpoint stores. ``LazyInit`` lets the constructor
-run on the meta device and records what it computes; afterwards ``materialize`` replays, on real
+run on the meta device and records its operators; afterwards ``materialize`` replays, on real
 tensors, only the operators that one tensor depends on. (The same idea as torchdistX's deferred
 initialization, which worked per tensor; here it works per storage, so views and in-place
 operators need no bookkeeping.)
@@ -129,7 +129,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Let operators run unrecorded, where values are needed while the mode is active."""
+        """Let operators run unrecorded if values are needed while the mode is active."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -207,7 +207,7 @@ class _Storages:
 class _Values(TorchFunctionMode):
     """Conversions to Python data never reach the dispatcher, so they are intercepted one level higher.
 
-    So are torch's fills with random numbers: one level lower, each costs as much as a module.
+    torch's fills with random numbers are intercepted too. One level lower, each costs as much as a module.
     """
 
     _CONVERSIONS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
@@ -250,7 +250,7 @@ def build_model(
         config: its configuration; it is copied.
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
         tied: alias -> first name of parameters that are one tensor. Others that the class and its config
-            tie get their own tensors, as ``from_pretrained`` has it where a checkpoint holds both with
+            tie get their own tensors. ``from_pretrained`` does the same if a checkpoint holds both with
             different values. None: all stay tied.
 
     Raises:
@@ -368,7 +368,7 @@ def find_class(name: str) -> type[nn.Module]:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may raise anything, for example where a package is missing
+    except Exception as error:  # a module may raise anything, for example if a package is missing
         raise PlanError(f"the model class {name!r} cannot be imported: {error}") from error
     from transformers import PreTrainedModel
 

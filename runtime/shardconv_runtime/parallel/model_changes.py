@@ -2,7 +2,7 @@
 
 The plan is for the modules that were converted. A module that takes the place of one of them has the global
 sizes, or lacks the steps that were attached to the old one; either way the results would be wrong on every
-rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed, and so is
+rank. Wrappers that keep the module and its parameters (``torch.compile``, for example) are allowed, and also
 replacements by a model or an adapter in its forward pass, which was verified.
 """
 
@@ -80,7 +80,7 @@ def refuse_changes(
     Args:
         model: one rank's, complete.
         planned: FQNs of the modules for which the plan has edits or steps.
-        ranks: of the default process group, those that hold parts of the model together.
+        ranks: the ranks of the default process group that together hold the model.
         place: this rank's number among them, and how many there are.
     """
     for name, remedy in REFUSED_METHODS.items():
@@ -130,8 +130,8 @@ def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, i
 
     Args:
         what: the method that was called.
-        found: the rank that the state is of, and how many there were; None if it does not say.
-        place: the same of this rank.
+        found: the rank that saved the state, and the number of ranks; None if the state does not say.
+        place: this rank, and the number of ranks.
 
     Raises:
         PlanError: it is of another one.
@@ -186,7 +186,7 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
 
 
 def _check_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-    """Refuse parameters such as those of pruning and norms, which keep ``weight`` in others."""
+    """Refuse parameters with which pruning or a weight norm replaces ``weight``."""
     if _part(module) is not None and any(name.startswith(f"{old}_") for old in module._parameters):
         raise _of_part(module)
 

@@ -22,8 +22,8 @@ from ..format.plan import Plan
 class SteadySet(set[Any]):
     """A set that is iterated in the order of its elements' representations.
 
-    The order of a set of strings depends on the process, and on how the set was made: that of a copy may be
-    another one. A forward pass that loops over one would call its modules in another order on another rank.
+    The order of a set of strings depends on the process, and on how the set was made: a copy may have another
+    order. A forward pass that loops over one would call its modules in another order on another rank.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,7 +65,7 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
 
 
 def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
-    """Return the generation config of a converted directory; None where it has none.
+    """Return the generation config of a converted directory; None if it has none.
 
     Raises:
         CheckpointError: it is malformed.

@@ -41,8 +41,8 @@ from .quantizers import Quantized, quantizer_of
 
 # Layers of packed weights and of one input that are computed as one product: see ``fused_products``.
 #
-# The product is that of a module of the format's library whose weight has the rows of all members. It is in
-# no model: the members are, with their names, and with parts of its memory.
+# A module of the format's library computes the product; its weight has the rows of all members. This module
+# is in no model: the members are, with their names, and with parts of its memory.
 
 WEIGHT = "weight"
 
@@ -50,8 +50,8 @@ WEIGHT = "weight"
 class PackedProduct(FusedProduct):
     """The product of layers of packed weights.
 
-    Once a weight of a member is replaced or moved, the members compute by themselves, and so do those of
-    copies.
+    Once a weight of a member is replaced or moved, the members compute by themselves. Members of copies do so
+    too.
 
     Args:
         members: the layers in the order in which they are called; not filled.
@@ -108,11 +108,11 @@ class PackedProduct(FusedProduct):
 
 
 class FusedModule(nn.Module):
-    """Before a class of a format's library: a layer whose product is a part of a larger one."""
+    """A base in front of a class of a format's library: the layer's product is a part of a larger one."""
 
     product: PackedProduct
     index: int
-    """In the group."""
+    """The index in the group."""
     library_class: type[nn.Module]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class PackedModules:
         quantized: the model.
         parameters: all entries of the plan, by FQN.
         comm: this rank.
-        apart: FQNs of linear layers that are none of the quantized model's, as those of adapters.
+        apart: FQNs of linear layers that do not belong to the quantized model, for example in adapters.
 
     Raises:
         PlanError: the installed packages cannot compute with these parameters on this device.
@@ -219,7 +219,7 @@ class PackedModules:
         self._model: nn.Module | None = None
         self._without_bias: list[nn.Module] = []
         self._fused: dict[str, tuple[PackedProduct, int]] = {}
-        """By the name of a weight the product of its module, and the module's index there."""
+        """Name of a weight -> the product of its module, and the module's index in the product."""
 
     def replace(
         self, model: nn.Module, entries: Mapping[str, ModulePlan], *, training: bool = False
@@ -232,7 +232,7 @@ class PackedModules:
             training: give the steps backwards.
 
         Returns:
-            The new modules by the plain ones; where these have other names, they are still there.
+            The new modules by the plain ones; if these have other names, they are still there.
 
         Raises:
             PlanError: it replaces other modules than those whose weights the plan packs.
@@ -280,14 +280,14 @@ class PackedModules:
         is_first = all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
         if bias is not None and not bias.partial and not is_first:  # of the terms of the sum one has the bias
             self._without_bias.append(module)
-        # With the slice of a replicated input, which plans leave out where a parallel class does it.
+        # With the slice of a replicated input, which plans leave out if a parallel class does it.
         if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
             return entry
         step = SliceStep("input.input", dim=-1, layout=weight.dims[1])
         return replace(entry, inputs=(*entry.inputs, step))
 
     def fuse(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """Have modules compute their products as one, where their formats allow it; before they are filled.
+        """Have modules compute their products as one, if their formats allow it; before they are filled.
 
         Args:
             groups: FQNs of modules of packed weights, in the order of the calls.

@@ -1,7 +1,7 @@
 """Fills modules of a quantized format's library on a rank from stored tensors.
 
-The stored tensors are parts of those of the checkpoint. Tensors that name a position or a shape of the full
-weight is made to name the local one.
+The stored tensors are parts of the checkpoint's tensors. Tensors that name a position or a shape of the full
+weight are changed to name the local one.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
 
 
 def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> dict[str, Any]:
-    """Return the factors of the local blocks, nested where as many share a factor as the library supposes."""
+    """Return the factors of the local blocks, nested if as many share a factor as the library supposes."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:
         return {"absmax": factors}
@@ -185,25 +185,25 @@ _FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
     "gptq": _fill_gptq,
     "torchao": _fill_torchao,
 }
-"""By the method of the packing; others are held as they are stored."""
+"""Method of the packing -> function that fills a module; other methods hold tensors as they are stored."""
 
 
-# The stored tensors of several packed weights as those of one weight, which has the rows of all.
+# Joins the stored tensors of several packed weights to the tensors of one weight, which has the rows of all.
 #
-# That is so in formats whose stored tensors run along the rows of the weight (its outputs) in their first
+# That works in formats whose stored tensors run along the rows of the weight (its outputs) in their first
 # dim, or are flat in the order of rows: each weight keeps its part of the memory. Formats that pack columns
 # first (GPTQ, AWQ) are left out.
 
 _Stored = Mapping[str, tuple[Tensor, int | None]]
-"""By name a tensor, and for how many rows or values it has one position; None: it must be the same for all
-weights."""
+"""Name -> tensor, and the number of rows or values for each of its positions; None: the tensor must be the
+same for all weights."""
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
     """Return a part with the rows of all parts, and these, which share its memory; None if it is not exact.
 
     Args:
-        parts: of weights with inputs of one size.
+        parts: parts of weights with inputs of one size.
     """
     methods = {part.packing.method for part in parts}
     rule = _BY_ROWS.get(methods.pop())
@@ -252,7 +252,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _by_dims(part: Part, is_last: bool) -> _Stored | None:
     """Return tensors whose first dim runs along the rows, and factors of the full weight.
 
-    The rows are full steps, except those of the last weight.
+    The rows are full steps, except in the last weight.
     """
     found: dict[str, tuple[Tensor, int | None]] = {}
     rows = part.held.local_shape[0]
@@ -298,4 +298,4 @@ _BY_ROWS: dict[str, Callable[[Part, bool], _Stored | None]] = {
     "fp8": _by_dims,
     "torchao": _by_dims,
 }
-"""By the method of the packing; they get a part, and whether it is the last one."""
+"""Method of the packing -> function of a part, and of whether it is the last one."""

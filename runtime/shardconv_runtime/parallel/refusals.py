@@ -23,7 +23,7 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
         model: all of it, not a submodule.
         argument: the argument of its forward method.
         why: the rest of "ARGUMENT was given to a model ...".
-        unless_inference: allow it where gradients are disabled.
+        unless_inference: allow it if gradients are disabled.
     """
     names = list(forward_signature(model).parameters)
     position = names.index(argument) if argument in names else None
@@ -45,7 +45,7 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
     Args:
         model: all of it.
         attribute: the attribute of the config, which names the implementation.
-        names: of those to refuse.
+        names: the names of the implementations to refuse.
     """
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -80,7 +80,7 @@ def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
 
 
 TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
-"""Masks whose second of four dims counts heads; in those of images and cross attention it counts others."""
+"""Masks whose second of four dims counts heads. In masks of images and cross attention it counts others."""
 
 
 def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:

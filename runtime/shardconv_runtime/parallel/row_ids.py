@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..format.dims import Dim, size
 from ..format.slices import ranges
 
-# Ids outside of a table are errors, as they are where the table is not sharded.
+# Ids outside of a table are errors, as with a table that is not sharded.
 #
 # An embedding refuses such ids by itself. On a rank that holds a part of its rows, an id of another rank's
 # part is ordinary, so that each rank has to ask whether any of them has the row. On a CPU that is an error at
@@ -70,11 +70,11 @@ class IdCheck:
         self._later = LaterError()
 
     def __call__(self, ids: Tensor) -> None:
-        """Check ids, of any shape and integer dtype; those without numbers (on meta) are not checked.
+        """Check ids, of any shape and integer dtype; ids without numbers (on meta) are not checked.
 
         Raises:
-            OutOfRangeError: ids on a CPU are not in the table, or those of the call before on another device
-                were not. Ranks raise alike, as they have the same ids.
+            OutOfRangeError: ids on a CPU are not in the table, or the previous call had such ids on another
+                device. All ranks raise, since they have the same ids.
         """
         self._later.raise_earlier()
         if ids.numel() and not ids.is_meta:

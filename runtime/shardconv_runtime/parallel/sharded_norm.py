@@ -21,12 +21,12 @@ class ShardedNorm(nn.Module):
     """RMS, L2 or layer norm over the last dim, or over groups of it, sharded over ranks.
 
     RMS and L2 norms reduce one number for each token, the sum of squares; a layer norm two, one after the
-    other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
+    other (the sum, then the sum of squared deviations from the true mean, which loses no digits if
     the mean is large). A gate, if there is one, multiplies before or after.
 
     Args:
         info: the formula of the norm that this one replaces.
-        replaced: that norm; its weight and bias keep their names.
+        replaced: the replaced norm; its weight and bias keep their names.
         comm: the ranks.
         training: give it a backward. The gradient of the statistic is a Partial, since all ranks use the
             statistic: it is all-reduced as well.
@@ -61,7 +61,7 @@ class ShardedNorm(nn.Module):
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return the local output; arguments are those of the replaced norm, local ``[..., D/n]``."""
+        """Return the local output; the arguments are the replaced norm's, local ``[..., D/n]``."""
         info, gate = self.info, None
         if info.gate:
             given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
@@ -119,9 +119,9 @@ class ShardedNorm(nn.Module):
 
 
 class _Withheld:
-    """Stands for an attribute of the replaced norm: other code may pass it on, but not use it.
+    """Replaces an attribute of the replaced norm: other code may pass it on, but not use it.
 
-    Code that computes the norm by itself, in a fused kernel, would compute that of the rank's part.
+    Code that computes the norm by itself, in a fused kernel, would compute the norm of the rank's part.
     """
 
     def __init__(self, name: str) -> None:

@@ -35,13 +35,13 @@ def tensor_at(
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the tensor that spans these along their first dim, and these in its memory, in storages of their
-    own.
+    """Return the tensor that spans these along their first dim, and these in its memory, each in a separate
+    storage.
 
     Their numbers are moved next to each other if they are not.
 
     Args:
-        parts: of one dtype, on one device, of shapes that differ only in the first dim.
+        parts: tensors of one dtype, on one device, whose shapes differ only in the first dim.
     """
     first = parts[0]
     with torch.no_grad(), torch.inference_mode(first.is_inference()):

@@ -43,7 +43,7 @@ def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeh
     """Put a placeholder in the place of a module of a model, in place.
 
     Args:
-        model: that has the module.
+        model: the model that has the module.
         fqn: the FQN of the module.
         results: computes the results of the placeholder.
 
@@ -174,7 +174,7 @@ def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
 
     Args:
         model: unsharded, before ``parallelize``.
-        plan: with stages.
+        plan: a plan with stages.
     """
     return {fqn: list(forward_signature(submodule(model, fqn)).parameters) for fqn in staged_modules(plan)}
 
@@ -191,11 +191,11 @@ def keep_stage(
     """Replace the modules of other stages, in place, and have the others send and receive.
 
     Args:
-        model: of one rank, as ``parallelize`` makes it; on meta.
-        plan: with stages.
-        link: to the other stages.
-        rank: among those of the stage.
-        device: on which the rank computes.
+        model: the model of one rank, as ``parallelize`` makes it; on meta.
+        plan: a plan with stages.
+        link: the link to the other stages.
+        rank: the rank among the ranks of the stage.
+        device: the device on which the rank computes.
         dtype: the dtype of the model's parameters, when it is called.
         names: the names of the unsharded model.
 
@@ -226,7 +226,7 @@ def keep_stage(
             give_way(module, unit)
     _drop_parameters(model, replaced, device, dtype)
     attach_stage_guards(model, plan, link)
-    # What each stage sends or receives in every call of the model.
+    # The values that each stage sends or receives in every call of the model.
     expected = {
         stage: frozenset(
             (fqn, value.item)
@@ -367,7 +367,7 @@ class _Sharer:
     """A hook that gives every stage the results of the model on the last one, except caches.
 
     Args:
-        link: to the other stages.
+        link: the link to the other stages.
         expected: the values that each stage of this rank sends or receives in each call.
     """
 

@@ -1,7 +1,7 @@
 """The results of units of other pipeline stages on this one.
 
 Placeholders replace them. They return the values that the unit's stage has sent, or zeros of the right shape
-and dtype where nobody needs the values. They keep the caches of their layers as long as the others, with one
+and dtype if nobody needs the values. They keep the caches of their layers as long as the others, with one
 head of one element, since code asks the first layer of a cache for its length.
 """
 
@@ -29,13 +29,13 @@ class StageRank:
     """A rank of a stage, or of several."""
 
     link: StageLink
-    """To the other stages."""
+    """The link to the other stages."""
     mesh: Mesh
     """The mesh of the ranks of a stage."""
     rank: int
-    """Among these."""
+    """The rank in this mesh."""
     device: torch.device
-    """On which the rank computes."""
+    """The device on which the rank computes."""
     dtype: torch.dtype
     """The dtype of activations."""
 
@@ -47,7 +47,7 @@ class StagedUnit:
         on: the rank.
         fqn: the FQN of the module.
         entry: the entry of the module.
-        position: the position of the module among those of the entry.
+        position: the position of the module among the modules of the entry.
         names: the names of its arguments.
         tables: names of arguments that are ids of a table of the module -> the rows of the table.
     """
@@ -75,7 +75,7 @@ class StagedUnit:
         )
         """Whether results are parts of the dims that callers give, or these are parts of dims of results."""
 
-    # Of the running pass
+    # State of the running pass
 
     def is_absent(self) -> bool:
         """Return whether a pass is running that does not call the unit: of another stage, or of none."""
@@ -83,7 +83,7 @@ class StagedUnit:
         return link.is_called and (link.stage not in self.entry.stages or link.is_measuring)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the results of the unit in shape; in value only those that its stage has sent.
+        """Return results of the unit's shapes; only results that its stage has sent have the true values.
 
         Raises:
             OutOfRangeError: for ids that the unit refuses, so that this stage would wait forever.
@@ -178,7 +178,7 @@ class StagedUnit:
 
         def run(given: Mapping[str, Any]) -> None:
             cache = given.get(call.argument)
-            # A model with several caches is given one of them if there is nothing but tokens to attend to.
+            # A model with several caches is given one of them if there are only tokens to attend to.
             cache = getattr(cache, call.attribute, cache) if call.attribute else cache
             # The loop of continuous batching knows how long each request is. Since transformers 5.24 layers
             # get its cache under the name of other caches.
@@ -205,8 +205,8 @@ def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:
 
 # Modules of a process with several stages.
 #
-# Such a process has the modules of all of its stages, and each pass is to call those of one stage. A pass of
-# another stage skips the hooks of a module, too: those of FSDP2 would gather its parameters.
+# Such a process has the modules of all of its stages, and each pass calls the modules of one stage. A pass of
+# another stage skips the hooks of a module, too: hooks of FSDP2 would gather its parameters.
 
 _UNIT = "_shardconv_unit"
 """Attribute of a module that gives way: its unit."""
@@ -215,8 +215,8 @@ _UNIT = "_shardconv_unit"
 def give_way(module: nn.Module, unit: StagedUnit) -> None:
     """Call a module only in passes of its own stages, in place.
 
-    In passes of other stages the unit is called instead. All else about the module stays: its parameters and
-    buffers, its hooks, its class for those who ask.
+    In passes of other stages the unit is called instead. The module keeps its parameters and buffers, its
+    hooks, and its class as far as other code can see.
 
     Raises:
         PlanError: if it is on other stages by another of its names, or if its class cannot be changed.

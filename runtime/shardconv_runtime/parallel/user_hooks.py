@@ -1,17 +1,17 @@
 """Hooks that others put on modules of a loaded model: they get full tensors, or are refused.
 
 Between its modules a rank holds parts: a part of the sequence, a term of a sum, a share of the heads. Code
-that a trainer hangs there (noise on embeddings, a loss of the last norm's result) takes a tensor for all
-of it. So each hook is wrapped when it is registered. What is sharded over the sequence is gathered
-for it, an embedding's terms of a sum are summed, and the hook's result is sharded again.
-Anything else has to be the same on all ranks, which is compared; where it is not, an error names the module.
+that a trainer hangs there (noise on embeddings, a loss of the last norm's result) expects full tensors. So
+each hook is wrapped when it is registered. A tensor that is sharded over the sequence is gathered for it, an
+embedding's terms of a sum are summed, and the hook's result is sharded again. All other tensors have to be
+the same on all ranks. They are compared, and if they differ, an error names the module.
 
-Where all ranks have a full tensor, the gradient that the model's code has of it is the full one or a term of
-a sum, as the plan has it. That of a hook's own loss is the full one. The first backward pass compares which
-one the model has, and the other is made the same.
+If all ranks have a full tensor, the model's code gives it the full gradient or a term of a sum, depending on
+the plan. A hook's own loss gives it the full gradient. The first backward pass finds out which of the two the
+model has, and the other one is converted to match.
 
 A hook that some ranks lack cannot be given full tensors. A rank leaves a note when it registers one, and
-looks for those of the others before the first message.
+looks for the notes of other ranks before the first message.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def watch_hooks(model: nn.Module, comm: Communicator, ranks: Sequence[int], *, h
     """Wrap hooks that are registered on modules inside of a model from now on.
 
     Args:
-        model: one rank's, complete.
+        model: the complete model of one rank.
         comm: the communicator of the model.
-        ranks: of the default process group, those of the model.
+        ranks: the ranks of the model in the default process group.
         has_stages: refuse hooks, since each stage has other modules.
     """
     number = next(_models)
@@ -97,7 +97,7 @@ def watch_hooks(model: nn.Module, comm: Communicator, ranks: Sequence[int], *, h
 
 
 class _Watch:
-    """Registers the hooks of one module, in place of its own methods, whose arguments these take."""
+    """Registers the hooks of one module. Its methods replace the module's and take the same arguments."""
 
     def __init__(
         self,

@@ -60,10 +60,10 @@ from ..format.stored_layout import holds_values
 # The part of a global tensor that a process holds, as boxes.
 #
 # A rank's positions of a dim are ranges, so that a local tensor is a grid of boxes. A data-parallel process
-# may hold only a **window** of its rank's tensor. Where several ranks hold the same positions, the lowest
+# may hold only a **window** of its rank's tensor. If several ranks hold the same positions, the lowest
 # of them **owns** them: the owned boxes of all ranks tile the tensor.
 
-# The window of its rank's tensor that a process holds: a chunk where data-parallel processes share it.
+# The window of its rank's tensor that a process holds: a chunk if data-parallel processes share it.
 
 
 def chunk(span: Range, parts: int, part: int) -> Range:
@@ -129,10 +129,10 @@ class Box(NamedTuple):
     """A box of a global tensor, and its position in a window of the local one."""
 
     offsets: tuple[int, ...]
-    """Global."""
+    """The offsets in the global tensor."""
     sizes: tuple[int, ...]
     local_offsets: tuple[int, ...]
-    """In the window."""
+    """The offsets in the window."""
 
 
 def full_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
@@ -186,10 +186,10 @@ def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow
 
 class _Piece(NamedTuple):
     start: int
-    """Global."""
+    """The global start."""
     size: int
     local_start: int
-    """In the window."""
+    """The start in the window."""
 
 
 def _pieces(held: Iterable[Range], first: int, last: int) -> list[_Piece]:
@@ -239,11 +239,11 @@ class BoxedTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Global."""
+    """The global shape."""
     local: Tensor
-    """Holds the boxes."""
+    """The local tensor that holds the boxes."""
     boxes: tuple[Box, ...]
-    """To write, or to fill."""
+    """The boxes to write or to fill."""
 
     def part(self, box: Box) -> Tensor:
         """Return the local elements of a box, as a view of shape ``box.sizes``."""

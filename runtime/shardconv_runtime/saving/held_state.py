@@ -54,7 +54,7 @@ class HeldState:
 
     optimizer: Optimizer
     parameters: dict[str, Tensor]
-    """By FQN: of all groups, in their order; local, or DTensors over data-parallel processes."""
+    """Parameters of all groups by FQN, in their order; local, or DTensors over data-parallel processes."""
     windows: dict[str, tuple[Range, ...]]
     """The local positions of the rank's shard that this process holds, one range for each dim."""
     is_first: dict[str, bool]
@@ -212,7 +212,7 @@ def fresh_groups(
 
     Args:
         held: the optimizer.
-        hyperparameters: for each of its groups; None keeps its own.
+        hyperparameters: the saved ones for each of the optimizer's groups; None keeps its own.
 
     Raises:
         CheckpointError: the index is malformed.
@@ -365,7 +365,8 @@ class Resumption:
     """The places in an optimizer to which parts of a saved state go."""
 
     hyperparameters: tuple[Mapping[str, StoredValue] | None, ...]
-    """For each group of the optimizer; None if it has only new parameters, and keeps its own."""
+    """The saved ones for each group of the optimizer; None if a group has only new parameters, and keeps its
+    own."""
     new: tuple[str, ...]
     """The parameters that the saved optimizer did not have, in the order of the plan."""
 

@@ -49,7 +49,7 @@ def save_pretrained(
         model: returned by ``load``, see ``save``.
         save_directory: directory to make, or to write to.
         is_main_process: ignored, as all processes take part.
-        state_dict: None, since the values are those of the model.
+        state_dict: None, since the model's own values are saved.
         push_to_hub: False.
         max_shard_size: bytes of a file, or text as ``"5GB"``.
         other: options that are refused, unless they are False or None.
@@ -83,7 +83,7 @@ def save_pretrained(
 
 
 def _note_new_files(model: nn.Module, target: Path) -> None:
-    """Take the files other than weights for those that the model came with, if it came from there."""
+    """If the model was loaded from the target, record the new files other than weights in its manifest."""
     found = loaded(model)
     if target == found.directory.resolve():
         files = tuple(entry_of(target, Path(entry.path)) for entry in found.manifest.files)

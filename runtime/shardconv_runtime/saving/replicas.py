@@ -39,7 +39,7 @@ class Replicas:
     is_first: bool
     """This process is in the first replica, which writes."""
     place: int = 0
-    """Among the processes that share the stages of a model."""
+    """The place among the processes that share the stages of a model."""
 
     @property
     def is_leader(self) -> bool:
@@ -135,11 +135,11 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 def full_tensor(tensor: DTensor) -> Tensor:
     """Return all of a tensor, gathered when all processes that hold parts of it call this.
 
-    Those that have nothing to do with it would issue their next collectives at once, and NCCL's watchdog ends
-    a process whose collective is not over in time, however slowly another process writes in the meantime.
+    Processes without a part would issue their next collectives at once. NCCL's watchdog ends a process whose
+    collective is not over in time, however slowly another process writes in the meantime.
 
     Args:
-        tensor: of any shape, over data-parallel processes.
+        tensor: a tensor of any shape, sharded over data-parallel processes.
 
     Raises:
         LaunchError: one of these processes did not come.

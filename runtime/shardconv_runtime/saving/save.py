@@ -161,7 +161,7 @@ def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
 def _write_shards(
     found: StoredModel, holders: Replicas, directory: Path, files: Iterable[PlannedShard]
 ) -> tuple[list[FileEntry], Exception | None]:
-    """Write the files of this rank, and on rank 0 those of replicated tensors.
+    """Write the files of this rank, and on rank 0 also the files of replicated tensors.
 
     A process that cannot write continues, since the other replicas wait for it in all_gathers of DTensors.
 

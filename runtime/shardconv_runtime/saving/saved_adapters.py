@@ -53,7 +53,7 @@ def save_adapters(
     if unknown := [name for name in chosen if name not in adapters]:
         raise PlanError(f"{unknown[0]!r} is not an adapter of this model; it has {', '.join(adapters)}")
     holders, source = replicas_of(wrapper), loaded(wrapper)
-    # peft saves of the modules that there are: those of a stage are not all.
+    # peft saves tensors of existing modules only, and a stage does not have all modules.
     whole = wrapper if source.stage is None else source.building.unsharded_wrapper()
     target = Path(out).expanduser().resolve()
     with staged(holders, target, overwrite=overwrite, known=adapter_files) as staging:

@@ -70,7 +70,7 @@ class Staging:
 def staged(
     replicas: Replicas, out: Path, *, overwrite: bool, known: KnownFiles, apart_from: Path | None = None
 ) -> Iterator[Staging]:
-    """Make a staging directory, and remove it if the context raises; arguments are those of ``begin``."""
+    """Make a staging directory, and remove it if the context raises; see ``begin`` for the arguments."""
     staging = begin(replicas, out, overwrite=overwrite, known=known, apart_from=apart_from)
     try:
         yield staging

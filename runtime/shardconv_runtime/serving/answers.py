@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ..errors import ShardconvError
 from .schemas import BadRequest, Sampling, TokenLogprob
 
-# What the server counts, in the form that Prometheus reads.
+# The server's counts, in the form that Prometheus reads.
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -73,14 +73,14 @@ class Metrics:
 INCOMPLETE = "\ufffd"
 """Result of decoding a part of a character's bytes."""
 LONGEST_CHARACTER = 8
-"""Tokens after which bytes that are no character yet will be none: a character has four bytes."""
+"""Tokens after which bytes without a complete character are invalid: a character has at most four bytes."""
 
 
 class TextStream:
     """The text of an answer as its tokens come, up to the first stop string.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         stops: texts before which the answer ends.
         skip_special_tokens: leave them out of the text.
     """
@@ -149,9 +149,9 @@ class Served:
     """The objects that answer requests.
 
     Attributes:
-        manager: of continuous batching, running, made by ``serving_config``.
+        manager: the running manager of continuous batching, made with ``serving_config``.
         grammars: checks JSON schemas; None if the package is not installed.
-        processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
+        processor: its ``RequestProcessor``; None if this rank has no logits, for example on a first stage.
         name: the name of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
@@ -224,7 +224,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     Args:
         served: answers the requests.
         prompt: token ids.
-        wanted: by the client.
+        wanted: the options of the answer.
 
     Raises:
         BadRequest: the request does not fit the model or its cache, or too many are answered.

@@ -41,7 +41,7 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
 
     Args:
         served: answers the requests.
-        defaults: of requests that do not say how tokens are drawn.
+        defaults: the defaults for requests that do not say how tokens are drawn.
         api_key: the key that clients have to send; None for no key.
     """
 
@@ -244,9 +244,9 @@ class _Form:
 
     Args:
         served: answers the requests.
-        is_chat: the form is that of a chat.
-        prompts: token ids of each.
-        count: number of answers.
+        is_chat: whether the answers have the form of a chat.
+        prompts: the token ids of each prompt.
+        count: the number of answers.
     """
 
     def __init__(self, served: Served, is_chat: bool, prompts: Sequence[Sequence[int]], count: int) -> None:

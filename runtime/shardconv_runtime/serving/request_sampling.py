@@ -2,8 +2,8 @@
 
 transformers' loop has temperature, top_k and top_p of each request, and sorts the logits of all rows for
 them. Here one processor chooses every token itself: it has the requests with their tokens, on all ranks, and
-applies ``generate``'s own processors to the rows that ask for them. What it chose is the only token that it
-leaves to the loop. So a request gets the tokens that ``generate`` would give it, independent of the batch:
+applies ``generate``'s own processors to the rows that ask for them. It leaves only the chosen token to the
+loop. So a request gets the tokens that ``generate`` would give it, independent of the batch:
 the most likely one is ``argmax``, ties included, and a request with a seed draws from its own generator.
 """
 
@@ -55,7 +55,7 @@ ONE_ASKS_FOR_NOTHING = (
     "num_beams",
     "num_return_sequences",
 )
-"""Fields whose value 1 is that of a config that does not say."""
+"""Fields whose value 1 means the same as an unset field."""
 
 
 def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Sampling:
@@ -127,7 +127,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
     """Chooses the next token of each row as its request asks, and leaves no other.
 
     Attributes:
-        logprobs: name of a request that is watched -> those of its tokens, if it asked for them.
+        logprobs: name of a watched request -> logarithmic probabilities of its tokens, if it asked for them.
         failed: names of watched requests whose logits were not numbers.
         grammars: follows JSON schemas; None if they are not supported.
         is_with_rank_0: rank 0 sees the notes of this rank; of stages, only the last one has logits.
@@ -203,7 +203,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
             noted = self.logprobs.get(state.request_id)
             if sampling.num_logprobs is not None and noted is not None:
                 noted.append(_logprob(rows[row], int(chosen[row]), sampling.num_logprobs))
-        # A step of parts of prompts has rows that are no request's next token: they are left as they are.
+        # In a step of parts of prompts, some rows do not give a request its next token: they are not changed.
         left = torch.zeros_like(scores)
         left[: len(requests)] = -torch.inf
         left[torch.arange(len(requests), device=scores.device), chosen] = 0.0

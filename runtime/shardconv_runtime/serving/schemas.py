@@ -33,9 +33,9 @@ class BadRequest(Exception):
     """A request that cannot be answered.
 
     Args:
-        message: for the client.
+        message: the message for the client.
         parameter: the field at fault.
-        status: of HTTP.
+        status: the status of HTTP.
     """
 
     def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:
@@ -64,7 +64,8 @@ class Sampling:
     json_schema: str | None = None
     """The schema of the answer, as JSON."""
     num_logprobs: int | None = None
-    """For each token its logarithmic probability, and those of this many likely ones; None: nothing."""
+    """Number of likely tokens to return with logarithmic probabilities, next to each chosen token with its
+    own; None: return none."""
 
     @property
     def is_greedy(self) -> bool:
@@ -84,7 +85,7 @@ class Sampling:
 
 
 DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Of ``Sampling``: those that a model's generation config may have, for requests that do not say."""
+"""Fields of ``Sampling`` that a model's generation config may set for requests that do not set them."""
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ PACKAGE = "xgrammar"
 MOST_CHARACTERS = 65_536
 """Most characters of a schema."""
 MOST_SPACES = 8
-"""Between two parts of an answer."""
+"""Most spaces between two parts of an answer."""
 
 
 class Grammars:
     """The grammars of one model's tokens.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         vocabulary_size: number of logits.
         ends: tokens that end an answer, which are all that is left when it is complete.
 

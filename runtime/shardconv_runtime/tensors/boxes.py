@@ -31,7 +31,7 @@ class Move:
     source: int
     """The position of the first element in the leaf, in elements."""
     dims: tuple[BoxDim, ...]
-    """By descending source stride; dims that are contiguous on both sides are merged."""
+    """Dims by descending source stride; dims that are contiguous on both sides are merged."""
     dtype: str
     """The dtype of the written elements."""
 
@@ -50,7 +50,7 @@ def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Mo
     """Return the move of one box of a tensor.
 
     Args:
-        tensor: that is written.
+        tensor: the tensor that is written.
         piece: box of it.
         file: index of the target file.
         offset: the offset of the tensor in that file, in bytes.
@@ -89,7 +89,7 @@ def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
     """Return the contiguous runs of a box in the target.
 
     Args:
-        dims: by descending target stride.
+        dims: dims by descending target stride.
 
     Returns:
         The length of each run and their starts relative to the first, in elements.
@@ -101,7 +101,7 @@ def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
     """Return the contiguous runs of a box in the leaf.
 
     Args:
-        dims: by descending source stride.
+        dims: dims by descending source stride.
 
     Returns:
         The length of each run and their starts relative to the first, in elements.
@@ -113,7 +113,7 @@ def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
     """Return the contiguous runs of a box in the leaf, counted.
 
     Args:
-        dims: by descending source stride.
+        dims: dims by descending source stride.
 
     Returns:
         The length of each run in elements, the number of runs, and the distance between their starts.
@@ -126,7 +126,7 @@ def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
     """Yield the stretches of a leaf that hold all elements of the boxes.
 
     Args:
-        boxes: of one leaf.
+        boxes: boxes of one leaf.
         gap: stretches with at most this many elements between them are merged.
 
     Yields:

@@ -48,7 +48,7 @@ BAND_BYTES = 1 << 20
 MAX_WORKERS = 16
 
 SPARSE = 4
-"""Boxes are read run by run where that reads by this factor fewer bytes."""
+"""Boxes are read run by run if that reads by this factor fewer bytes."""
 
 PAGE_BYTES = 4096
 
@@ -56,8 +56,8 @@ READ_MEMORY = BAND_BYTES * MAX_WORKERS * 4
 """Bytes of the buffers through which tensors are read into memory."""
 
 MAX_REQUESTS = 100_000
-"""Of reads over a network, some milliseconds each with this many workers. Where more stretches are needed,
-the shortest gaps between them are read too; otherwise only the needed bytes are."""
+"""Most reads over a network; each takes some milliseconds with this many workers. If more stretches are
+needed, the shortest gaps between them are read too; otherwise only the needed bytes are."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -76,7 +76,7 @@ class CopyUnit:
     band: int
     """Elements of one read."""
     gap: int = 0
-    """For a remote leaf: gaps of at most this many elements between stretches are read too."""
+    """Most elements of a gap between stretches of a remote leaf that is read too."""
 
 
 class PlacedTensor(NamedTuple):
@@ -85,7 +85,7 @@ class PlacedTensor(NamedTuple):
     tensor: LazyTensor
     file: int
     offset: int
-    """In bytes."""
+    """The offset in bytes."""
 
 
 class Sink(Protocol):
@@ -129,7 +129,7 @@ def is_remote(leaf: LazyLeaf) -> bool:
 
 
 def num_workers(remote: bool = False) -> int:
-    """Return the number of concurrent units: one per core, more where they wait for a network."""
+    """Return the number of concurrent units: one per core, more if they wait for a network."""
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
@@ -137,7 +137,7 @@ def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[C
     """Copy all units.
 
     Args:
-        units: from ``plan_units``.
+        units: the units that ``plan_units`` returned.
         make_sink: returns the sink of a unit.
         done: called in this thread with each finished unit and its sink.
 
@@ -208,7 +208,7 @@ class _Workers:
                 self._put(box, unit.leaf.dtype, band, low, sink)
 
     def _gather(self, unit: CopyUnit, leaf: FileLeaf, stretch: int, sink: Sink) -> None:
-        """Read each box run by run, where most elements between the runs are not needed."""
+        """Read each box run by run, if most elements between the runs are not needed."""
         size = item_bytes(leaf.dtype)
         for boxes in self._clipped(unit, stretch):
             for box in boxes:
@@ -441,7 +441,7 @@ class OpenSources:
         """Fill ``into`` with runs of a local leaf, which may be many and short.
 
         Args:
-            leaf: to read.
+            leaf: the leaf to read.
             starts: the starts of the runs, in elements.
             run: length of each run in elements.
             into: filled with the runs in their order.

@@ -1,6 +1,6 @@
 """Tensors that interleave stretches of many files, assembled in memory band by band.
 
-Where ranks hold columns of a matrix, its rows alternate between short stretches of all their files. Copied
+If ranks hold columns of a matrix, its rows alternate between short stretches of all their files. Copied
 one by one, each would be a small write and a line of the journal. A band of full rows is read from each file
 with one read, and written with one write.
 """

@@ -53,7 +53,7 @@ class ComputedLeaf:
     """The elements, row-major, of a tensor that is computed when it is needed."""
 
     name: str
-    """For messages."""
+    """The name in messages."""
     compute: Callable[[], Tensor] = field(repr=False)
     """Returns the tensor on the CPU, of ``dtype`` and with ``num_elements``; called at each use."""
     dtype: str
@@ -74,7 +74,7 @@ class StridedBox:
     offset: int
     """The offset of the box's first element, in elements of the leaf."""
     strides: Shape
-    """In elements of the leaf."""
+    """The strides in elements of the leaf."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, 
     """Return the arguments of a call that makes no cache, and computes the same.
 
     Args:
-        model: that is called.
+        model: the model that is called.
         names: the names of the arguments of its forward method.
         given: the arguments by name; no cache is among them.
     """

@@ -182,9 +182,9 @@ def _may_leave_out(layer: nn.Module) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _free_without_backward(model: nn.Module, args: object, output: object) -> None:
-    """Free gathered parameters after a forward pass that no backward pass follows, which would free them.
+    """Free gathered parameters after a forward pass without a backward pass, which would free them.
 
-    They would stay those of the modules, so that an optimizer that is made after an evaluation would step
+    Otherwise the modules would keep them, and an optimizer that is made after an evaluation would update
     tensors that nothing reads again.
     """
     if not torch.is_grad_enabled():
@@ -213,9 +213,8 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     """Return the modules to shard: layers, and with stages other modules that lie in one stage, whose
     parameters are only used inside of them; and last the model.
 
-    Of a stage that is not the last one, the model returns nothing to which FSDP2 could attach hooks that
-    gather its own parameters for a backward pass, and it would gather them in passes of all stages of a
-    process.
+    On stages before the last, the model returns nothing to which FSDP2 could attach hooks that gather the
+    model's own parameters for a backward pass, and it would gather them in passes of all stages of a process.
 
     Raises:
         PlanError: see ``data_parallel``.

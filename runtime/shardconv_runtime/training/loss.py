@@ -3,9 +3,9 @@
 Each rank reads its own columns of the logits once and computes three numbers per token: the largest logit,
 the sum of exponentials relative to it, and the logit of the label if the rank holds it (a fourth one for
 label smoothing). One all_gather exchanges these; all ranks combine them in the same order and so get the
-same bits. The loss is replicated, and so is its gradient: the gradient of the local logits,
+same bits. The loss and its gradient are replicated: the gradient of the local logits,
 ``softmax - one_hot(label)``, needs no collective.
-(Megatron-LM, arXiv 1909.08053, section 3; the combination is that of online softmax, arXiv 1805.02867.)
+(Megatron-LM, arXiv 1909.08053, section 3; they are combined as in online softmax, arXiv 1805.02867.)
 
 Low precision logits are computed with in float32, as transformers does, but a float32 copy of them never
 exists: both directions iterate over chunks of tokens.
@@ -133,7 +133,7 @@ class TokenLosses(torch.autograd.Function):
         """Return the losses ``[T]``; one all_gather.
 
         Args:
-            ctx: for the backward.
+            ctx: the context for the backward.
             logits: local ``[T, V_local]``.
             ids: local ``[T]``, int64: the label's column on this rank.
             out_of_shard: ``[T]``, bool: this rank does not hold the label.
@@ -156,7 +156,7 @@ class TokenLosses(torch.autograd.Function):
         """Return the gradient of the local logits ``[T, V_local]``; no collective.
 
         Args:
-            ctx: from the forward.
+            ctx: the context of the forward.
             grad: replicated ``[T]``.
 
         Raises:
@@ -236,8 +236,8 @@ class LabelCheck:
         """Check labels, of any shape and integer dtype.
 
         Raises:
-            LossInputError: labels on a CPU are outside of the vocabulary, or those of the call before on
-                another device were. Ranks with the same labels raise in the same call.
+            LossInputError: labels on a CPU are outside of the vocabulary, or the previous call had such
+                labels on another device. Ranks with the same labels raise in the same call.
         """
         self._later.raise_earlier()
         if labels.numel():
@@ -322,11 +322,11 @@ class VocabParallelCrossEntropy:
             labels: global ids ``[...]``, of an integer dtype, on any device; the same on all ranks that
                 share the logits.
             ignore_index: tokens with this label have no loss.
-            label_smoothing: from 0 to 1.
+            label_smoothing: a number from 0 to 1.
             reduction: ``"mean"`` of the tokens with a loss (nan without any), ``"sum"`` or ``"none"``.
             weight: None; weights of classes are not implemented.
-            num_items: divides the sum, instead of the number of tokens with a loss, e.g. that of several
-                batches.
+            num_items: divisor of the sum in place of the number of tokens with a loss, for example the number
+                of such tokens in several batches.
 
         Returns:
             Replicated, float64 for float64 logits, otherwise float32: a scalar, or ``[...]`` for ``"none"``.

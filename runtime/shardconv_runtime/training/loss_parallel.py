@@ -32,7 +32,7 @@ def parallel_loss(loss_type: str | None, cross_entropy: VocabParallelCrossEntrop
 
     Args:
         loss_type: ``model.loss_type``; transformers treats an unknown one as a causal language model.
-        cross_entropy: over the columns of this rank.
+        cross_entropy: the cross entropy over the columns of this rank.
 
     Returns:
         For ``model.loss_function``; None if the loss is another one, which needs the full logits.
@@ -47,7 +47,7 @@ def has_parallel_loss(loss_type: str | None) -> bool:
 
 
 def predicts_next(loss_type: str | None) -> bool:
-    """Return whether the labels of this kind of model are those of the next positions."""
+    """Return whether the labels of this kind of model belong to the next positions."""
     return _maker(loss_type) is causal_lm_loss
 
 
@@ -113,8 +113,8 @@ def masked_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
         ignore_index: int = -100,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a replicated scalar; arguments as for ``causal_lm_loss``, but labels are of their own
-        positions.
+        """Return a replicated scalar; see ``causal_lm_loss`` for the arguments. Labels are not shifted: each
+        belongs to the position at its index.
         """
         return _language_model_loss(cross_entropy, logits, labels, num_items_in_batch, ignore_index)
 
@@ -139,12 +139,12 @@ GATHERED, LOCAL, NONE = "gathered", "local", "none"
 
 
 class LogitsGather:
-    """The all_gather of the logits, omitted while ``is_skipped``; its backward is that of ``Gather``.
+    """The all_gather of the logits, omitted while ``is_skipped``; its backward is ``Gather``'s.
 
     Args:
         comm: the ranks.
         dim: the dim of the logits, the vocabulary.
-        layout: of that dim.
+        layout: the layout of that dim.
         grad_axes: see ``Gather``.
     """
 
@@ -153,9 +153,9 @@ class LogitsGather:
         self.comm = comm
         self.is_skipped = False
         self.was_called = False
-        """In this forward pass, for logits."""
+        """Whether this forward pass called it for logits."""
         self.was_used = False
-        """In this forward pass, for a loss."""
+        """Whether this forward pass used it for a loss."""
         self._gather = Gather(comm, dim, layout, grad_axes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -174,8 +174,8 @@ def attach_loss(model: Any, gather: LogitsGather, returned: str | None, head: nn
     Args:
         model: has a ``loss_function``, which it calls once for its labels.
         gather: the step of the module that computes the logits.
-        returned: the logits that calls with labels return: ``GATHERED``, ``LOCAL`` or ``NONE``. None stands
-            for ``NONE`` in training mode and ``GATHERED`` otherwise.
+        returned: the logits that calls with labels return: ``GATHERED``, ``LOCAL`` or ``NONE``. None means
+            ``NONE`` in training mode and ``GATHERED`` otherwise.
         head: the module that computes the logits; passes of stages that do not have it have no loss.
 
     Raises:

@@ -24,7 +24,7 @@ from .fsdp import MODELS, models_of
 
 # ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of the gradients of loaded models.
 #
-# They are given only gradients, which say nothing of the ranks: each rank would take the norm of its own
+# They are given only gradients, which say nothing of the ranks: each rank would compute the norm of its
 # part, and scale by another factor. torch has no hook for that, so the function with which both compute the
 # norm is replaced by one that recognizes these gradients. ``clip_grad_norm_`` looks it up by its private
 # name in ``torch.nn.utils.clip_grad``.
@@ -79,8 +79,8 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
 
 # Optimizers whose step needs more than an element's own gradient: refused for parts of tensors.
 #
-# Most optimizers treat each element separately, and so are right on a part. Those that take norms, factors or
-# products of whole tensors would take them of this rank's part, without a word.
+# Most optimizers treat each element separately, and so are right on a part. Optimizers that compute norms,
+# factors or products of full tensors would silently compute them from this rank's part.
 
 WHOLE_TENSORS = frozenset(
     (
@@ -134,13 +134,13 @@ def _models(optimizer: Optimizer) -> list[nn.Module]:
     return models_of(p for group in optimizer.param_groups for p in group["params"])
 
 
-# States that a program saves itself, with ``optimizer.state_dict()``: those of two ranks often have the same
-# shapes, so that all could load the state that rank 0 saved. At its first step an optimizer is known to be
-# one of a loaded model. From then on its states have a mark, in their groups. A mark that was loaded before
-# is compared there.
+# States that a program saves itself, with ``optimizer.state_dict()``. The states of two ranks often have the
+# same shapes, so that all could load the state that rank 0 saved. At its first step an optimizer is known to
+# be one of a loaded model. From then on its states have a mark, in their groups. A mark that was loaded
+# before is compared there.
 
 _MARKING: WeakSet[Optimizer] = WeakSet()
-"""Those whose states get a mark."""
+"""Optimizers whose states get a mark."""
 
 
 def _check_state(optimizer: Optimizer) -> None:

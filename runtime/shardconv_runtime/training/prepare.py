@@ -225,7 +225,7 @@ def parallelize_for_training(
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
     Args:
-        model, plan, comm: as for ``parallel.build.parallelize``.
+        model, plan, comm: see ``parallel.build.parallelize``.
         gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
             If None, they are gathered, except after a loss of sharded logits in training mode.
         packed: computes with packed parameters as they are stored, which are not trained.
@@ -289,7 +289,7 @@ def _attach_loss(
     gather_logits: bool | None,
     heads: Collection[str],
 ) -> None:
-    """Compute the loss from sharded logits, and gather these where the caller wants it."""
+    """Compute the loss from sharded logits, and gather these if the caller wants it."""
     assert plan.logits is not None
     head = submodule(model, plan.logits.module)
     if gather_logits is not False:
@@ -321,7 +321,7 @@ def _attach_gates(
     comm: Communicator,
     absent: Collection[str],
 ) -> None:
-    """Sum the gradients of parameters that ranks share, but for those in modules that are elsewhere."""
+    """Sum the gradients of parameters that ranks share, except parameters of modules on other stages."""
     gated: dict[str, list[Gated]] = {}
     tied = [(alias, name) for alias, name in plan.tied if name in parameters]
     for name, source in [(name, name) for name in parameters] + tied:
@@ -336,7 +336,7 @@ def _attach_gates(
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:
-    """Return the sets of mesh axes of the collectives of training, without those of a forward pass."""
+    """Return the sets of mesh axes of the collectives that only training needs."""
     steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
     return [
         range(len(plan.mesh)),

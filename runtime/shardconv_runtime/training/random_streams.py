@@ -1,14 +1,14 @@
 """Random streams in training: one for replicated tensors on all ranks, one on each rank for sharded ones.
 
-The ranks of a model are seeded alike and draw from one common stream. Where the plan has it, a rank switches
+The ranks of a model are seeded alike and draw from one common stream. If the plan says so, a rank switches
 at a module's boundary to its own stream, seeded by one number of the common CPU stream and the rank's
 coordinates in the mesh; afterwards the common stream continues where it was left. So all ranks stay in step
 even if they draw differently in between, and activations that are recomputed from the common stream's state
 (``torch.utils.checkpoint``) get the same masks.
 
-Modules whose probabilities (attributes found by their names, on submodules and configs) are all 0 are left
-alone; outside of compiled code it is checked that they draw nothing. Where random numbers are drawn, a
-compiled graph ends at these modules.
+Modules whose probabilities (attributes found by their names, on submodules and configs) are all 0 are not
+changed; outside of compiled code it is checked that they draw nothing. Compiled graphs end at modules that
+draw random numbers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def not_compiled(reason: str) -> Callable[[_Function], _Function]:
     """Return a decorator that ends compiled graphs before a function.
 
     Args:
-        reason: said by Dynamo where it reports a graph break.
+        reason: the reason that Dynamo gives when it reports a graph break.
     """
 
     def decorated(function: _Function) -> _Function:

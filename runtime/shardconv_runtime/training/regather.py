@@ -6,9 +6,9 @@ part of a gathered tensor or a view of it. In the backward pass the part is gath
 (Megatron-LM, arXiv 2205.05198, on sequence parallelism.)
 
 All ranks issue collectives in one order: a gather begins again in the backward of the collective that
-followed it in the forward pass, the reduce_scatter at the end of the block or else the next gather, and runs
-during the backward pass of the block. The last one of a pass, which nothing follows, is needed at once and
-stays.
+followed it in the forward pass (the reduce_scatter at the end of the block, otherwise the next gather), and
+runs during the backward pass of the block. The last one of a pass, which nothing follows, is needed at once
+and stays.
 
 If other hooks see saved tensors, as in a layer that is recomputed, and in compiled code, the full
 tensor is saved. Hooks around the model (that offload to the CPU, for example) get the part, and all other
@@ -125,7 +125,7 @@ class _Pass:
 class _Gathered:
     """The record of a gathered tensor: its kept part, and the tensor itself while it is needed.
 
-    It lives as long as the tensor, or something that autograd saved of it; all else refers to it weakly.
+    It lives as long as the tensor, or something that autograd saved of it; other references to it are weak.
     """
 
     def __init__(self, step: Gather, part: Tensor, hooks: _Hooks) -> None:
@@ -194,7 +194,7 @@ class _Gathered:
         return full
 
     def release(self) -> None:
-        """Free what was gathered again: in this backward pass nothing needs it any more."""
+        """Free the tensor that was gathered again: in this backward pass nothing needs it any more."""
         self._num_taken = 0
         if self._kept is not None:
             self._full = self._pending = None
@@ -202,7 +202,7 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class _View:
-    """Stands for a gathered tensor, or a view of it, where autograd saved that."""
+    """The object that autograd saves in place of a gathered tensor or a view of it."""
 
     gathered: _Gathered
     shape: torch.Size

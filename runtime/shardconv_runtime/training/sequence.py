@@ -41,13 +41,13 @@ _PADDING: Mapping[str, int] = {
 """Arguments ``[B, S]``, and the values of their padding."""
 
 _LABELS = ("labels", "shift_labels")
-"""Arguments that belong to logits: to those of some positions, if there are no others."""
+"""Arguments that belong to logits. If a call computes logits of some positions only, they belong to these."""
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cache_position")
 """Arguments of one dim that count the tokens of the sequence."""
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
-"""Arguments that are a second sequence, of its own length."""
+"""Arguments that are a second sequence, whose length is independent."""
 
 FLAT_OUTPUTS = ("output_router_logits",)
 """Arguments that request outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""

@@ -1,9 +1,9 @@
 """Training a model with stages: microbatches through a schedule of ``torch.distributed.pipelining``.
 
 Each process runs the model's own forward pass for each microbatch and each of its stages, with placeholders
-for the modules of other stages. What crosses the border of two neighboring stages, values for later stages
-included, is sent by the schedule, and so are its gradients. What the passes compute around modules, as masks,
-every stage computes from the same inputs.
+for the modules of other stages. The schedule sends the values that cross the border of two neighboring
+stages, values for later stages included, and their gradients. Values that the passes compute around modules,
+for example masks, every stage computes from the same inputs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .stage_training import (
 )
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-"""By name, the schedules of torch for one stage in each process."""
+"""Name -> torch's schedule for one stage in each process."""
 
 SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "looped": ScheduleLoopedBFS}
-"""Those for several stages in each process."""
+"""Name -> torch's schedule for several stages in each process."""
 
 Batch = Mapping[str, Any]
 """Arguments of the model by name."""
@@ -153,7 +153,7 @@ class Pipeline:
         return total
 
     def _prepare(self, forms: object, first: Batch) -> Any:
-        """Return the schedule for microbatches of these forms; that of the last step is kept."""
+        """Return the schedule for microbatches of these forms; the schedule of the last step is kept."""
         if self._prepared is None or self._prepared[0] != forms:
             made = measured_forms(self.model, self._stage, first)
             self._prepared = None  # gives the buffers of the other one back
@@ -287,21 +287,21 @@ class _Step:
 
 
 LOSS_DTYPE = torch.float64
-"""Of the last stage's result: torch 2.11 wants to know it before a step, and models choose theirs freely."""
+"""Dtype of the last stage's result. torch 2.11 wants to know it before a step, and models differ in it."""
 
 
 class _Pass(nn.Module):
     """The passes of a stage, as torch's schedules call them.
 
     Args:
-        step: of which they are.
+        step: the step to which the passes belong.
         stage: the link and forms of this process.
         number: the number of the stage.
     """
 
     def __init__(self, step: _Step, stage: StageModel, number: int) -> None:
         super().__init__()
-        self._step = step  # the model is no submodule: torch does nothing to the parameters of a stage
+        self._step = step  # not as a submodule: torch does nothing to the parameters of a stage
         self._link = stage.link
         self.number = number
         self.border = StageBoundary({}, {})
@@ -325,10 +325,10 @@ class _Pass(nn.Module):
 
 
 def _gather_before_backward(model: nn.Module, left: Sequence[Tensor]) -> None:
-    """Have FSDP2 gather the parameters that are in none of its inner modules, where a backward pass begins.
+    """Have FSDP2 gather the parameters that are in none of its inner modules when a backward pass begins.
 
-    It would do so by itself for what the model returns, which is not what a stage leaves. Since the forward
-    pass, the backward pass of another microbatch may have freed them.
+    It would do so by itself only for tensors that the model returns, and a stage leaves other tensors. Since
+    the forward pass, the backward pass of another microbatch may have freed them.
     """
     if not isinstance(model, FSDPModule):
         return

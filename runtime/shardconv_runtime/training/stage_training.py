@@ -42,7 +42,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
     Args:
         batch: arguments of a model by name; values that are not tensors go into each part.
-        count: of the parts, which are equally long.
+        count: the number of parts, which are equally long.
 
     Raises:
         PlanError: the sizes of their first dims differ, or cannot be divided.
@@ -201,7 +201,7 @@ def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) 
 
 # A call, without gradients, of the model of a process that has several stages: one pass for each of them.
 #
-# What crosses the border of two neighboring stages goes from process to process as in a schedule, in which
+# Values that cross the border of two neighboring stages go from process to process as in a schedule, in which
 # this is one microbatch.
 
 
@@ -235,7 +235,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
             if number < link.count - 1:
                 for crossing, x in zip(border.left, border.leaving(handover), strict=True):
                     processes.send(crossing, x, (number + 1,))
-        # What is handed back to the model, as caches are, is of one pass: it is left out.
+        # Values that are handed back to the model, such as caches, belong to one pass: they are left out.
         for name in names if isinstance(output, MutableMapping) else ():
             if output.get(name) is not None:
                 output[name] = None
@@ -254,15 +254,15 @@ def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) ->
     return without_cache(model, names, given)
 
 
-# Parameters that several processes hold for their stages, as an embedding that is the head too: their
-# gradients are summed. Those of stages of one process add up in its parameter by themselves.
+# Parameters that several processes hold for their stages, for example an embedding that is the head too.
+# Their gradients are summed. Gradients from stages of one process add up in its parameter by themselves.
 
 
 class TiedGradients:
     """Sums the gradients of a step over the processes that hold a parameter; each of them makes one.
 
     Args:
-        model: with stages.
+        model: the model with stages.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -283,7 +283,7 @@ class TiedGradients:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Sum the gradients that come about inside, and add them to those that were there."""
+        """Sum the gradients of passes within this context, and add them to the earlier gradients."""
         before: list[Tensor | None] = [parameter.grad for parameter, _ in self._tied]
         for parameter, _ in self._tied:
             parameter.grad = None
@@ -300,26 +300,26 @@ class StageLoss:
     """Replaces the loss function of a model with stages.
 
     The last stage divides the sum over the tokens of a microbatch by the mean number of tokens of all
-    microbatches, so that the mean of their losses is that of all tokens. The others, which have no logits,
-    return zero.
+    microbatches, so that the mean over microbatches is the mean over all tokens. The other stages, which have
+    no logits, return zero.
 
     Args:
         own: the model's loss function.
-        link: to the other stages.
+        link: the link to the other stages.
     """
 
     def __init__(self, own: Any, link: StageLink) -> None:
         self._own = own
         self._link = link
         self.num_items: float | None = None
-        """By which the sum over the tokens of a microbatch is divided; None: by their number."""
+        """The divisor of the sum over the tokens of a microbatch; None: the number of these tokens."""
         self.num_parts = 1
-        """Over how many microbatches the losses are averaged; a caller who gives ``num_items_in_batch`` wants
-        their sum."""
+        """The number of microbatches over which the losses are averaged; a caller who gives
+        ``num_items_in_batch`` wants their sum."""
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss, a scalar; arguments are those of the model's loss function."""
+        """Return the loss, a scalar; see the model's loss function for the arguments."""
         self.was_called = True
         if self._link.is_last and not self._link.is_measuring:
             is_sum = kwargs.get("num_items_in_batch") is not None

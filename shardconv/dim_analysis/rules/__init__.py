@@ -24,7 +24,7 @@ RULES: dict[str, Rule] = {
     **attention.RULES,
     **factory.RULES,
 }
-"""The rules by the name of the operator without overload, such as ``aten.linear``."""
+"""Name of an operator without the overload, such as ``aten.linear`` -> its rule."""
 
 POINTWISE: Rule = pointwise.nonlinear
-"""The rule of operators that torch tags as pointwise and that have no entry of their own."""
+"""The rule of operators that torch tags as pointwise and that ``RULES`` lacks."""

@@ -176,7 +176,7 @@ def convolution(b: Builder, op: Op, args: Arguments) -> None:
 def experts(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``sum over k of weights[..., k] * expert[ids[..., k]](x)``.
 
-    All dims but that of experts are replicated.
+    Only the dim that counts experts may be sharded.
     """
     site: ExpertSite = op.kwargs["site"]
     b.block(*site.where.inputs)

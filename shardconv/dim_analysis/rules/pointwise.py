@@ -76,7 +76,7 @@ def _keeps_fractions(b: Builder, source: int, target: int) -> bool:
 
 
 def divisive(b: Builder, op: Op, args: Arguments) -> None:
-    """Analyze a division, which is linear in the dividend alone, and only without rounding."""
+    """Analyze a division, which is linear in the dividend, and only if it does not round."""
     if not op.inputs:
         raise NotCovered  # a quotient of two numbers, in the form for tensors
     b.never_partial(*op.inputs[1:])
@@ -94,8 +94,8 @@ def masked_fill(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def where(b: Builder, op: Op, args: Arguments) -> None:
-    """Analyze a choice between two that are both partial or both not; with a condition alone, its
-    positions."""
+    """Analyze ``where``: a choice between two tensors, both partial or neither. With only a condition, it
+    returns positions."""
     condition = args.tensor("condition")
     if op.name == "aten.where.default":
         b.block(*op.inputs)

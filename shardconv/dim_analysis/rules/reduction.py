@@ -132,8 +132,8 @@ def group_norm(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def batch_norm(b: Builder, op: Op, args: Arguments) -> None:
-    """Analyze ``batch_norm``: each channel by itself, from running statistics, or from those of all other
-    dims."""
+    """Analyze ``batch_norm``: each channel by itself, with running statistics, or with statistics over all
+    other dims."""
     if args["training"] and args.tensor("running_mean") is not None:
         raise NotCovered  # they are written
     dims = b.tensor(op.inputs[0])

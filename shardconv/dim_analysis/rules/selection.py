@@ -187,9 +187,9 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def _full_rows(b: Builder, source: int, indices: Sequence[Any], picked: int) -> list[Node]:
-    """Return the dim of what a mask picks, if that is all of each row or nothing of it; else none.
+    """Return the dim of the rows that a mask picks, if it picks only full rows; otherwise an empty list.
 
-    The mask is one value for each row, expanded to the shape of what it picks from.
+    The mask has one value for each row, expanded to the shape of the tensor from which it picks.
     """
     if len(indices) != 1 or not isinstance(indices[0], Ref) or not _is_mask(b, indices[0].tid):
         return []
@@ -221,7 +221,7 @@ def _is_mask(b: Builder, tid: int) -> bool:
 
 
 def gather(b: Builder, op: Op, args: Arguments) -> None:
-    """Analyze ``gather`` along one dim by ids; the others are the same where sizes agree."""
+    """Analyze ``gather`` along one dim by ids; the others are the same if sizes agree."""
     source, target = op.inputs[0], op.outputs[0]
     ids = args.tensor("index")
     assert ids is not None
@@ -293,7 +293,7 @@ def index_put(b: Builder, op: Op, args: Arguments) -> None:
 def masked_scatter(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``masked_scatter``: values in the places of a mask in turn; all dims must be replicated.
 
-    Where the mask says the same all along each row, these are full rows, as wide as what they are put into.
+    If the mask has one value for each row, the values are full rows, as wide as the target's rows.
     """
     source, mask, values = op.inputs
     target = op.outputs[0]

@@ -23,7 +23,7 @@ def view(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def view_like(b: Builder, op: Op, args: Arguments) -> None:
-    """Analyze ``view_as`` and ``reshape_as``: the sizes are those of another tensor, on each rank its own."""
+    """Analyze ``view_as`` and ``reshape_as``: the sizes come from another tensor, locally on each rank."""
     view(b, op, args)
     _same_sizes(b, op)
 
