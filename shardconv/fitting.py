@@ -87,12 +87,12 @@ def _nothing_fits(found: list[TriedRanks], load: Workload) -> str:
     need = f"{human_bytes(last.needs.weights)} of weights, {human_bytes(last.needs.cache)} of cache, "
     need += f"{human_bytes(last.needs.activations)} of activations"
     return (
-        f"no tp up to {MAX_TP} fits: at tp {last.tp} a rank needs {need}, and has {free}; give a larger "
+        f"no tp up to {MAX_TP} fits: at tp {last.tp} a rank needs {need}, but has {free}; give a larger "
         "--device-memory, or a smaller --context, --batch or --reserve"
     )
 
 
-HEAD = ("tp", "weights", "cache", "activations", "together", "collectives", "per token", "replicated")
+HEAD = ("tp", "weights", "cache", "activations", "total", "collectives", "per token", "replicated")
 
 
 def table(choice: FewestRanks) -> list[tuple[str, ...]]:

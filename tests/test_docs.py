@@ -103,6 +103,34 @@ def test_paths_exist(page: str) -> None:
     assert not [path for path in named_paths(TEXT[page]) if not exists(path)]
 
 
+MODULES = {
+    path.name
+    for package in ("shardconv", "runtime/shardconv_runtime")
+    for path in (ROOT / package).rglob("*.py")
+}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_modules_exist(page: str) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", without_code(TEXT[page])))
+    assert named
+    without_folder = {name for name in named if "/" not in name}
+    assert without_folder <= MODULES
+    assert not [n for n in named - without_folder if not any((ROOT / root / n).is_file() for root in ROOTS)]
+
+
+def test_the_walks_name_functions_of_their_files() -> None:
+    section = TEXT["CONTRIBUTING.md"].partition("## Three walks\n")[2].partition("\n## ")[0]
+    walks = re.split(r"^\*\*.*\*\*$", section, flags=re.MULTILINE)[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        files = [ROOT / path for path in re.findall(r"`([\w/]+/\w+\.py)`", walk)]
+        code = "\n".join(other.read_text() for file in files for other in file.parent.glob("*.py"))
+        named = re.findall(r"`(\w+)`", walk)
+        assert named
+        assert not [n for n in named if not re.search(rf"^\s*(?:def |class )?{n}\b", code, re.MULTILINE)]
+
+
 @pytest.mark.parametrize(("table", "order"), [("converter", CONVERTER_ORDER), ("runtime", RUNTIME_ORDER)])
 def test_the_architecture_lists_the_rooms_in_the_order_of_imports(table: str, order: tuple[str, ...]) -> None:
     text = TEXT["docs/architecture.md"]

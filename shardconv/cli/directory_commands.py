@@ -82,7 +82,7 @@ def adapt_command(
     wanted = 1 if config is not None else 2
     if len(directories) != wanted:
         names = "OUT-ADAPTER" if config is not None else "ADAPTER and OUT-ADAPTER"
-        raise click.UsageError(f"after OUT, give {names}: {wanted} and not {len(directories)}")
+        raise click.UsageError(f"after OUT, give {names}; got {len(directories)}, expected {wanted}")
     if seed is not None and config is None:
         raise click.UsageError("--seed is for the weights of a new adapter; add --lora, or leave it out")
     source = config if config is not None else directories[0]
@@ -210,7 +210,7 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
 def _verify_engine_state(out: str, quiet: bool, verbose: bool, options: dict[str, Any]) -> None:
     """Check a directory that ``export --format vllm`` wrote."""
     if any(options.values()):
-        raise click.UsageError(f"{out} holds an engine's files: they are checked without options")
+        raise click.UsageError(f"{out} holds files of an inference engine; verify them without options")
     try:
         with working(quiet, verbose) as progress:
             found = verify_state(out, progress=progress)
@@ -220,7 +220,7 @@ def _verify_engine_state(out: str, quiet: bool, verbose: bool, options: dict[str
         raise
     if not quiet:
         size = human_bytes(found.num_bytes)
-        click.echo(f"{out}: {found.num_files} files, {size}: all checksums are right")
+        click.echo(f"{out}: {found.num_files} files, {size}: all checksums match")
         for remark in found.remarks:
             click.echo(f"remark: {remark}")
 
@@ -276,7 +276,9 @@ def reshard_command(
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():
         most = human_bytes(max(summarize(solved).rank_bytes))
-        click.echo(f"{out2}: at most {most} on each of {tp} ranks; shardconv inspect {out2} shows the plan")
+        click.echo(
+            f"{out2}: at most {most} on each of {tp} ranks; to see the plan, run shardconv inspect {out2}"
+        )
 
 
 COMMANDS = (

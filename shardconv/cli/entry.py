@@ -57,7 +57,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except ShardconvError as error:
         return _fail(str(error))
     except (click.Abort, KeyboardInterrupt):
-        print("interrupted; the same command continues what it was writing", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on exit
@@ -67,7 +67,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         remedy = _REMEDIES.get(error.errno or 0, "free space or correct the permissions")
         return _fail(f"{error.strerror or error}{where}; {remedy}, then try again")
     except MemoryError as error:
-        return _fail(f"memory ran out; run it where more is free: {error}")
+        return _fail(f"out of memory; run the command on a machine with more free memory: {error}")
     except Exception as error:
         if "-v" in (argv or sys.argv) or "--verbose" in (argv or sys.argv):
             traceback.print_exc()

@@ -93,19 +93,18 @@ def _export_vllm(model: str, directory: str, quiet: bool, verbose: bool, options
     if not quiet and found.is_complete:
         click.echo(
             f"{directory}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
-            f"{human_bytes(found.rank_bytes)} a rank"
+            f"{human_bytes(found.rank_bytes)} per rank"
         )
         click.echo(
             f"vllm serve {Path(directory)} --load-format sharded_state --tensor-parallel-size {tp} "
             f"--dtype {found.dtype}"
         )
         click.echo(
-            f"note: these are the parameters that vLLM {found.version} has for the platform "
-            f"{found.platform!r}; on another one it may choose others, which was not seen here, and then "
-            "refuses to start"
+            f"note: vLLM {found.version} chose these parameters for the platform {found.platform!r}. On "
+            "another platform it may choose other parameters, and then it does not start from these files"
         )
         if not is_tested(found.version):
-            click.echo(f"note: tested with vLLM {', '.join(TESTED)}; {found.version} was not")
+            click.echo(f"note: vLLM {found.version} is not tested; tested are {', '.join(TESTED)}")
 
 
 def _files(count: int) -> str:

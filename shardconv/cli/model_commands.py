@@ -81,7 +81,7 @@ def convert_command(
         most = human_bytes(max(summarize(solved).rank_bytes))
         click.echo(
             f"{out}: at most {most} on each of {tp} ranks of {solved.stages.count} stages; "
-            f"shardconv inspect {out} shows the plan"
+            f"to see the plan, run shardconv inspect {out}"
         )
     elif not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
@@ -92,8 +92,8 @@ def convert_command(
         if options["random_init"]:
             drawn = f", initialized at random with seed {options['seed'] or 0}"
         click.echo(
-            f"{out}: {held} on each of {tp} ranks, of {human_bytes(summary.total_bytes)}{drawn}; "
-            f"shardconv inspect {out} shows the plan"
+            f"{out}: {held} of {human_bytes(summary.total_bytes)} on each of {tp} ranks{drawn}; "
+            f"to see the plan, run shardconv inspect {out}"
         )
 
 
@@ -165,7 +165,7 @@ def plan_command(
     if check is None:
         check = chosen == "json" or (chosen is None and output is not None)
     if options["pp"] > 1 and chosen == "tp_plan":
-        raise click.UsageError("--format tp_plan does not know stages; leave out --pp, or this")
+        raise click.UsageError("--format tp_plan does not support stages; leave out --pp or --format")
     load = _load(tp, device_memory, reserve, context, batch)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
@@ -193,7 +193,7 @@ def _load(
     if device_memory is None:
         given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
         for option in (name for name, value in given.items() if value):
-            raise click.UsageError(f"{option} needs --device-memory, as --device-memory 80GB")
+            raise click.UsageError(f"{option} needs --device-memory, for example --device-memory 80GB")
         return None
     if batch is not None and context is None:
         raise click.UsageError("--batch needs --context: the tokens of each sequence")

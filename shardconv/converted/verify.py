@@ -185,7 +185,7 @@ def _checked(directory: Path, parts: Sequence[Contents], progress: Progress) -> 
 def describe(out: str | os.PathLike[str], found: Verified, against: str | None) -> list[str]:
     """Return the results of ``verify`` as lines of text."""
     size = human_bytes(found.num_bytes)
-    lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums are right"]
+    lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums match"]
     if found.num_tensors is not None:
         lines.append(f"all {found.num_tensors} tensors equal those of {against}, byte for byte")
     if found.numerics is not None:

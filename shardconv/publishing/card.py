@@ -80,9 +80,8 @@ def _introduction(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     words = [str(_num_ranks(v)) for v in variants]
     sizes = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
     yield (
-        f"The weights of {' and '.join(links)}, converted ahead of time with shardconv for tensor "
-        f"parallelism on {sizes} ranks: each rank reads only the bytes that it holds. The weights are those "
-        "of the base model, in other files."
+        f"The weights of {' and '.join(links)}, converted with shardconv for tensor parallelism on {sizes} "
+        "ranks. Each rank reads only its own bytes."
     )
 
 
@@ -91,27 +90,29 @@ def _num_ranks(variant: Published) -> int:
 
 
 def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
-    yield "## How to load it"
+    yield "## Usage"
     yield ""
     yield "```python"
-    yield f"# run.py, started with: torchrun --nproc-per-node {_num_ranks(variants[0])} run.py"
+    yield f"# run.py; start it with: torchrun --nproc-per-node {_num_ranks(variants[0])} run.py"
     yield "import shardconv_runtime"
     yield ""
     yield f"model = shardconv_runtime.load({_quoted(repo_id)})"
     yield "```"
     yield ""
-    yield "The number of processes selects the directory: `tp-N` is for N of them."
+    yield "The number of processes selects the directory: `tp-N` is for N processes."
     if any(variant.folder.stages > 1 for variant in variants):
         yield (
-            "`pp-P-tp-N` is for P times N: P stages of a pipeline, each of N processes; where several are "
-            "for as many, the name of the directory behind a slash selects it."
+            "`pp-P-tp-N` is for P x N processes: P pipeline stages of N processes each. If several "
+            "directories are for the same number of processes, append a slash and the directory name to "
+            "the repository id."
         )
     for method in sorted({method for variant in variants for method in packed_methods(variant.plan)}):
         needed = requirement(method)
         yield ""
         yield (
-            f"Weights are packed ({escaped(method)}), on disk and in memory: `{needed.command}`, since "
-            f"{needed.why}. With `load(..., dequantize=True)` they are multiplied out instead."
+            f"The weights are packed ({escaped(method)}) on disk and in memory. Install the packages that "
+            f"compute with them: `{needed.command}` ({needed.why}). `load(..., dequantize=True)` dequantizes "
+            "the weights instead."
         )
 
 
@@ -157,7 +158,7 @@ def _pictures(variants: Sequence[Published]) -> Iterator[str]:
 
 
 def _making(variants: Sequence[Published]) -> Iterator[str]:
-    yield "## How it was made"
+    yield "## Conversion"
     yield ""
     for variant in variants:
         manifest = variant.manifest
@@ -173,9 +174,9 @@ def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     source = variant.manifest.source
     against = f"{variant.path}/ --against {source.name}"
     revision = f" --revision {source.revision}" if source.revision else ""
-    yield "## How to verify it"
+    yield "## Verification"
     yield ""
-    yield "Each directory has a manifest with the size and the checksum of every file. The second command "
+    yield "Each directory has a manifest with the size and checksum of every file. The second command "
     yield "compares every byte with the base model."
     yield ""
     yield "```sh"
@@ -185,7 +186,7 @@ def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     measured = [variant for variant in variants if variant.manifest.numerics is not None]
     if measured:
         yield ""
-        yield "`shardconv verify --numerics` ran all ranks on the weights in their files:"
+        yield "`shardconv verify --numerics` compared all ranks with the unsharded model on these weights:"
         yield ""
     for variant in measured:
         yield f"- {escaped(variant.path)}: {escaped(numerics_text(variant.manifest.numerics))}"

@@ -70,9 +70,9 @@ def stage_strip(plan: Plan) -> Row:
     for place, stage in enumerate(drawn):
         lines = [f"… {stages.count - len(drawn) + 1} more …"]
         if stage is not None:
-            lines = [f"stage {stage}", layers_text(stages, stage), f"{human_bytes(held[stage])} a rank"]
+            lines = [f"stage {stage}", layers_text(stages, stage), f"{human_bytes(held[stage])} per rank"]
             if sent[stage]:
-                lines.append(f"{human_bytes(sent[stage])} sent a token")
+                lines.append(f"{human_bytes(sent[stage])} sent per token")
         # The stage of this plan has a heavier first line.
         is_own = stage is not None and stage == stages.own
         box = rect(0, 0, width, HEIGHT, rx=8, class_="card")
@@ -121,7 +121,7 @@ def picture(plan: Plan) -> str:
     height = y + MARGIN
     content = marked(
         "",
-        title(f"{_name(plan)} over {plan.tp} ranks"),
+        title(f"{_name(plan)} sharded over {plan.tp} ranks"),
         element("desc", escape(printable(_description(plan, summary)))),
         element("style", CSS),
         element("defs", "".join(paint.patterns.values())) if paint.patterns else "",

@@ -108,17 +108,17 @@ def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterat
     yield "picture", "How it is sharded"
     if summary.kinds:
         yield "layers", "Layers"
-    yield "memory", "Memory of each rank"
+    yield "memory", "Memory per rank"
     if summary.collectives:
         yield "communication", "Communication"
     if plan.fused:
         yield "fused", "Fused products"
     if plan.tp > 1:
-        yield "replicated", "Replicated"
+        yield "replicated", "Replicated parameters"
         yield "training", "Training"
     if all_notes(plan):
         yield "notes", "Notes"
-    yield "origin", "Where it comes from"
+    yield "origin", "Origin"
     if manifest is not None and manifest.files:
         yield "files", "Files"
 
@@ -162,9 +162,9 @@ class OpTotal:
 
 
 def mesh_text(plan: Plan) -> str:
-    """Return text such as ``8 ranks, mesh 2 x 4``, after ``2 stages, each of``."""
+    """Return text such as ``8 ranks, mesh 2 x 4``, or ``2 stages of 4 ranks each``."""
     ranks = "1 rank" if plan.tp == 1 else f"{plan.tp} ranks"
-    ranks = f"{plan.stages.count} stages, each of {ranks}" if plan.stages else ranks
+    ranks = f"{plan.stages.count} stages of {ranks} each" if plan.stages else ranks
     return ranks + (f", mesh {' x '.join(map(str, plan.mesh))}" if len(plan.mesh) > 1 else "")
 
 
@@ -177,13 +177,13 @@ def figures(plan: Plan, summary: Summary) -> list[Figure]:
     sharded = percent(summary.sharded_bytes, summary.total_bytes)
     share = f"{percent(largest, summary.total_bytes)} of the model"
     if human_bytes(smallest) != human_bytes(largest):
-        share += f"; the smallest holds {human_bytes(smallest)}"
+        share += f"; the smallest rank holds {human_bytes(smallest)}"
     return [
         Figure("Parameters", human_count(plan.model.num_parameters), weights_text(plan)),
-        Figure("The model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
-        Figure("Each rank", human_bytes(largest), share),
+        Figure("Model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
+        Figure("Per rank", human_bytes(largest), share),
         Figure("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),
-        Figure("Collectives", str(count), "of one forward pass"),
+        Figure("Collectives", str(count), "in one forward pass"),
         Figure("Sent per token", human_bytes(sent), "of global tensors"),
     ]
 

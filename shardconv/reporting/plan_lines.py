@@ -184,27 +184,27 @@ def stage_lines(plan: Plan) -> Iterator[str]:
         return
     held = [max(ranks) for ranks in stage_bytes(plan)]
     mean = sum(held) / len(held)
-    yield f"STAGES  {stages.count}, each of {plan.tp} rank{'s' if plan.tp > 1 else ''}"
+    yield f"STAGES  {stages.count}, with {plan.tp} rank{'s' if plan.tp > 1 else ''} each"
     for stage in range(stages.count):
         layers = layers_text(stages, stage)
-        share = f"{held[stage] / mean - 1:+.1%} of the mean" if mean else ""
+        share = f"{held[stage] / mean - 1:+.1%} from the mean" if mean else ""
         yield f"  stage {stage:<9}{layers:<22}{human_bytes(held[stage]):>12} per rank  {share}".rstrip()
     for (source, target), num_bytes in sorted(crossing_bytes(plan).items()):
         yield f"  sent           stage {source} to stage {target}: {human_bytes(num_bytes)} per token"
     if stages.computed_again:
-        yield f"  on each stage  {', '.join(stages.computed_again)}"
+        yield f"  recomputed     {', '.join(stages.computed_again)} (on each stage)"
     for each in MICROBATCHES:
         count = each * stages.count
-        yield f"  waiting        {bubble(stages.count, count):.1%} with {count} microbatches (GPipe, 1F1B)"
+        yield f"  idle           {bubble(stages.count, count):.1%} with {count} microbatches (GPipe, 1F1B)"
         # Stages can be divided among processes that have several.
         for each_has in (n for n in range(2, stages.count // 2 + 1) if stages.count % n == 0):
             places = stages.count // each_has
-            part = f"{places * plan.tp} processes of {each_has} stages"
+            part = f"{places * plan.tp} processes with {each_has} stages each"
             waits = bubble(places, count, each_has)
-            yield f"  waiting        {waits:.1%} with {count} microbatches on {part} (interleaved)"
+            yield f"  idle           {waits:.1%} with {count} microbatches on {part} (interleaved)"
 
 
-_CANNOT_BE_MEASURED = "cache and activations could not be measured; the notes say why"
+_CANNOT_BE_MEASURED = "cache and activations could not be measured; see the notes"
 
 
 def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
@@ -221,14 +221,14 @@ def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
 def memory_parts(plan: Plan) -> list[tuple[str, Plan]]:
     """Return (label of the ranks, plan) for each measured stage; stages with equal needs are merged."""
     if plan.stages is None:
-        return [("of each rank", plan)] if plan.memory is not None else []
+        return [("per rank", plan)] if plan.memory is not None else []
     alike: dict[tuple[MemoryPlan, int], list[tuple[int, Plan]]] = {}
     for stage, part in zip(shown_stages(plan), parts(plan), strict=True):
         if part.memory is not None:
             alike.setdefault((part.memory, weight_bytes(part)), []).append((stage, part))
     return [
         (
-            f"of each rank of stage{'s' if len(same) > 1 else ''} {', '.join(str(k) for k, _ in same)}",
+            f"per rank of stage{'s' if len(same) > 1 else ''} {', '.join(str(k) for k, _ in same)}",
             same[0][1],
         )
         for same in alike.values()
@@ -248,14 +248,14 @@ def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[st
         prefill.append(f"{human_bytes(pair)} per pair of tokens (scores, masks)")
     cache = []
     for term in memory.cache:
-        tokens = f"token of the last {term.window:,}" if term.window else "token"
-        reader = " that the encoder reads" if term.source else ""
-        cache.append(f"{human_bytes(term.token_bytes)} per {tokens}{reader}")
+        tokens = "encoder token" if term.source else "token"
+        window = f", at most {term.window:,} tokens" if term.window else ""
+        cache.append(f"{human_bytes(term.token_bytes)} per {tokens}{window}")
     if memory.sequence_bytes:
         cache.append(f"{human_bytes(memory.sequence_bytes)} per sequence")
     found = [("cache", cache or ["none"]), ("prefill", prefill)]
     if memory.logits_token_bytes:
-        logits = f"{human_bytes(memory.logits_token_bytes)} per token whose logits are computed"
+        logits = f"{human_bytes(memory.logits_token_bytes)} per token with logits"
         found.append(("logits", [logits]))
     return found
 
@@ -263,7 +263,7 @@ def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[st
 def device_lines(plan: Plan, load: Workload) -> Iterator[str]:
     """Yield the section of the report about a device."""
     reserve = human_bytes(load.reserve_bytes)
-    yield f"DEVICE  {human_bytes(load.device_bytes)}, {reserve} of it are kept free"
+    yield f"DEVICE  {human_bytes(load.device_bytes)}, of which {reserve} are reserved"
     for head, text in device_facts(plan, load):
         yield _line(head, text)
 
@@ -277,26 +277,27 @@ def device_facts(plan: Plan, load: Workload) -> Iterator[tuple[str, str]]:
     memory = plan.memory
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan)
     if free < 0:
-        yield "weights", f"do not fit: {human_bytes(-free)} too much"
+        yield "weights", f"do not fit; {human_bytes(-free)} too large"
         return
-    yield "weights", f"fit, and leave {human_bytes(free)}"
+    yield "weights", f"fit; {human_bytes(free)} left"
     if memory is None:
         yield "cache", _CANNOT_BE_MEASURED
         return
     most = _counted(cached_tokens(plan, memory, load))
-    yield "cache", f"{most} tokens of a sequence fit next to the weights"
+    yield "cache", f"{most} tokens of one sequence fit in addition to the weights"
     if load.context is None:
         return
     needed = needs(plan, memory, load.batch, load.context)
     left = load.device_bytes - load.reserve_bytes - needed.total
-    what, fit, verb = ("a sequence", "fits, and leaves", "is")
+    what, fit, no_fit = ("a sequence", "fits", "does not fit")
     if load.batch > 1:
-        what, fit, verb = (f"{load.batch:,} sequences", "fit, and leave", "are")
-    verdict = f"{fit} {human_bytes(left)}" if left >= 0 else f"{verb} {human_bytes(-left)} too much"
+        what, fit, no_fit = (f"{load.batch:,} sequences", "fit", "do not fit")
+    left_text, over = f"{human_bytes(left)} left", f"{human_bytes(-left)} too large"
+    verdict = f"{fit}; {left_text}" if left >= 0 else f"{no_fit}; {over}"
     yield "context", f"{what} of {load.context:,} tokens {verdict}"
     yield "", f"{human_bytes(needed.cache)} of cache, {human_bytes(needed.activations)} of activations"
     most = _counted(sequences(plan, memory, load))
-    yield "batch", f"{most} sequences of {load.context:,} tokens fit, if prompts are read one after another"
+    yield "batch", f"{most} sequences of {load.context:,} tokens fit, if prompts are processed one at a time"
 
 
 def _counted(count: int) -> str:

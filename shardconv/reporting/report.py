@@ -45,7 +45,7 @@ def report(plan: Plan, *, num_tokens: int = TOKENS, load: Workload | None = None
         _layers(plan, summary.kinds),
         _replicated(plan, summary),
         _collectives(summary.collectives, num_tokens),
-        _bulleted("FUSED       layers with the same input, for inference", "  ", fused_lines(plan)),
+        _bulleted("FUSED       layers with the same input (inference only)", "  ", fused_lines(plan)),
         _totals(plan, summary),
         stage_lines(plan),
         memory_lines(plan, num_tokens),
@@ -136,7 +136,7 @@ def _replicated(plan: Plan, summary: Summary) -> Iterator[str]:
     yield f"REPLICATED  {human_bytes(total_bytes)} on every rank, {share} of the model"
     for group in summary.replicated:
         yield from textwrap.wrap(
-            group.reason or "no reason given", WIDTH, initial_indent="  ", subsequent_indent="  "
+            group.reason or "reason not recorded", WIDTH, initial_indent="  ", subsequent_indent="  "
         )
         for name, shape, num_bytes in group.tensors:
             rest = f"{_shape(shape):>16}{human_bytes(num_bytes):>12}"
@@ -151,7 +151,7 @@ def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator
     if not collectives:
         return
     columns = "{:<13}{:<53}{:>7}{:>11}{:>16}"
-    yield columns.format("COLLECTIVES", "of one forward pass", "count", "per token", f"{num_tokens:,} tokens")
+    yield columns.format("COLLECTIVES", "in one forward pass", "count", "per token", f"{num_tokens:,} tokens")
     for item in collectives:
         slots = [f"{name or '(the model)'} {item.slot}".strip() for name in item.names]
         numbers = _collective_numbers(item.count, item.token_bytes, num_tokens)
@@ -175,7 +175,7 @@ def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
     if human_bytes(smallest) != per_rank:
         per_rank = f"{human_bytes(smallest)} to {per_rank}"
     yield "TOTAL"
-    yield f"  the model      {human_bytes(summary.total_bytes)}"
+    yield f"  model          {human_bytes(summary.total_bytes)}"
     yield f"  each rank      {per_rank} ({percent(largest, summary.total_bytes)} of the model)"
     yield f"  sharded        {percent(summary.sharded_bytes, summary.total_bytes)} of the bytes"
 
@@ -185,7 +185,7 @@ def _training(plan: Plan) -> Iterator[str]:
         return
     yield "TRAINING"
     if plan.training is None:
-        yield "  no: this plan is for inference only"
+        yield "  not supported: this plan is for inference only"
         return
     summed = summed_gradients(plan)
     logits = "shards of the logits" if plan.training.parallel_loss else "gathered logits"
@@ -195,7 +195,7 @@ def _training(plan: Plan) -> Iterator[str]:
         sequence = f"may be sharded{padding}"
     yield f"  loss           from {logits}"
     yield f"  sequence       {sequence}"
-    yield f"  summed         {'gradients of' if summed else 'no gradient of a replicated parameter'}"
+    yield f"  gradients      {'summed over the ranks:' if summed else 'none are summed over the ranks'}"
     for name in summed:
         yield f"    {name}"
 
@@ -237,9 +237,9 @@ def files_report(manifest: Manifest) -> str:
 def numerics_text(found: Numerics | None) -> str:
     """Return the result of ``verify --numerics``, or that there is none, in one line."""
     if found is None:
-        return "not measured; shardconv verify --numerics runs the ranks on these weights"
+        return "not measured; to compare all ranks with the unsharded model, run shardconv verify --numerics"
     inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in found.inputs.items())
     return (
-        f"the simulated ranks differ from the unsharded model by {found.worst:.1e} of its largest output at "
-        f"most ({found.dtype}, {found.tolerance:.0e} allowed; {inputs})"
+        f"the simulated ranks differ from the unsharded model by at most {found.worst:.1e} of its largest "
+        f"output ({found.dtype}, tolerance {found.tolerance:.0e}; {inputs})"
     )

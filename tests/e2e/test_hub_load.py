@@ -389,7 +389,7 @@ def test_stages_are_pushed_beside_others(
         assert {name.partition("/")[0] for name in hub.served() if "/" in name} <= {folder}
     assert cli.run(["inspect", f"{repo}/pp-2-tp-2"]) == 0
     shown = capsys.readouterr().out
-    assert "STAGES  2, each of 2 ranks" in shown
+    assert "STAGES  2, with 2 ranks each" in shown
     assert "stage-00001-of-00002" in shown
     assert cli.run(["inspect", repo]) == 2
     assert "several converted models, pp-2-tp-2, tp-4; choose with" in capsys.readouterr().err

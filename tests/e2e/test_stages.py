@@ -297,7 +297,7 @@ def test_all_stages_are_inspected_and_verified(tmp_path: Path, capsys: pytest.Ca
     shardconv.convert(source, out, 2, pp=PP, check=False)
     assert cli.run(["inspect", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "STAGES  2, each of 2 ranks" in shown
+    assert "STAGES  2, with 2 ranks each" in shown
     assert "\nstage-00001-of-00002\nFILES" in shown
     assert shardconv.verify(out, against=source, numerics=True).num_tensors == 28
     for stage in range(PP):

@@ -18,7 +18,7 @@ from shardconv import cli
 
 TIMEOUT_S = 120
 
-CONTINUES = "\ninterrupted; the same command continues what it was writing\n"
+CONTINUES = "\ninterrupted; run the same command again to continue\n"
 """On a line of its own: a terminal shows the keys that interrupted it."""
 
 SIZES = {

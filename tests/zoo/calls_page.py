@@ -18,43 +18,43 @@ FAMILIES = {
 }
 SHORT = {"right": "+", "refused": "r", "wrong": "**wrong**", "crash": "**crash**", "absent": ""}
 ABOUT = {
-    "float64": "the kinds of inputs of the plan's check, in other sizes, after `model.double()`",
-    "float32": "a copy of the model, cast back",
-    "bfloat16": "a copy, cast: at most three times as far from float64 as the unsharded model",
-    "positional": "ids by position",
-    "return_dict=False": "a tuple in place of named outputs",
-    "inputs_embeds": "random embeddings in place of ids",
-    "own inputs_embeds": "the result of `get_input_embeddings()`",
-    "decoder_inputs_embeds": "random embeddings in place of the decoder's ids",
+    "float64": "the inputs of the numerical check at other sizes, after `model.double()`",
+    "float32": "a copy of the model, cast back to float32",
+    "bfloat16": "a copy in bfloat16; its error is at most three times that of the unsharded model",
+    "positional": "ids as a positional argument",
+    "return_dict=False": "a tuple instead of named outputs",
+    "inputs_embeds": "random embeddings instead of ids",
+    "own inputs_embeds": "embeddings from `get_input_embeddings()`",
+    "decoder_inputs_embeds": "random embeddings instead of decoder ids",
     "encoder": "only `get_encoder()(ids)`",
-    "encoder_outputs": "the outputs of the unsharded encoder, in place of ids",
+    "encoder_outputs": "the outputs of the unsharded encoder instead of ids",
     "output_hidden_states": "all outputs are compared",
     "output_attentions": "all outputs are compared",
     "embedding": "`get_input_embeddings()(ids)`",
     "base_model": "`model.base_model(ids)`, all outputs",
     "no mask": "no attention mask",
-    "padding left": "three tokens of one row masked at its start",
-    "padding right": "the same at its end",
-    "4-D mask": "a random causal mask `[B, 1, S, S]` of zeros and the smallest number",
-    "position_ids": "positions that do not begin at zero",
-    "one row": "a batch of one",
+    "padding left": "the first three tokens of one row are masked",
+    "padding right": "the last three tokens of one row are masked",
+    "4-D mask": "a random causal mask `[B, 1, S, S]` of zeros and the smallest value of the dtype",
+    "position_ids": "positions that do not start at zero",
+    "one row": "a batch of size 1",
     "labels": "the loss and the logits",
     "logits_to_keep": "only the logits of the last token",
     "eager": "after `set_attn_implementation`",
     "sdpa": "after `set_attn_implementation`",
     "flex": "after `set_attn_implementation`, not compiled",
-    "decode loop": "a manual loop: a prefill and three steps with the returned cache",
-    "generate": "greedily",
-    "generate, sampled": "with one seed",
+    "decode loop": "a manual loop: prefill and three steps with the returned cache",
+    "generate": "greedy",
+    "generate, sampled": "with a fixed seed",
     "generate, beams": "two beams",
     "generate, inputs_embeds": "from random embeddings",
-    "ids beyond the table": "the number of its rows as an id: an error, if the unsharded model raises one",
-    "negative ids": "-1 as an id: likewise",
+    "ids beyond the table": "the vocabulary size as an id; an error if the unsharded model raises one",
+    "negative ids": "-1 as an id; an error if the unsharded model raises one",
     "hook on embedding": "a forward hook on `get_input_embeddings()` adds seeded noise",
-    "packed positions": "two samples in a row, told by `position_ids`, without a cache",
-    "streamer": "the tokens and the end that a streamer gets on each rank",
-    "kept dtypes": "the dtype of each parameter, as after `from_pretrained(dtype=bfloat16)`",
-    "float64 again": "the first call, after all others",
+    "packed positions": "two samples in one row, separated by `position_ids`, without a cache",
+    "streamer": "the tokens and the end signal of a streamer on each rank",
+    "kept dtypes": "each parameter has the dtype of `from_pretrained(dtype=bfloat16)`",
+    "float64 again": "the first call again, after all others",
 }
 
 
@@ -70,19 +70,19 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "# Coverage of calls"
     yield ""
     yield (
-        "Written by `scripts/coverage calls`: a tiny random model of every type that transformers "
-        f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}) is converted "
-        "for two ranks, loaded by two processes over gloo, and called in each of these ways. The results are "
-        "compared with the unsharded model in float64. [Coverage](coverage.md) has the plans of these "
-        "types."
+        "`scripts/coverage calls` writes this page. It converts a tiny random model of every type that "
+        f"transformers {transformers.__version__} can build (torch "
+        f"{torch.__version__.partition('+')[0]}) for two ranks, loads it in two processes over gloo, and "
+        "calls it in each of the ways below. The results are compared with the unsharded model in float64. "
+        "[Coverage](coverage.md) shows the plans of these types."
     )
     yield ""
     tried = [row for row in rows if "calls" in row]
     yield from _forms(tried)
     minutes = sum(row["seconds"] for row in rows) / 60
     yield (
-        f"{len(tried)} types. The sweep took {minutes:.0f} minutes, one type at a time, with the conversions "
-        "and their proofs."
+        f"The sweep covers {len(tried)} types and took {minutes:.0f} minutes, one type at a time, including "
+        "conversions and numerical checks."
     )
     yield ""
     for family, title in FAMILIES.items():
@@ -97,10 +97,9 @@ def _forms(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Forms"
     yield ""
     yield (
-        "Right: every rank has the tensors of the unsharded model. Refused: every rank raises a "
-        "ShardconvError "
-        "that names the remedy. Absent: the unsharded model does not support the call. Share: the share of "
-        "right calls without the absent ones."
+        "*Right*: every rank returns the tensors of the unsharded model. *Refused*: every rank raises a "
+        "`ShardconvError` that says what to do. *Absent*: the unsharded model does not support the call. "
+        "*Share*: right calls as a percentage of all calls that are not absent."
     )
     yield ""
     yield "| form | | right | refused | wrong | crash | absent | share |"
@@ -119,7 +118,7 @@ def _forms(rows: Sequence[Row]) -> Iterator[str]:
 def _matrix(title: str, rows: Sequence[Row]) -> Iterator[str]:
     yield f"## {title}"
     yield ""
-    yield "`+` is right, `r` refused; nothing: absent."
+    yield "`+`: right; `r`: refused; empty: absent."
     yield ""
     yield f"| type | {' | '.join(FORMS)} |"
     yield "|---" * (len(FORMS) + 1) + "|"
@@ -136,7 +135,7 @@ def _refusals(rows: Sequence[Row]) -> Iterator[str]:
         for form, (status, text) in row["calls"].items():
             if status in ("refused", "wrong", "crash"):
                 said.setdefault((status, text), []).append(f"{row['type']} ({form})")
-    yield "## What is refused"
+    yield "## Refused calls"
     yield ""
     for (status, text), where in sorted(said.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(where[:6]) + (f" and {len(where) - 6} more" if len(where) > 6 else "")

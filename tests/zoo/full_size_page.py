@@ -37,10 +37,11 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield "# Coverage at full size"
     yield ""
     yield (
-        f"Written by `scripts/coverage full-size`: every type of transformers {transformers.__version__} "
-        f"(torch {torch.__version__.partition('+')[0]}), planned without weights in bfloat16, or "
-        "in float32 if its code needs it. The sizes come from a release in `tests/zoo/releases.py`, or are "
-        "the defaults of the config. Plans are retraced; the numerical check is measured separately."
+        "`scripts/coverage full-size` writes this page. It plans every type of transformers "
+        f"{transformers.__version__} (torch {torch.__version__.partition('+')[0]}) without weights, in "
+        "bfloat16, or in float32 if the code requires it. The sizes are those of a release in "
+        "`tests/zoo/releases.py`, or the defaults of the config. Plans are retraced; the numerical check is "
+        "measured separately."
     )
     yield ""
     proofs = {(_key(r), r["tp"]): r for r in rows if r["checked"]}
@@ -59,7 +60,7 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
 
 def _many_collectives(rows: Sequence[Row]) -> Iterable[str]:
     """Of decoders, where the collectives of a layer are, if they are more than two."""
-    yield f"## Decoders with more than two collectives in a layer, at tp {TP}"
+    yield f"## Decoders with more than two collectives per layer, at tp {TP}"
     yield ""
     said: dict[str, list[str]] = {}
     decoders = [r for r in rows if r["family"] == "causal" and r["tp"] == TP and r["status"] == "planned"]
@@ -72,7 +73,7 @@ def _many_collectives(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _slow(rows: Sequence[Row]) -> Iterable[str]:
-    yield f"## More than {SECONDS:.0f} s of a core, or {GIGABYTES} GB"
+    yield f"## More than {SECONDS:.0f} s of CPU time, or {GIGABYTES} GB"
     yield ""
     said: dict[str, list[str]] = {}
     for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
@@ -84,7 +85,7 @@ def _slow(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _left_out(rows: Sequence[Row]) -> Iterable[str]:
-    yield "## Traced without an input, which a loaded model refuses"
+    yield "## Traced without some inputs, which a loaded model rejects"
     yield ""
     said: dict[tuple[str, str], dict[str, None]] = {}
     for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
@@ -97,7 +98,7 @@ def _left_out(rows: Sequence[Row]) -> Iterable[str]:
 def _summary(rows: Sequence[Row]) -> Iterable[str]:
     yield (
         "| | tp | models | planned | refused | time limit | not built by transformers | median s | "
-        "slowest s | most memory, GB | replicated over 1% |"
+        "max s | max GB | replicated over 1% |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for family in FAMILIES:
@@ -114,7 +115,7 @@ def _summary(rows: Sequence[Row]) -> Iterable[str]:
                 f"{peak:.2f} | {wide} |"
             )
     yield ""
-    yield "Seconds are those of one core, without imports; memory is above that of the imports."
+    yield "Times are CPU seconds on one core. Times and memory do not include the imports."
     yield ""
 
 
@@ -122,16 +123,16 @@ def _proofs(rows: Sequence[Row]) -> Iterable[str]:
     """What plans with their proofs took, and what did not hold."""
     if not rows:
         return
-    yield "## Proofs on numbers"
+    yield "## Numerical checks"
     yield ""
     yield (
-        "From a config to a proven plan: forward, gradients, a second call, other implementations and "
-        "inputs, all ranks in one process, on a smaller model of the same code."
+        "These runs include the numerical check of the plan: the forward pass, gradients, a second call, and "
+        "other implementations and inputs. All ranks run in one process, on a smaller model of the same code."
     )
     yield ""
     yield (
-        "| | tp | models | proven | for inference only | not proven | median s | slowest s | median GB | "
-        f"most GB | over {PROOF_SECONDS:.0f} s | over 1 GiB |"
+        "| | tp | models | verified | inference only | not verified | median s | max s | median GB | "
+        f"max GB | over {PROOF_SECONDS:.0f} s | over 1 GiB |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     for family in FAMILIES:
@@ -172,13 +173,14 @@ def _family(
     yield f"## {family.capitalize()}"
     yield ""
     yield (
-        f"At tp {', '.join(map(str, tps))}. Replicated: the share of the bytes of matrices that every rank "
-        "holds. Unread: the part of it that the traced call does not read. Excess: what rank 0 holds, in "
-        "fair shares. Per layer: collectives of a forward pass in a layer. Rounds: how often the model was "
-        f"solved. Proven: seconds and GB with the proof, at tp {TP}."
+        f"Values are for tp {', '.join(map(str, tps))}. *Replicated*: percentage of the bytes of matrices "
+        "that every rank holds. *Unread*: the part of it that the traced call does not read. *Excess*: bytes "
+        "on rank 0, relative to an even share. *Per layer*: collectives per layer in one forward pass. "
+        "*Rounds*: how many times the model was solved. *Verified*: seconds and GB including the numerical "
+        f"check, at tp {TP}."
     )
     yield ""
-    names = "class, model, parameters, s, GB, replicated, unread, excess, per layer, rounds, proven"
+    names = "class, model, parameters, s, GB, replicated, unread, excess, per layer, rounds, verified"
     cells = names.split(", ")
     yield f"| {' | '.join(cells)} |"
     yield "|---" * len(cells) + "|"
@@ -236,7 +238,7 @@ def _why(rows: Sequence[Row]) -> Iterable[str]:
                 str(r["tp"])
             )
     if said:
-        yield "Why more than 1% stayed replicated:"
+        yield "Reasons why more than 1% is replicated:"
         yield ""
     for (model, what, reason), tps in said.items():
         yield f"- {model} (tp {', '.join(tps)}): {what}: {reason}"
@@ -247,9 +249,9 @@ def _why(rows: Sequence[Row]) -> Iterable[str]:
 def _problems(rows: Sequence[Row]) -> Iterable[str]:
     titles = {
         "refused": "No plan",
-        "crash": "Ended without a result",
-        "timeout": "Not planned in time",
-        "not built": "Not built by transformers itself, at these sizes",
+        "crash": "Crashed",
+        "timeout": "Time limit exceeded",
+        "not built": "Models that transformers cannot build at these sizes",
     }
     for status, title in titles.items():
         said: dict[str, dict[str, None]] = {}

@@ -211,14 +211,14 @@ def page(rows: Sequence[dict[str, Any]], versions: str) -> str:
     lines = [
         "# New architectures",
         "",
-        "This page lists the model types that each release of transformers added, converted without any",
-        f"change of the code. `scripts/new_architectures` writes it ({versions}). A tiny random model of",
-        "each type is planned for 2, 3 and 4 ranks, and for 4 and 3 ranks with 2 key/value heads if its",
-        "config has them. The ranks are compared with the unsharded model in float64. *Tokens* is greedy",
-        "generation with a dynamic and a static cache. *Full size* is a verified plan for 8 ranks at the",
-        "default size of the config. *transformers* is the logits of its own tensor parallelism on two",
-        "processes. Types that are parts of other types are left out. *Not built* means that transformers",
-        "does not accept the tiny config.",
+        "This page lists the model types that each release of transformers added. They were converted",
+        f"without code changes. `scripts/new_architectures` writes the page ({versions}). A tiny random",
+        "model of each type is planned for 2, 3 and 4 ranks, and for 4 and 3 ranks with 2 key/value heads",
+        "if its config has them. The ranks are compared with the unsharded model in float64. *Tokens*",
+        "compares greedy generation with a dynamic and a static cache. *Full size* is a verified plan for",
+        "8 ranks at the default size of the config. *transformers* compares the logits of its own tensor",
+        "parallelism on two processes. Types that are parts of other types are left out. *Not built*",
+        "means that transformers does not accept the tiny config.",
         "",
         "| release | types | right | refused | wrong | not built |",
         "|---|---|---|---|---|---|",
@@ -235,7 +235,7 @@ def page(rows: Sequence[dict[str, Any]], versions: str) -> str:
         lines += [_table_row(row) for row in rows if row["release"] == release]
     problems = [(row["type"], text) for row in rows for text in _problems(row)]
     if problems:
-        lines += ["", "## What was not right", ""]
+        lines += ["", "## Problems", ""]
         lines += [f"- {model_type}: {text}" for model_type, text in problems]
     return "\n".join(lines) + "\n"
 

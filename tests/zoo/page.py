@@ -35,11 +35,12 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield "# Coverage"
     yield ""
     yield (
-        "Written by `scripts/coverage models`: a tiny random model of every type that transformers "
-        f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}) is planned for "
-        "2, 3 and 4 ranks. The ranks run as threads of one process and are compared with the unsharded model "
-        "in float64, on other weights and inputs than in the converter's own check. `tests/zoo` has the "
-        "configs. [Coverage of calls](coverage-calls.md) has a column for each way of calling a loaded model."
+        "`scripts/coverage models` writes this page. It plans a tiny random model of every type that "
+        f"transformers {transformers.__version__} can build (torch "
+        f"{torch.__version__.partition('+')[0]}) for 2, 3 and 4 ranks. The ranks run as threads of one "
+        "process and are compared with the unsharded model in float64. The weights and inputs differ from "
+        "those of the converter's own check. `tests/zoo` has the configs. [Coverage of "
+        "calls](coverage-calls.md) has a column for each way to call a loaded model."
     )
     yield ""
     yield from _summary(rows)
@@ -61,7 +62,7 @@ def _summary(rows: Sequence[Row]) -> Iterable[str]:
     yield "## Summary"
     yield ""
     yield (
-        "| | tp | types | equal (1e-9) | equal but for float32 inside (1e-5) | refused | wrong | "
+        "| | tp | types | equal (1e-9) | equal, with float32 inside (1e-5) | refused | wrong | "
         "at least 95% sharded |"
     )
     yield "|---|---|---|---|---|---|---|---|"
@@ -81,8 +82,8 @@ def _summary(rows: Sequence[Row]) -> Iterable[str]:
     if plans:
         plans.sort()
         yield (
-            f"The whole run took {sum(seconds.values()) / 60:.0f} minutes of one core. A plan, checked by "
-            f"the converter, took {plans[len(plans) // 2]:.1f} s in the median and {plans[-1]:.1f} s at most."
+            f"The run took {sum(seconds.values()) / 60:.0f} minutes on one core. A plan with its numerical "
+            f"check took {plans[len(plans) // 2]:.1f} s (median) and at most {plans[-1]:.1f} s."
         )
         yield ""
 
@@ -102,8 +103,8 @@ def _generation_summary(rows: Sequence[Row]) -> Iterable[str]:
         mine = [r for r in generated if r["variant"] == variant]
         count = Counter(r["status"] for r in mine)
         yield (
-            f"- `{variant}`: {count['same']} types give the tokens of the unsharded model, "
-            f"{count['different']} give others, and {count['unsupported']} types do not support it."
+            f"- `{variant}`: {count['same']} types generate the tokens of the unsharded model, "
+            f"{count['different']} generate other tokens, and {count['unsupported']} do not support it."
         )
     if generated:
         yield ""
@@ -116,11 +117,10 @@ def _family(title: str, rows: Sequence[Row]) -> Iterable[str]:
     yield f"## {title}"
     yield ""
     yield (
-        "Sharded: the sharded share of all matrix elements that the forward pass reads, at tp 2 / 3 / 4. "
-        "Edits: integer attributes of modules that get local values. Collectives: the number in "
-        "one forward pass "
-        "at tp 2, and per layer. Error: the largest of all sizes. Plan: seconds at tp 2, including the "
-        "converter's own check."
+        "*Sharded*: percentage of the matrix elements read by the forward pass that are sharded, at "
+        "tp 2 / 3 / 4. *Edits*: integer attributes of modules that get local values. *Reduce + gather*, *per "
+        "layer*: collectives in one forward pass at tp 2. *Error*: the largest error at any tp. *Plan*: "
+        "seconds at tp 2, including the numerical check."
     )
     yield ""
     yield "| type | sharded | edits | reduce + gather | per layer | error | few heads | generate | plan |"
@@ -177,7 +177,7 @@ def _remarks(rows: Sequence[Row]) -> Iterable[str]:
         mine = [r for r in rows if r["type"] == model_type]
         lines += _type_remarks(model_type, mine)
     if lines:
-        yield "Replicated parameters with the reason, errors, and notes of the plans:"
+        yield "Replicated parameters and reasons, errors, and notes of the plans:"
         yield ""
         yield from lines
         yield ""

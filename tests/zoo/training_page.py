@@ -23,42 +23,39 @@ VARIANTS = {
 """What the page calls them."""
 
 ADAPTERS = (
-    "# Which models can be trained with adapters",
+    "# Coverage of training with adapters",
     "",
-    "The adapter is a low-rank adapter of all linear layers that peft can adapt. The plan of the model is "
-    "fixed.",
+    "The adapter is a LoRA adapter for all linear layers that peft supports. The plan of the model is fixed.",
 )
 
 
 TRAINERS_PAGE = (
     "# Coverage of trainers",
     "",
-    "Two processes over gloo train every causal type of transformers that can be built small, with",
-    "sequence parallelism if possible. They try four habits of trainers: a hook that adds noise to",
-    "the embeddings, a loss of the output of the last norm, two samples in a row, and a step with a",
-    "gradient scaler after one that overflows on one rank. The gradients of all parameters must equal",
-    "those of one process (to 1e-9 of their largest element, in float64), or both ranks must raise an",
-    "error.",
-    "",
-    "Written by `scripts/coverage training --variants trainers`, from the rows in "
-    "`tests/zoo/trainers_rows.jsonl`.",
+    "`scripts/coverage training --variants trainers` writes this page from",
+    "`tests/zoo/trainers_rows.jsonl`. Two processes over gloo train a small model of every causal type",
+    "of transformers, if one can be built, with sequence parallelism if possible. They test four things",
+    "that trainers do: a hook that adds noise to the embeddings, a loss computed from the output of the",
+    "last norm, two samples packed into one row, and a gradient scaler step after an overflow on one",
+    "rank. The gradients of all parameters must equal those of one process (to 1e-9 of their largest",
+    "element, in float64), or both ranks must raise an error.",
 )
 ROWS = Path(__file__).with_name("trainers_rows.jsonl")
 
 
-def page(rows: list[Row], title: tuple[str, ...] = ("# Which models can be trained",)) -> str:
+def page(rows: list[Row], title: tuple[str, ...] = ("# Coverage of training",)) -> str:
     """The results as Markdown."""
     rows = [{**row, "status": _status(row)} for row in rows]
     lines = [
         *title,
         "",
-        "Every causal type of transformers that can be built small trains one step on simulated ranks in",
-        "float64 (casts to float32 keep float64). The gradient of every parameter is compared with the",
-        "unsharded model, relative to its largest element. Equal means 1e-9. The ranks do not divide the",
-        "length of the sequence.",
-        "Written by `scripts/coverage training`.",
+        "`scripts/coverage training` writes this page. A small model of every causal type of",
+        "transformers, if one can be built, trains for one step on simulated ranks in float64 (casts to",
+        "float32 keep float64). The gradient of each parameter is compared with the unsharded model.",
+        "*Equal* means a difference of at most 1e-9 of the largest element. The sequence length is not a",
+        "multiple of the number of ranks.",
         "",
-        "| tp | variant | form | equal | worst | wrong | no such form | refused |",
+        "| tp | variant | form | equal | max error | wrong | form unavailable | refused |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for tp, variant in sorted({(row["tp"], row["variant"]) for row in rows}):
@@ -74,18 +71,19 @@ def page(rows: list[Row], title: tuple[str, ...] = ("# Which models can be train
             lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "Forms: `sequence` parallelism, `loss` from sharded logits, activation `checkpointing`. Variants:",
-        "`shared heads` has two key/value heads, fewer than ranks. `outputs of routers` are part of the",
-        "loss; the ranks then divide the length. `adapter` trains a low-rank adapter of all linear layers",
-        "with the plan of the model. In real processes there are two replicas of two ranks over gloo,",
-        "each of which loads and holds a quarter of each weight (FSDP2).",
+        "Forms: `sequence` is sequence parallelism, `loss` computes the loss from sharded logits, and",
+        "`checkpointing` is activation checkpointing. Variants: `shared heads` has two key/value heads,",
+        "fewer than ranks. `outputs of routers` adds the router losses; here the sequence length is a",
+        "multiple of the number of ranks. `adapter` trains a LoRA adapter for all linear layers with the",
+        "plan of the model. Real processes are two replicas of two ranks over gloo, and each process",
+        "loads and holds a quarter of each weight (FSDP2).",
         "",
     ]
     for status, title in (
         ("not converted", "Not converted: the unsharded model cannot run in the variant"),
         ("refused", "For inference only"),
-        ("wrong", "An error, or wrong"),
-        ("not judged", "Not judged here, but in float32 by the converter: no gradients in float64"),
+        ("wrong", "Errors and wrong results"),
+        ("not judged", "Not compared here: no gradients in float64 (the converter compares them in float32)"),
         ("no sequence form", "Without sequence parallelism"),
         ("no loss form", "With gathered logits for the loss"),
         ("no checkpointing", "Without activation checkpointing, which their code does not support"),
@@ -122,7 +120,7 @@ def trainers_page(rows: list[Row]) -> str:
     lines += [
         f"| {form} | {' | '.join(str(counts[form, status]) for status in statuses)} |" for form in forms
     ]
-    titles = ("Refused", "Wrong", "Not judged: the unsharded model does not run so")
+    titles = ("Refused", "Wrong", "Not judged: the unsharded model does not support it")
     for status, title in zip(statuses[1:], titles, strict=True):
         why: dict[str, dict[str, None]] = {}
         for row in rows:

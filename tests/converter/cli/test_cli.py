@@ -211,7 +211,7 @@ class TestConvert:
         out = tmp_path / "out"
         code, text, err = run(capsys, "convert", llama_dir, "--tp", 2, out, "--dtype", "bfloat16")
         assert code == 0
-        assert text.startswith(f"{out}: at most 22.2 kB on each of 2 ranks, of 44.0 kB")
+        assert text.startswith(f"{out}: at most 22.2 kB of 44.0 kB on each of 2 ranks")
         assert err.splitlines() == [
             f"reading {llama_dir}",
             "finding the weights in the checkpoint",
@@ -240,7 +240,7 @@ class TestConvert:
         assert (code, out, err.strip()) == (
             130,
             "",
-            "interrupted; the same command continues what it was writing",
+            "interrupted; run the same command again to continue",
         )
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
 
@@ -460,7 +460,7 @@ class TestFromConverted:
         code, out, err = run(capsys, "reshard", tmp_path / "out", tmp_path / "out2", "--tp", 4)
         assert code == 0
         assert out.startswith(f"{tmp_path / 'out2'}: ")
-        assert "on each of 4 ranks; shardconv inspect" in out
+        assert "on each of 4 ranks; to see the plan, run shardconv inspect" in out
         assert err.splitlines()[-1].startswith("writing: ")
         code, out, err = run(capsys, "merge", tmp_path / "out2", tmp_path / "hf", "--memory", "1MiB")
         assert (code, out) == (0, f"{tmp_path / 'hf'}: 21 tensors in 1 file, 87.9 kB\n")

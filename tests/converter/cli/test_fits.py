@@ -53,10 +53,10 @@ def test_what_fits_beside_the_weights() -> None:
     for expected in (
         "cache          100 B per token",
         "prefill        614.4 kB for a prompt of 2,048 tokens",
-        "cache          900 tokens of a sequence fit next to the weights",
-        "context        2 sequences of 50 tokens fit, and leave 50.0 kB",
+        "cache          900 tokens of one sequence fit in addition to the weights",
+        "context        2 sequences of 50 tokens fit; 50.0 kB left",
         "10.0 kB of cache, 30.0 kB of activations",
-        "batch          15 sequences of 50 tokens fit, if prompts are read one after another",
+        "batch          15 sequences of 50 tokens fit, if prompts are processed one at a time",
     ):
         assert expected in text
     assert max(map(len, text.splitlines())) <= 100
@@ -68,14 +68,14 @@ def test_windows_and_states() -> None:
     plan = replace(plan_of(1), memory=memory)
     load = Workload(weight_bytes(plan) + 100, 0)
     assert cached_tokens(plan, memory, load) == 2**40
-    assert "more than 1,099,511,627,776 tokens of a sequence" in report(plan, load=load)
+    assert "more than 1,099,511,627,776 tokens of one sequence" in report(plan, load=load)
     assert cached_tokens(plan, memory, replace(load, device_bytes=load.device_bytes - 50)) == 3
 
 
 def test_weights_that_do_not_fit() -> None:
     plan = plan_of(2)
     text = report(plan, load=Workload(weight_bytes(plan), 1000))
-    assert "weights        do not fit: 1.0 kB too much" in text
+    assert "weights        do not fit; 1.0 kB too large" in text
 
 
 def test_the_fewest_ranks() -> None:
@@ -147,7 +147,7 @@ def test_auto_names_the_smallest(tmp_path: Path) -> None:
     assert found is not None
     assert f" tp {found[1]}, mesh" in result.output
     assert int(found[1]) > 1
-    assert "fits, and leaves" in result.output
+    assert "tokens fits; " in result.output
 
 
 def test_what_fits_on_stages() -> None:
@@ -165,7 +165,7 @@ def test_what_fits_on_stages() -> None:
     sizes = [weight_bytes(part) for part in parts(plan)]
     load = Workload(max(sizes) + 100_000, 0, context=10)
     text = report(plan, load=load)
-    assert text.count("MEMORY  of each rank of stage") == 3
+    assert text.count("MEMORY  per rank of stage") == 3
     worst = parts(plan).index(tightest(plan, load))
     assert f"stage          {worst} has the least free memory" in text
     assert "do not fit" in report(plan, load=Workload(min(sizes), 0))

@@ -88,7 +88,7 @@ def test_a_plan_with_stages_is_read_as_it_was_written(plan: Plan) -> None:
 
 def test_the_report_shows_stages(plan: Plan) -> None:
     text = report(plan)
-    assert "STAGES  2, each of 2 ranks" in text
+    assert "STAGES  2, with 2 ranks each" in text
     assert "stage 0 to stage 1: 128 B per token" in text
     assert "loss           from shards of the logits" in text
 
@@ -192,15 +192,13 @@ def test_interleaving_waits_less() -> None:
 
 def test_a_report_says_how_long_processes_of_several_stages_wait() -> None:
     lines = [
-        line
-        for line in stage_lines(solve_plan(spec(), SolveOptions(2, pp=4, check=False)))
-        if "waiting" in line
+        line for line in stage_lines(solve_plan(spec(), SolveOptions(2, pp=4, check=False))) if "idle" in line
     ]
     assert lines == [
-        "  waiting        42.9% with 4 microbatches (GPipe, 1F1B)",
-        "  waiting        11.1% with 4 microbatches on 4 processes of 2 stages (interleaved)",
-        "  waiting        15.8% with 16 microbatches (GPipe, 1F1B)",
-        "  waiting        3.0% with 16 microbatches on 4 processes of 2 stages (interleaved)",
+        "  idle           42.9% with 4 microbatches (GPipe, 1F1B)",
+        "  idle           11.1% with 4 microbatches on 4 processes with 2 stages each (interleaved)",
+        "  idle           15.8% with 16 microbatches (GPipe, 1F1B)",
+        "  idle           3.0% with 16 microbatches on 4 processes with 2 stages each (interleaved)",
     ]
 
 

@@ -190,7 +190,7 @@ def test_a_full_directory_is_refused(checkpoint: Path, state: Path) -> None:
 
 def test_an_intact_directory(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["verify", str(state)]) == 0
-    assert "all checksums are right" in capsys.readouterr().out
+    assert "all checksums match" in capsys.readouterr().out
 
 
 def damaged(state: Path) -> str:

@@ -394,7 +394,7 @@ class TestConvert:
         argv = ["convert", "--random-init", str(config_dir), str(tmp_path / "out"), "--tp", "2"]
         assert cli.run(argv) == 0
         text = capsys.readouterr()
-        assert "of 44.0 kB, initialized at random with seed 0; shardconv inspect" in text.out
+        assert "of 44.0 kB on each of 2 ranks, initialized at random with seed 0; to see the plan" in text.out
         assert "recording the model's own initialization: seed 0, drawn in float32" in text.err
 
 

@@ -64,14 +64,9 @@ def test_the_result_of_numerics() -> None:
     first, second = both()
     manifest = dataclasses.replace(second.manifest, numerics=measured)
     card = model_card("me/base-tp", [first, dataclasses.replace(second, manifests=(manifest,))])
-    assert (
-        "`shardconv verify --numerics` ran all ranks on the weights in their files:\n\n- tp-4: the simulated"
-        in card
-    )
-    assert (
-        "ranks differ from the unsharded model by 2.0e-15 of its largest output at most \\(float64, 1e-09"
-        in card
-    )
+    head = "`shardconv verify --numerics` compared all ranks with the unsharded model on these weights:"
+    assert f"{head}\n\n- tp-4: the simulated" in card
+    assert "by at most 2.0e-15 of its largest output \\(float64, tolerance 1e-09" in card
     assert EVIL not in card
 
 

@@ -293,7 +293,7 @@ def test_stages(count: int, shown: list[str]) -> None:
     assert f"{count} stages of 2 ranks" in " ".join(found)
     assert set(shown) <= set(found)
     held = [max(ranks) for ranks in stage_bytes(plan)]
-    assert next(text for text in found if text.endswith(" a rank")) == f"{human_bytes(held[0])} a rank"
+    assert f"{human_bytes(held[0])} per rank" in found
     assert max(held) == max(summarize(plan).rank_bytes)
     assert not any(
         text.startswith("stage ") for text in texts(parsed(dataclasses.replace(plan, stages=None)))

@@ -89,7 +89,7 @@ def test_uneven_and_small_plans_fit_the_width(tp: int) -> None:
 def test_fused_products(large: Plan) -> None:
     members = tuple((f"model.layers.{{0..125}}.self_attn.{name}_proj",) for name in "qkv")
     lines = report(dataclasses.replace(large, fused=(FusedPlan(members),))).splitlines()
-    assert "FUSED       layers with the same input, for inference" in lines
+    assert "FUSED       layers with the same input (inference only)" in lines
     assert "  model.layers.{0..125}.self_attn: q_proj + k_proj + v_proj (378 products become 126)" in lines
     assert not any(line.startswith("FUSED") for line in report(large).splitlines())
 
@@ -112,7 +112,7 @@ def test_norms_partials_and_long_names() -> None:
     assert (statistic.op, statistic.count, statistic.token_bytes) == ("all_reduce", 1, 8)
     text = report(plan)
     assert "partial over mesh axis 0" in text
-    assert "no reason given" in text
+    assert "reason not recorded" in text
     for line in text.splitlines():
         assert len(line) <= 100 or long in line
 

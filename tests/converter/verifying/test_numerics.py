@@ -80,8 +80,7 @@ def test_the_command(converted: Path, capsys: pytest.CaptureFixture[str]) -> Non
     line = captured.out.splitlines()[1]
     assert line.startswith("the simulated ranks differ from the unsharded model by ")
     assert (
-        "e-16 of its largest output at most (float64, 1e-09 allowed; attention_mask [" in line
-        or "e-15 of" in line
+        "e-16 of its largest output (float64, tolerance 1e-09; attention_mask [" in line or "e-15 of" in line
     )
     assert captured.err.splitlines()[1:] == ["tracing", "running all ranks in float64: 0.1 MB"]
 

@@ -67,7 +67,7 @@ class TestFiles:
         assert cli.run(["verify", str(out)]) == 0
         captured = capsys.readouterr()
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-        assert captured.out == f"{out}: 7 files, {size / 1000:.1f} kB: all checksums are right\n"
+        assert captured.out == f"{out}: 7 files, {size / 1000:.1f} kB: all checksums match\n"
         assert captured.err == "checksums: 0.1 MB\n"
         assert cli.run(["verify", str(out), "-q"]) == 0
         assert capsys.readouterr() == ("", "")
