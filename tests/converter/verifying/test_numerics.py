@@ -318,7 +318,7 @@ class TestTheRecord:
 
     def test_it_is_shown(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.run(["inspect", str(out)]) == 0
-        assert "numerics       not measured; shardconv verify --numerics runs" in capsys.readouterr().out
+        assert "numerics       not measured; to compare all ranks" in capsys.readouterr().out
         before = manifest.read(out)
         found = shardconv.verify(out, numerics=True).numerics
         after = manifest.read(out)
