@@ -326,7 +326,7 @@ def test_what_is_refused_by_name(models: Path, tmp_path: Path) -> None:
         "DataParallel(param_dtype=...)",
         "checkpoint_activations",
         "batch_rebalance",
-        "Adafactor computes its step from whole tensors",
+        "Adafactor computes its step from full tensors",
     )
     for errors in run_processes(2, refusals, models, tmp_path):
         assert all(word in error for word, error in zip(words, errors, strict=True)), errors
