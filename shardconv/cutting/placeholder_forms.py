@@ -22,7 +22,7 @@ from shardconv_runtime.format.pipeline_stages import (
 
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
-from ..tracing.tape import CacheUpdate, Mark, Ref, Returned, Tape, prefixes, reads_and_writes
+from ..tracing.tape import CacheUpdate, Mark, Ref, Returned, Tape, depending_on, prefixes
 from .second_call import SecondCall, Shape, tensors_of_update
 from .tape_units import TapeUnits, Unit
 
@@ -264,11 +264,8 @@ class UnitForms:
 
     @cached_property
     def _inputs(self) -> Mapping[int, Sequence[_Argument]]:
-        weighted = {t for t, info in enumerate(self.tape.tensors) if info.kind in ("parameter", "buffer")}
-        for event in self.tape.events:
-            inputs, outputs = reads_and_writes(event)
-            if not weighted.isdisjoint(inputs):
-                weighted.update(outputs)
+        stored = (t for t, info in enumerate(self.tape.tensors) if info.kind in ("parameter", "buffer"))
+        weighted = depending_on(self.tape, stored)
         found: dict[int, list[_Argument]] = {}
         for mark in _marks_of(self.tape):
             if not mark.is_output:

@@ -14,7 +14,7 @@ from functools import cached_property
 from shardconv_runtime.errors import SolveError
 
 from ..tracing.fold import NUMBERED
-from ..tracing.tape import Event, Mark, Op, Tape, prefixes, reads_and_writes
+from ..tracing.tape import Event, Mark, Op, Tape, depending_on, prefixes, reads_and_writes
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,7 @@ class Crossings:
 
         Stages on which the unit is a placeholder would get another answer.
         """
-        weighted = set(self._stored)
-        for event in self.tape.events:
-            inputs, outputs = reads_and_writes(event)
-            if not weighted.isdisjoint(inputs):
-                weighted.update(outputs)
+        weighted = depending_on(self.tape, self._stored)
         for event in (event for event in self.tape.events if event.call not in self.units.unit_of):
             if isinstance(event, Op) and event.name == "question" and event.inputs[0] in weighted:
                 where = self.tape.calls[event.call].fqn or "the model's own code"

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import DrawPlan
 from torch import nn
@@ -101,8 +100,7 @@ def _modules(solution: Solution, model: nn.Module) -> dict[str, _Module]:
             if last.get(call) != child:
                 last[call] = child
                 found[tape.calls[call].fqn].inside.append(child)
-        may_draw = torch.Tag.nondeterministic_seeded
-        if isinstance(event, Op) and event.overload is not None and may_draw in event.overload.tags:
+        if isinstance(event, Op) and event.is_random:
             drawing.add(event.call)
             _note(found, tape.calls, last, event.call, _of_op(solution, event))
         elif isinstance(event, Mark) and event.call not in drawing and _is_dropout(solution, model, event):

@@ -15,6 +15,7 @@ from .tape import (
     Tape,
     TensorInfo,
     TracedIntCall,
+    depending_on,
     last_calls,
     prefixes,
     reads_and_writes,
@@ -103,11 +104,8 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
     # A layer may read a tensor in place of another layer's tensor of the same shape if it is empty, such as
     # an empty cache, or if it is one number, such as the length of a layer's cache: this cannot be sharded,
     # and as it depends on no parameter, it is not partial either.
-    weighted = {t for t, info in enumerate(tape.tensors) if info.kind == "parameter"}
-    for event in tape.events:
-        inputs, outputs = reads_and_writes(event)
-        if not weighted.isdisjoint(inputs):
-            weighted.update(outputs)
+    parameters = (t for t, info in enumerate(tape.tensors) if info.kind == "parameter")
+    weighted = depending_on(tape, parameters)
     numel = [math.prod(info.shape) for info in tape.tensors]
     alike = {t for t, n in enumerate(numel) if n == 0 or (n == 1 and t not in weighted)}
     equal = _States(tape)

@@ -7,7 +7,7 @@ output, the only place where the runtime can insert a collective.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,11 @@ class Op:
     overload: Any = None
     origin: str = ""
     """Name of the Python module whose code called it."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers, or may with other arguments, as dropout does."""
+        return self.overload is not None and torch.Tag.nondeterministic_seeded in self.overload.tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,16 @@ def tensors_read(tape: Tape) -> set[int]:
     return {tid for event in tape.events for tid in reads_and_writes(event)[0]}
 
 
+def depending_on(tape: Tape, tids: Iterable[int]) -> set[int]:
+    """Return these tensors and all that are computed from any of them."""
+    found = set(tids)
+    for event in tape.events:
+        inputs, outputs = reads_and_writes(event)
+        if not found.isdisjoint(inputs):
+            found.update(outputs)
+    return found
+
+
 def starred(fqn: str) -> str:
     """Replace every number in ``fqn`` by a star, so that the layers of a stack have the same name."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn)
@@ -211,12 +226,6 @@ class Tape:
 
 def draws(tape: Tape) -> list[Op]:
     """Return the operators that draw random numbers in inference, where dropout does not."""
-    random = torch.Tag.nondeterministic_seeded
     of_training = {"train", "training", "dropout_p"}
-    ops = (e for e in tape.events if isinstance(e, Op) and e.overload is not None)
-    return [
-        op
-        for op in ops
-        if random in op.overload.tags
-        and of_training.isdisjoint(a.name for a in op.overload._schema.arguments)
-    ]
+    ops = (event for event in tape.events if isinstance(event, Op) and event.is_random)
+    return [op for op in ops if of_training.isdisjoint(a.name for a in op.overload._schema.arguments)]
