@@ -163,7 +163,6 @@ class ModelBuilder:
     all_ranks: Launch
     """All processes that build the model together."""
     all_reduce: AllReduce | str | None
-    compiled: bool
     check_inputs: bool
 
     def with_adapters(self, adapters: AdapterSet | None) -> ModelBuilder:
@@ -201,7 +200,7 @@ class ModelBuilder:
             self.all_ranks, partial(self._built, comm, stored, place), timeout
         )
         model = unwrapped(built)
-        if self.compiled:
+        if self.wanted.compiled:
             if place is None:
                 from ..inference.compiling import compile_model
 

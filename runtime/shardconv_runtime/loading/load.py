@@ -364,9 +364,7 @@ def load(
         if checked.repository is not None:
             fetch = partial(_with_files, checked, start.rank)
             checked = agreement.together(all_ranks, fetch, agreement.DOWNLOAD_TIMEOUT_S)
-        building = ModelBuilder(
-            checked, wanted, start, all_ranks, all_reduce, compiled=compile, check_inputs=check_inputs
-        )
+        building = ModelBuilder(checked, wanted, start, all_ranks, all_reduce, check_inputs=check_inputs)
         model = building.model()
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
