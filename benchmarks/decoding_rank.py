@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from inference_rank import join, load_transformers
+from measured import status_bytes
 from shardconv_runtime.comm import mesh
 from shardconv_runtime.format import manifest
 from shardconv_runtime.inference.compiling import compile_model
@@ -212,8 +213,8 @@ def calls(options: argparse.Namespace) -> dict[str, Any]:
                     "recordings": decoder.num_recordings,
                     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
                     "buffers": decoder.num_bytes,
-                    "resident": memory_bytes("RssAnon"),
-                    "peak": memory_bytes("VmHWM"),
+                    "resident": status_bytes("RssAnon"),
+                    "peak": status_bytes("VmHWM"),
                 }
             )
         rows, length, new = (int(torch.randint(1, most, (), generator=generator)) for most in (9, 120, 60))
@@ -222,12 +223,6 @@ def calls(options: argparse.Namespace) -> dict[str, Any]:
         mask[0, : (length - 1) // 2 * (number % 2)] = 0
         model.generate(ids * mask, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=1)
     return {"parts": parts}
-
-
-def memory_bytes(field: str) -> int:
-    """Of this process, as the kernel counts it: what is its own now, or the most that it ever had."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields[field].split()[0])
 
 
 COMMANDS = {"host": host, "kernels": kernels, "tokens": tokens, "calls": calls}

@@ -247,8 +247,7 @@ def load_pair(converted: Path, source: Path, mode: str) -> dict[str, Subject]:
         theirs._eager_forward = theirs.forward
         theirs.forward = torch.compile(theirs.forward)
     share_weights(ours, theirs)
-    found = {"shardconv": ours, "transformers": theirs}
-    return {name: Subject(model, compiled) for name, model in found.items()}
+    return {"shardconv": Subject(ours, compiled), "transformers": Subject(theirs, compiled)}
 
 
 def share_weights(model: torch.nn.Module, other: torch.nn.Module) -> None:

@@ -42,12 +42,12 @@ class Phase:
         """Time and memory now; the peak of the memory starts again from here."""
         peak, children = _max_rss(resource.RUSAGE_SELF), _max_rss(resource.RUSAGE_CHILDREN)
         was_reset = _reset_peak()
-        return cls(time.perf_counter(), _status_bytes("VmRSS"), peak, children, was_reset)
+        return cls(time.perf_counter(), status_bytes("VmRSS"), peak, children, was_reset)
 
     def end(self) -> dict[str, Any]:
         """Seconds and memory since ``begin``; where the peak could not be reset it is that of the process."""
         seconds = time.perf_counter() - self.start
-        peak = _status_bytes("VmHWM")
+        peak = status_bytes("VmHWM")
         return {
             "phase_s": seconds,
             "rss_before": self.rss,
@@ -63,7 +63,8 @@ def _max_rss(who: int) -> int:
     return resource.getrusage(who).ru_maxrss * 1024
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """Memory of this process, as the kernel counts it: VmRSS now, VmHWM at its peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].removesuffix("kB")) * 1024
 

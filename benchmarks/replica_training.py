@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ import transformers
 from convert import describe, render, spread, tell
 from disk import machine
 from inference import SAVE
+from measured import Phase
 from synthetic import Shape
 from torch import Tensor
 
@@ -103,11 +103,6 @@ def sent_bytes() -> int:
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def run_rank(options: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -130,18 +125,17 @@ def run_rank(options: argparse.Namespace) -> None:
         ids = torch.randint(vocab, (options.batch, options.tokens), generator=generator)
         for name in sorted(subjects, reverse=number % 2 == 1):
             gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            before, resident = sent_bytes(), resident_bytes("VmRSS")
+            before = sent_bytes()
             dist.barrier()
-            start = time.perf_counter()
+            phase = Phase.begin()
             loss = subjects[name].step(ids)
-            taken = time.perf_counter() - start
+            step = phase.end()
             dist.barrier()
             row = found[name]
             row["sent"], row["loss"] = sent_bytes() - before, loss
             if number:
-                row["seconds"].append(taken)
-                row["peak"] = max(row["peak"], resident_bytes("VmHWM") - resident)
+                row["seconds"].append(step["phase_s"])
+                row["peak"] = max(row["peak"], step["peak_above"])
             dist.barrier()
     (options.scratch / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -158,14 +152,15 @@ def table(ranks: list[dict[str, dict[str, Any]]], num_tokens: int) -> list[dict[
     theirs = steps(THEIRS) if "error" not in ranks[0][THEIRS] else []
     for name in (*OURS, THEIRS):
         if "error" in ranks[0][name]:
-            rows.append({"variant": name, "a step, s": ranks[0][name]["error"]})
+            rows.append({**dict.fromkeys(rows[0], ""), "variant": name, "a step, s": ranks[0][name]["error"]})
             continue
         own = steps(name)
+        ratios = [a / b for a, b in zip(own, theirs, strict=True)] if theirs else []
         losses = statistics.mean(rank[name]["loss"] for rank in ranks)
         rows.append({
             "variant": name,
             "a step, s": spread(own, 3),
-            "ratio to transformers": spread([a / b for a, b in zip(own, theirs or own, strict=True)], 3),
+            "ratio to transformers": spread(ratios, 3) if ratios else "",
             "tokens/s": f"{num_tokens / statistics.median(own):.0f}",
             "sent, MB": f"{max(rank[name]['sent'] for rank in ranks) / 1e6:.1f}",
             "peak, MB": f"{max(rank[name]['peak'] for rank in ranks) / 1e6:.0f}",
