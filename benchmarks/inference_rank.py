@@ -57,6 +57,11 @@ def join() -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
+def is_first() -> bool:
+    """Whether this process is rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def barrier() -> None:
     """Wait for the other ranks."""
     if world_size() > 1:
