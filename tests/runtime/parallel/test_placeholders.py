@@ -7,6 +7,8 @@ import inspect
 
 import pytest
 import torch
+from shardconv_runtime.comm.collectives import ProcessCommunicator
+from shardconv_runtime.parallel.embeddings import attach_embeddings
 from shardconv_runtime.parallel.stage_model import Placeholder, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 
@@ -68,3 +70,11 @@ def test_a_placeholder_can_be_replaced_too() -> None:
     assert isinstance(second, Placeholder)
     assert type(first) is type(second)
     assert (first(0), second(0), second.factor) == (1, 2, 5.0)
+
+
+def test_a_search_for_embeddings_copies_no_layer() -> None:
+    """A model of a hundred layers, of which a few are computed, would copy the others for each rank."""
+    model = nn.Sequential(Scaled(), Scaled())
+    made = swap_for_placeholder(model, "1", nn.Identity())
+    attach_embeddings(model, {}, {}, {}, ProcessCommunicator(0, (1,), {}))
+    assert not made._has_own
