@@ -11,14 +11,19 @@ import copy
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations import sdpa_attention
 
 from ..comm.agreement import PAGED
 from ..comm.stage_link import StageLink
@@ -122,7 +127,8 @@ class PagedModel:
             PAGED.reset(token)
 
     def _call(self, inputs: dict[str, Any]) -> Any:
-        return self.unwrapped._call_impl(**inputs)
+        with AttentionByRequest.of(inputs, self.unwrapped.device) or nullcontext():
+            return self.unwrapped._call_impl(**inputs)
 
     def _counted_call(self, inputs: dict[str, Any]) -> Any:
         """Return the first call: each layer has to attend through the pages, once."""
@@ -155,6 +161,90 @@ class PagedModel:
         shared = torch.tensor([number], dtype=torch.float64, device=self.unwrapped.device)
         self._link.share([shared])
         return float(shared)
+
+
+_by_request: ContextVar[bool] = ContextVar("by_request", default=False)
+
+
+@functools.cache
+def _share_keys_by_groups() -> None:
+    """Have transformers' attention share keys among the heads of a group in ``AttentionByRequest``.
+
+    With a mask it copies keys and values for each head (5.23 and 5.24), since kernels of GPUs cannot take
+    both a mask and groups. That of CPUs can. Versions without this function go on copying.
+    """
+    found = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
+    if found is None:
+        return
+
+    @functools.wraps(found)
+    def decided(*args: Any, **kwargs: Any) -> bool:
+        return _by_request.get() or bool(found(*args, **kwargs))
+
+    sdpa_attention.use_gqa_in_sdpa = decided
+
+
+class AttentionByRequest(TorchFunctionMode):
+    """Computes the attention of each request of a packed call by itself, as a context.
+
+    For scaled dot product attention, transformers (5.17 to 5.24) computes the scores of each token with the
+    keys of all requests, and masks those of other requests: for 64 requests 64 times as many as are needed.
+    Each block of the mask, with the same queries and keys, gives the same results.
+
+    Args:
+        queries: where the queries of each request begin, and where the last ones end.
+        keys: the same of keys, by the address of the mask of a kind of layers.
+    """
+
+    def __init__(self, queries: Sequence[int], keys: Mapping[int, Sequence[int]]) -> None:
+        super().__init__()
+        self._queries = queries
+        self._keys = keys
+        self._token: Token[bool] | None = None
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._token = _by_request.set(True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._token is not None
+        _by_request.reset(self._token)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], device: torch.device) -> Self | None:
+        """Return a context for the inputs of a packed call; None where it is not used.
+
+        It is not used on GPUs, where many small kernels may take longer than a large one, nor with attention
+        that has no mask.
+        """
+        masks, keys = inputs.get("attention_mask"), inputs.get("cu_seq_lens_k")
+        if device.type != "cpu" or torch.compiler.is_compiling() or masks is None or not keys:
+            return None
+        if isinstance(masks, Tensor):
+            masks = dict.fromkeys(keys, masks)
+        queries = inputs["cu_seq_lens_q"].tolist()
+        _share_keys_by_groups()
+        return cls(queries, {masks[name].data_ptr(): keys[name].tolist() for name in masks})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        mask = kwargs.get("attn_mask")
+        if func is not scaled_dot_product_attention or mask is None or len(args) != 3:
+            return func(*args, **kwargs)
+        keys = self._keys.get(mask.data_ptr())
+        if keys is None or mask.shape != (1, 1, self._queries[-1], keys[-1]):
+            return func(*args, **kwargs)  # another mask, for example one with a bias
+        query, key, value = args
+        results = []
+        for (start, end), (first, last) in zip(pairwise(self._queries), pairwise(keys), strict=True):
+            kwargs["attn_mask"] = mask[..., start:end, first:last]
+            own = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
+            results.append(func(*own, **kwargs))
+        return torch.cat(results, dim=-2)
 
 
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
