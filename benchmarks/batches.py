@@ -4,7 +4,7 @@
 At one rank the model is the demo's SmolLM2-135M-Instruct in float32, beside the unsharded one. At two ranks
 the other one has transformers' tensor parallelism, which cannot divide the 3 key/value heads of SmolLM2, so
 that a llama of the same size with 4 of them is measured, too. Both answer with continuous batching and the
-same settings. Prompts have 8 to 64 random tokens. With ``--compiled``, steps are compiled
+same settings. Prompts have 8 to 64 random tokens (``--prompt``). With ``--compiled``, steps are compiled
 (``default_compile_level=1``); the manager of the first call is kept, so that a step is compiled once.
 
 - *Tokens/s* counts new tokens, from the call to its return.
@@ -50,17 +50,17 @@ EVEN = Shape(hidden=512, intermediate=1536, heads=8, kv_heads=4, vocab=49152, la
 TIME_LIMIT_S = 1800
 
 
-def prompts(size: int, vocab: int) -> list[list[int]]:
+def prompts(size: int, longest: int, vocab: int) -> list[list[int]]:
     """Return random token ids, which are the same on all ranks."""
     generator = torch.Generator().manual_seed(size)
-    lengths = torch.randint(8, 65, (size,), generator=generator).tolist()
+    lengths = torch.randint(longest // 8, longest + 1, (size,), generator=generator).tolist()
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
 def answer(model: Any, asked: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """Call ``generate_batch`` once, and return what was measured and the tokens."""
     config = ContinuousBatchingConfig(
-        **{PAGE_SIZE: 32}, num_blocks=320, max_batch_tokens=512, default_compile_level=int(options.compiled)
+        **{PAGE_SIZE: 32}, num_blocks=576, max_batch_tokens=512, default_compile_level=int(options.compiled)
     )
     greedy = GenerationConfig(max_new_tokens=options.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     gc.collect()
@@ -101,7 +101,7 @@ def run_rank(options: argparse.Namespace) -> None:
     }
     found: list[dict[str, Any]] = []
     for size in map(int, options.sizes.split(",")):
-        asked = prompts(size, models[OURS].config.vocab_size)
+        asked = prompts(size, options.prompt, models[OURS].config.vocab_size)
         calls: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
         errors: dict[str, str] = {}
         for number in range(options.rounds + 1):  # the first one warms up
@@ -160,7 +160,7 @@ def launch(source: Path, tp: int, options: argparse.Namespace) -> list[list[dict
     subprocess.run([*convert, "--no-check", "--quiet"], check=True)
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)] if tp > 1 else []
     command = [sys.executable, *ranks, __file__, "--converted", converted, "--source", source]
-    for name in ("sizes", "tokens", "rounds", "threads"):
+    for name in ("sizes", "prompt", "tokens", "rounds", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--result", result, *(["--compiled"] if options.compiled else [])]
     env = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -174,6 +174,8 @@ def main() -> None:
     )
     parser.add_argument("--sizes", default="1,16,64", help="requests of a call (default 1,16,64)")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of a request (default 32)")
+    parser.add_argument("--prompt", type=int, default=64, help="most tokens of a prompt (default 64)")
+    parser.add_argument("--tps", default="1,2", help="numbers of ranks (default 1,2)")
     parser.add_argument("--rounds", type=int, default=5, help="that are timed (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="of a process (default 1)")
     parser.add_argument("--compiled", action="store_true", help="compile the steps")
@@ -196,12 +198,15 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", SAVE, json.dumps(EVEN.config()), root / "llama"], check=True)
         rows = []
         for model, tp in (("SmolLM2", 1), ("SmolLM2", 2), ("llama", 2)):
+            if str(tp) not in options.tps.split(","):
+                continue
             rows += table(model, tp, launch(root / model, tp, options), options.tokens)
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         notes = [
             f"{machine(root)}, CPython {sys.version.split()[0]}, {versions}",
             f"SmolLM2-135M-Instruct, and a llama of {describe(EVEN)}; float32, {options.threads} "
-            f"thread(s) for each rank, {options.tokens} new tokens, {options.rounds} rounds",
+            f"thread(s) for each rank, prompts of {options.prompt // 8} to {options.prompt} tokens, {options.tokens} new "
+            f"ones, {options.rounds} rounds",
             f"load of the machine {load:.1f} before; {time.monotonic() - begin:.0f} s in all",
         ]
     text = render(rows, notes)
