@@ -30,7 +30,8 @@ from ..parallel.model_changes import refuse_method
 from ..saving.saved_adapters import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
-from .building import ModelBuilder, Stored, unsharded
+from .building import ModelBuilder, Stored
+from .checked_source import unsharded
 
 _REFUSED = {
     "add_adapter": "call shardconv_runtime.add_adapter(model, config), which returns a model with both",
@@ -90,8 +91,11 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     own: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
     text = agreement.exchange(building.start, own)[0]
     planned = PlannedAdapter(adapter, plan_json.loads(text), plan_json.sha256(text))
-    build = partial(unsharded, building.checked, building.wanted)
-    adapters = AdapterSet.of({**known, name: planned}, building.checked.plan, build)
+    adapters = AdapterSet.of(
+        {**known, name: planned},
+        building.checked.plan,
+        lambda: unsharded(building.checked, building.wanted)[1],
+    )
     stored: Stored | None = None
     if not loaded(model).packed:  # modules of packed formats have other tensors than the files
         present, base = named_tensors(model), _base_tensors(model)
