@@ -35,6 +35,8 @@ from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, i
 from ..arguments import MEMORY
 from ..reporting.progress import Progress
 from ..writing.writer import copy_small_files
+from . import shards
+from .intact import one_line
 from .shards import Converted
 
 
@@ -314,3 +316,24 @@ def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
             return start + index
         index -= stop - start
     raise AssertionError("a local index lies in the rank's shard")
+
+
+def add_differences(
+    directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
+) -> int | None:
+    """Add the differences, and return the number of tensors that were compared.
+
+    If there are problems already, files that cannot be read are not added as others.
+    """
+    try:
+        opened = shards.read_stages(directory, may_be_damaged=True)
+        compared = [compare(each, reference, progress) for each in opened]
+    except (CheckpointError, SourceError) as error:
+        if not problems:
+            raise
+        remarks.append(one_line(f"not compared with {reference.spec.name}: {error}"))
+        return None
+    problems.extend(map(one_line, dict.fromkeys(line for each in compared for line in each.problems)))
+    for each in opened:
+        remarks.extend(map(one_line, compare_small_files(each.manifest, reference.spec)))
+    return compared[0].num_tensors

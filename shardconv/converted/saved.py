@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.checkpoint.resolve import ModelSpec
@@ -396,3 +397,32 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     saved = with_packed(saved_tensors(model, weights), packed)
     in_bands = {n: gathered(n, t) if is_interleaved(t) else t for n, t in saved.items()}
     return in_bands, model.num_parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """The weights of a checkpoint: its tensors, divided into files like ``save_pretrained`` does."""
+
+    tensors: Mapping[str, LazyTensor]
+    files: Mapping[str, Sequence[str]]
+    """File -> names of tensors."""
+    index: Mapping[str, Any]
+    """Contents of ``model.safetensors.index.json``; empty for a single file."""
+
+
+def divided_into_files(
+    tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int
+) -> CheckpointLayout:
+    """Divide the tensors into files, like huggingface_hub does for ``save_pretrained``."""
+    sizes = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        for name, tensor in tensors.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    index = {
+        "metadata": {"total_parameters": num_parameters, **split.metadata},
+        "weight_map": split.tensor_to_filename,
+    }
+    return CheckpointLayout(tensors, split.filename_to_tensors, index if split.is_sharded else {})

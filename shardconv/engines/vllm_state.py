@@ -12,16 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from . import vllm_recorder
-from .vllm_recorder import FAILURE, LOG, REQUEST, Failure, answer_name, last_line
-
-if TYPE_CHECKING:
-    from .vllm_rank import Answer, Declared, Request
+from .vllm_protocol import FAILURE, LOG, REQUEST, Answer, Declared, Failure, Request, answer_name, last_line
 
 SHOWN = 3
 """How many refused parameters an error names."""
@@ -72,8 +69,6 @@ class StateRecorder:
         Raises:
             SourceError: if vLLM cannot load the model, or writes something that cannot be recorded.
         """
-        from .vllm_rank import Request  # imports torch, while the process imports vLLM
-
         own = tuple(range(tp)) if ranks is None else tuple(sorted(ranks))
         request = Request(directory, tensors, tp, own, dtype or "auto", trust_remote_code)
         answers = self._answers(name, request)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Private, but documented, and the only way to memory that other GPUs can read.
+from torch.distributed import _symmetric_memory
+
 from ..errors import LaunchError, PlanError
 from .collectives import AllReduce, ProcessCommunicator
 from .mesh import Launch, can_capture
@@ -75,7 +78,9 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
         for group in groups:
             known, _ = _shared.get(group.group_name, (None, None))
             if known is not group:
-                _shared[group.group_name] = group, _shared_buffer(start.device, group)
+                buffer = _symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=start.device)
+                _symmetric_memory.rendezvous(buffer, group)
+                _shared[group.group_name] = group, buffer
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise LaunchError(
@@ -107,12 +112,3 @@ def _symmetric_sum(x: Tensor, group_name: str) -> Tensor:
 @_symmetric_sum.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(x)
-
-
-def _shared_buffer(device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    # Private, but documented, and the only way to such memory; no other file knows of it.
-    from torch.distributed import _symmetric_memory
-
-    buffer: Tensor = _symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
-    _symmetric_memory.rendezvous(buffer, group)
-    return buffer

@@ -17,6 +17,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 
 from ..errors import brief
 from ..hub_options import again, option
@@ -28,13 +34,6 @@ from .time_limits import NoAnswerError, NotReachedError
 @contextmanager
 def without_hub_logging() -> Iterator[None]:
     """Disable huggingface_hub's logs and bars; restore them on exit."""
-    from huggingface_hub.utils import logging as hub_logging
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
     verbosity, had_bars = hub_logging.get_verbosity(), not are_progress_bars_disabled()
     hub_logging.set_verbosity(logging.ERROR)
     disable_progress_bars()
@@ -49,7 +48,7 @@ def without_hub_logging() -> Iterator[None]:
 @contextmanager
 def without_library_logging() -> Iterator[None]:
     """Disable transformers' and huggingface_hub's logs, warnings and bars; restore them on exit."""
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging as transformers_logging  # takes seconds, see `without_hub_logging`
 
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig
 
 # The imports take seconds, so this module is imported only when a manager is made.
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, model_runner
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
 from ..comm.agreement import PAGED, agree, exchange, share_rng_state
@@ -275,9 +275,6 @@ def _name_of_waker(manager: Any) -> str:
 
 def _tokens_of_one_request(cache: Any) -> int:
     """Return the most tokens of one request for which an empty cache has room."""
-    # Not all supported versions have the function.
-    from transformers.generation.continuous_batching import model_runner
-
     if hasattr(model_runner, "infer_max_single_request_tokens"):
         return int(model_runner.infer_max_single_request_tokens(cache))
     return int(cache.num_blocks // cache.num_groups * cache.block_size)  # in earlier versions

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import StoppingCriteriaList, TextStreamer, generation
 
 from ..comm.agreement import compare_calls, digest, exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import PlanError
+from .assisted import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
+from .continuous_batching import prepare_batches
 from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
@@ -101,8 +104,6 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
     """Return ``_get_stopping_criteria`` with which rank 0 decides on criteria that ranks may differ in."""
 
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from transformers import StoppingCriteriaList, generation
-
         same_on_all_ranks = (
             generation.MaxLengthCriteria,
             generation.EosTokenCriteria,
@@ -175,13 +176,10 @@ def prepare_generation(
         return
     model.generate = MethodType(_in_step(start, gather_logits, link), model)  # type: ignore[assignment]
     if start.world_size > 1:
-        # Private, but every criterion passes through it, wherever it was set.
-
         if hasattr(model, "_get_candidate_generator"):
-            from .assisted import candidates_of_rank_0
-
             candidates = MethodType(candidates_of_rank_0(start), model)
             model._get_candidate_generator = candidates  # type: ignore[assignment]
+        # Private, but every criterion passes through it, wherever it was set.
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
     for name in BATCHED:
         if hasattr(model, name):
@@ -198,9 +196,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
-    """Return a method of continuous batching, whose code is imported when it is called."""
-
-    from .continuous_batching import prepare_batches
+    """Return a method of continuous batching, which first prepares the model for it."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepare_batches(self, start, gather_logits, link)
@@ -211,8 +207,6 @@ def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | No
 
 def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .assisted import ARGUMENT, vocabulary_of_draft, with_draft  # few calls have a draft
-
         if not gather_logits:
             raise PlanError("generate needs full logits; load the model with gather_logits=True")
         # Positional arguments get their names, for errors and to replace a streamer.
@@ -268,8 +262,6 @@ def _printing_once(start: Launch, streamer: Any) -> Iterator[None]:
     Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only
     ``TextStreamer`` prints, and would print a line for each rank.
     """
-    from transformers import TextStreamer
-
     prints = isinstance(streamer, TextStreamer) and (
         getattr(streamer.on_finalized_text, "__func__", None) is TextStreamer.on_finalized_text
     )

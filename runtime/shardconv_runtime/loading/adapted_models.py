@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..adapters.adapter_files import PlannedAdapter, require_name
-from ..adapters.adapter_names import DEFAULT, is_of_adapter
+from ..adapters.adapter_names import DEFAULT, is_of_adapter, peft
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
@@ -209,7 +209,8 @@ def _merge_and_unload(
 
 def _unload(wrapper: Any) -> Any:
     """Return the model without adapters; every rank calls it."""
-    if any(isinstance(module, _layer_class()) and module.merged for module in wrapper.modules()):
+    kind = peft().tuners.tuners_utils.BaseTunerLayer
+    if any(isinstance(module, kind) and module.merged for module in wrapper.modules()):
         raise PlanError("unload: adapters are merged into the weights; call unmerge_adapter() first")
     return _rebuilt(wrapper)
 
@@ -284,8 +285,9 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
         raise PlanError("merging: the weights are packed; load the model with dequantize=True")
     _require_unsplit(wrapper, "merging")
     wrong = []
+    kind = peft().tuners.tuners_utils.BaseTunerLayer
     for fqn, layer in unwrapped(wrapper).named_modules():
-        if isinstance(layer, _layer_class()):
+        if isinstance(layer, kind):
             try:
                 wrong += [] if _stays_the_same(layer, list(names)) else [fqn]
             except (PlanError, RuntimeError, AttributeError, TypeError, ValueError):
@@ -314,12 +316,6 @@ def _stays_the_same(layer: Any, names: list[str]) -> bool:
     after = type(trial).forward(trial, x)
     largest = float(before.abs().max())
     return float((after - before).abs().max()) <= _TOLERANCES.get(base.weight.dtype, 1e-4) * largest
-
-
-def _layer_class() -> Any:
-    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
-
-    return BaseTunerLayer
 
 
 def _require_unsplit(model: nn.Module, what: str) -> None:
