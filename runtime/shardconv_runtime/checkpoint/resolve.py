@@ -14,9 +14,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..errors import SourceError, brief
 from ..format.small_files import EXAMPLE_NAME
-from ..hub.hub_errors import explain
+from ..hub.hub_errors import bounded, explain
 from ..hub.remote_files import RemoteFile, remote_files
-from ..hub.time_limits import bounded
 from ..hub_options import Hub
 from .model_directory import (
     LAYOUTS,

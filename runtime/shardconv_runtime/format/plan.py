@@ -1,6 +1,6 @@
 """The plan that the converter solves for and the runtime builds from.
 
-Frozen values, each of which checks its own fields when it is made; ``plan_checks`` has the rules between the
+Frozen values, each of which checks its own fields when it is made; ``plan_json`` has the rules between the
 parts of a plan. Entries get their names when they are put into a plan; before that, ``names`` may be empty.
 ``plan_json`` writes and reads plans, ``docs/plan-format.md`` is the specification.
 """

@@ -16,12 +16,11 @@ from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
 from ..format import plan_json as codec
-from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
 from ..format.small_files import entry_of, files_to_copy
-from ..format.stored_layout import stored_plans
+from ..format.stored_layout import adjacent_tensors, in_units, stored_plans
 from ..hub.fetch import plan_path
 from ..hub.hub_errors import without_library_logging
 from ..hub_options import Hub

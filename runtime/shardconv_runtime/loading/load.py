@@ -37,13 +37,12 @@ from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .adapted_models import guard_adapters
-from .building import ModelBuilder
+from .building import ModelBuilder, require_several
 from .by_plan import ordinary
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
 from .packed_models import require_packages
 from .reading import ReadAhead
-from .staged_models import require_several
 
 # All ranks must load the same model: ranks of different ones would run, and compute nonsense.
 

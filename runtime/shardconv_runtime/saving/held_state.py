@@ -18,7 +18,7 @@ from ..format.slices import Mesh, Range
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
-from ..parallel.model_changes import MARK
+from ..parallel.refusals import MARK
 from .dcp_boxes import Box, BoxedTensor, held_boxes, local_tensor, local_window, owned_boxes
 from .optimizer_index import (
     OptimizerIndex,

@@ -14,9 +14,8 @@ from library_checkpoints import dense_model, gptq_module, save_gptq
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
-from shardconv_runtime.packed.dequantize import check_values, dequantize
 from shardconv_runtime.packed.held import WeightSlice
-from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
 
 WORDS = torch.iinfo(torch.int32)
 
