@@ -14,20 +14,22 @@ from shardconv_runtime.format.typed_json import write_text
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
 from ..converted.merge import merge
-from ..converted.replan import replan
-from ..converted.reshard import reshard
+from ..converted.replan import replan, reshard
 from ..converted.verify import DamagedError, describe, verify
 from ..engines.state_files import is_engine_state, verify_state
 from ..publishing.picture import picture
 from ..reporting.report import files_report
 from ..reporting.summary import human_bytes, summarize
-from .opening import adapter_plan, is_on_hub, opened, require_local
 from .options import (
+    adapter_plan,
     hub_options,
+    is_on_hub,
     loudness_options,
+    opened,
     part_options,
     print_plan,
     printable,
+    require_local,
     sequence_option,
     size_options,
     stage_options,

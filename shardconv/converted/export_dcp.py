@@ -32,7 +32,6 @@ from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape, numbered
 from shardconv_runtime.versions import tool_versions
 
@@ -43,6 +42,7 @@ from ..writing.job import PARTIAL, TargetFile, read_state, target_file
 from ..writing.outputs import Output
 from ..writing.workspace import Claim, opened, refuse_if_busy
 from . import derived, shards
+from .derived import gathered, is_interleaved
 from .shards import Converted, OwnedPart
 
 FORMATS = ("dcp",)

@@ -30,7 +30,6 @@ from shardconv_runtime.hub.hub_errors import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import (
     ComputedLeaf,
     FileLeaf,
@@ -44,6 +43,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from . import derived
+from .derived import gathered, is_interleaved
 from .shards import Converted
 
 # Stored tensors of packed parameters follow the layout in which transformers saves the plain model.

@@ -15,7 +15,6 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stored_layout import stored_plans
-from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..arguments import SolveOptions
@@ -24,6 +23,7 @@ from ..reporting.progress import Progress
 from ..writing.outputs import Output, StageOutputs, WriteOptions, write_to
 from ..writing.writer import Origin, write
 from . import derived
+from .derived import gathered, is_interleaved
 from .shards import Converted
 
 

@@ -14,8 +14,7 @@ from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, Stage
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
-from .placeholder_forms import UnitForms
-from .second_call import SecondCall
+from .placeholder_forms import SecondCall, UnitForms
 from .tape_units import Crossings, TapeUnits, Unit
 
 # The cuts are at the borders that distribute bytes and work most evenly.

@@ -32,8 +32,7 @@ from ..writing.workspace import Workspace, opened
 from ..writing.writer import Origin, checksums_of_all, claim_of, origin_of, require_unchanged
 from . import state_files
 from .state_files import signature
-from .vllm_protocol import Declared
-from .vllm_state import EngineState
+from .vllm_state import Declared, EngineState
 
 CONFIG_NAME = "config.json"
 

@@ -26,7 +26,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from .recorded_writes import RecordedWrites, RefusedRawReads, dtype_name
 from .strided_views import UnknownContentError
-from .vllm_protocol import Answer, Declared, Recorded, Request
+from .vllm_state import Answer, Declared, Recorded, Request
 
 # vLLM's process groups for one rank without the others: it may ask who it is, and cannot communicate.
 

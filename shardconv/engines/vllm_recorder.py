@@ -23,22 +23,9 @@ from typing import Any, TypeVar
 from shardconv_runtime.errors import ShardconvError, brief
 
 from .vllm_calls import require_known
-from .vllm_protocol import FAILURE, LOG, REQUEST, Failure, Request, answer_name, last_line
+from .vllm_state import FAILURE, LOG, REQUEST, Failure, Request, answer_name, last_line
 
 T = TypeVar("T")
-
-SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # A pool of threads does not survive a fork; nothing large is computed.
-    "OMP_NUM_THREADS": "1",
-    # torch looks for GPUs without initializing CUDA, which cannot be used after a fork.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-}
-"""The environment of vLLM: it starts no process, asks no server, and plans for a small cache."""
 
 TARGET = "VLLM_TARGET_DEVICE"
 """The variable of the environment with the device for which vLLM chooses its parameters."""

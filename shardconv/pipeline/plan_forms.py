@@ -21,21 +21,25 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..cutting.capped_sizes import with_capped_sizes
-from ..cutting.second_call import second_call
+from ..cutting.placeholder_forms import second_call
 from ..cutting.stage_plans import StageOptions, stages_plan
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..dim_analysis.rules import RULES
 from ..inputs.input_maker import EXTRA_OUTPUTS
 from ..inputs.trace_inputs import TraceInputs
-from ..planning.draws import draw_plans
 from ..planning.fused_layers import PeerLayers, fused_plans, without_groups
 from ..planning.module_plans import logits_info, module_plans
 from ..planning.obstacle import Obstacle
-from ..planning.parameter_plans import find_divided_step, gradient_plans, parameter_plans, split_at_steps
+from ..planning.parameter_plans import (
+    draw_plans,
+    find_divided_step,
+    gradient_plans,
+    parameter_plans,
+    split_at_steps,
+)
 from ..planning.solution import Solution
-from ..solving.pins import Pins, pins_of
-from ..solving.sequence_dims import sequence_leaves, solve_sequence
-from ..solving.solve import solve
+from ..solving.gradients import sequence_leaves, solve_sequence
+from ..solving.solve import Pins, pins_of, solve
 from ..tracing.tape import Tape, draws, starred
 from ..tracing.trace import trace
 from ..verifying.retrace import retrace

@@ -24,8 +24,7 @@ from ..planning.parameter_plans import Steps
 from ..planning.solution import Solution
 from ..simulation.layer_bypass import Bypass
 from ..solving.gradients import solve_gradients
-from ..solving.pins import Given
-from ..solving.solve import Assignment
+from ..solving.solve import Assignment, Given
 from ..tracing.fold import Folded
 
 

@@ -26,8 +26,7 @@ from torch import nn
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node, find, leaves
-from ..tracing.fold import NUMBERED, Folded
-from ..tracing.layer_kinds import Segment, alike, segments_of
+from ..tracing.fold import NUMBERED, Folded, Segment, alike, segments_of
 from ..tracing.tape import Mark, prefixes, starred
 from .obstacle import Obstacle, joined
 

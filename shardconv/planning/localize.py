@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import leaves
 from ..tracing.fold import NUMBERED
-from ..tracing.ints import Expr, evaluate, sources, traced_ints
+from ..tracing.functions import Expr, evaluate, sources, traced_ints
 from ..tracing.tape import Ref, Tape, TracedIntCall, prefixes
 from .layout import Layouts, Shapes
 from .obstacle import Obstacle, joined

@@ -19,13 +19,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .identities import META, Identities, IdentitiesPoint, TensorKey, tensor_key
-from .operators import (
+from .identities import (
     FIRST_ASKED,
+    META,
     META_RESULTS,
+    Identities,
+    IdentitiesPoint,
     OperatorFacts,
+    TensorKey,
     mutated_arguments,
     result_on_meta,
+    tensor_key,
     tensors_in,
 )
 from .tape import Mark, Op, Ref, Tape, TensorInfo, starred

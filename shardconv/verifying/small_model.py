@@ -28,9 +28,9 @@ from ..planning.localize import Attribute, Change, localized
 from ..planning.obstacle import Obstacle
 from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
-from ..simulation.simulated_weights import fill
+from ..simulation.streamed_weights import fill
 from ..tracing.fold import Folded
-from ..tracing.ints import sources, traced_ints
+from ..tracing.functions import sources, traced_ints
 from ..tracing.tape import Mark, Tape, prefixes, starred
 from ..tracing.trace import trace
 from .leaf_groups import LeafGroup

@@ -18,8 +18,16 @@ from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from
 import shardconv
 from shardconv.engines import vllm_calls, vllm_state
 from shardconv.engines.vllm_calls import EngineCall, EngineMethod, EngineValue, is_tested, require_known
-from shardconv.engines.vllm_protocol import FAILURE, REQUEST, Answer, Failure, Recorded, Request, answer_name
-from shardconv.engines.vllm_state import EngineState
+from shardconv.engines.vllm_state import (
+    FAILURE,
+    REQUEST,
+    Answer,
+    EngineState,
+    Failure,
+    Recorded,
+    Request,
+    answer_name,
+)
 
 WEIGHT = {"w": zeros("float32", (4, 2))}
 DECLARED = {"w": ("float32", (4, 2))}
