@@ -158,7 +158,20 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
     problem: TooLargeToRead | Unprovable | None = None
     for precision in PRECISIONS:
         try:
-            reads = _reads(lockstep, precision)
+            # Keep as many weights as fit in the free memory.
+            activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
+            free = int(available_bytes() * MEMORY_SHARE)
+            largest, name = max(
+                (largest_read(t, precision.dtype), name) for name, t in lockstep.unsharded.items()
+            )
+            if activations + COPIES * largest > free:
+                needed = human_bytes(activations + COPIES * largest)
+                raise TooLargeToRead(
+                    f"to run it in {_name(precision.dtype)} takes some {needed} of memory, for {name} and for "
+                    f"activations, and {human_bytes(free)} may be taken here"
+                )
+            room = (free - activations) // COPIES
+            reads = RecentReads(min(KEPT_BYTES, room), room)
             with progress.bar(
                 f"running all ranks in {_name(precision.dtype)}", lockstep.num_bytes
             ) as advance:
@@ -174,24 +187,6 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
             "compared with it; leave out --numerics"
         ) from problem
     raise ShardconvError(f"{where} {problem}; leave out --numerics, or use a larger machine") from problem
-
-
-def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
-    """Decide how many weights may be kept within the free memory.
-
-    Raises:
-        TooLargeToRead: if the largest weight, or the activations, do not fit.
-    """
-    activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
-    free = int(available_bytes() * MEMORY_SHARE)
-    largest, name = max((largest_read(t, precision.dtype), name) for name, t in lockstep.unsharded.items())
-    if activations + COPIES * largest > free:
-        raise TooLargeToRead(
-            f"to run it in {_name(precision.dtype)} takes some {human_bytes(activations + COPIES * largest)} "
-            f"of memory, for {name} and for activations, and {human_bytes(free)} may be taken here"
-        )
-    room = (free - activations) // COPIES
-    return RecentReads(min(KEPT_BYTES, room), room)
 
 
 def _activation_bytes(tape: Tape, precision: Precision) -> int:

@@ -28,7 +28,7 @@ from shardconv_runtime.format.plan import (
     parameter_plans,
 )
 from shardconv_runtime.format.slices import Range, ranges
-from shardconv_runtime.format.slot_steps import AllReduceStep, Boundary, layout_of
+from shardconv_runtime.format.slot_steps import AllReduceStep, layout_of
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -188,7 +188,14 @@ class _Translation:
         shardings = {name: self._sharding(name, found) for name, found in plans.items()}
         sharded = {self._held(dim) for found in plans.values() for dim in found.dims if axes_of(dim)}
         for step in (*entry.inputs, *entry.outputs):
-            self._check_step(step, sharded)
+            # Check that a step is over all ranks, and about the dim in which the parameters are sharded.
+            if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
+                raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
+            layout = layout_of(step)
+            if layout is not None and ("?" in to_text(layout) or self._held(layout) not in sharded):
+                raise Inexpressible(
+                    f"the {step.op} at {step.slot} is of a dim that none of its parameters has"
+                )
         for name, sharding in shardings.items():
             if sharding is not None:
                 self._check_loading(_joined(path, name), sharding, parameters[name].dim())
@@ -238,14 +245,6 @@ class _Translation:
             mesh, tp = self._plan.mesh, self._plan.tp
             self._known[dim] = tuple(ranges(dim, mesh, rank) for rank in range(tp))
         return self._known[dim]
-
-    def _check_step(self, step: Boundary, sharded: set[_Held]) -> None:
-        """Check that a step is over all ranks, and about the dim in which the parameters are sharded."""
-        if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
-            raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
-        layout = layout_of(step)
-        if layout is not None and ("?" in to_text(layout) or self._held(layout) not in sharded):
-            raise Inexpressible(f"the {step.op} at {step.slot} is of a dim that none of its parameters has")
 
     def _check_loading(self, fqn: str, sharding: EvenShards, num_dims: int) -> None:
         """Check that a parameter is sharded right if a checkpoint stores it in another form.

@@ -52,7 +52,25 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     """
     seeds = _Seeds(seed)
     construction = Construction(seeds.of_step)
-    state = _built(spec, construction)
+    # Build the model. Its state are meta tensors; the construction records how each gets its values.
+    dtype = getattr(torch, drawn_dtype(spec))
+    config = copy.deepcopy(spec.config)
+    try:
+        with construction.active():
+            model = spec.model_class._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
+        if not any(getattr(module, "_is_hf_initialized", False) for module in model.modules()):
+            raise SourceError(
+                f"transformers {transformers.__version__} did not initialize {spec.model_class.__name__} on "
+                "building it; this is a gap in shardconv, please report it with the model's config.json"
+            )
+    except ShardconvError:
+        raise
+    except Exception as error:  # constructors and custom code may raise anything
+        raise SourceError(
+            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {brief(error)}; "
+            "correct config.json"
+        ) from error
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     weights: dict[object, _Weight] = {}
     names = {}
     for name, found in state.items():
@@ -201,25 +219,3 @@ def _drawing(
         return tensor
 
     return compute
-
-
-def _built(spec: ModelSpec, construction: Construction) -> dict[str, Tensor]:
-    """Build the model, and return its state as meta tensors."""
-    dtype = getattr(torch, drawn_dtype(spec))
-    config = copy.deepcopy(spec.config)
-    try:
-        with construction.active():
-            model = spec.model_class._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
-        if not any(getattr(module, "_is_hf_initialized", False) for module in model.modules()):
-            raise SourceError(
-                f"transformers {transformers.__version__} did not initialize {spec.model_class.__name__} on "
-                "building it; this is a gap in shardconv, please report it with the model's config.json"
-            )
-    except ShardconvError:
-        raise
-    except Exception as error:  # constructors and custom code may raise anything
-        raise SourceError(
-            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {brief(error)}; "
-            "correct config.json"
-        ) from error
-    return {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}

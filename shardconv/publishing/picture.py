@@ -119,10 +119,24 @@ def picture(plan: Plan) -> str:
         body.append(moved(0, y, part.markup))
         y += part.height
     height = y + MARGIN
+    # The picture as text, for screen readers.
+    largest = human_bytes(max(summary.rank_bytes))
+    sentences = [
+        f"How the weights of {_name(plan)} are sharded over {plan.tp} ranks, in the order of the layers.",
+        f"Each rank holds {largest} of {human_bytes(summary.total_bytes)}.",
+    ]
+    for op in COMMUNICATING:
+        found = [c for c in summary.collectives if c.op == op]
+        if found:
+            num_bytes = human_bytes(sum(c.token_bytes for c in found))
+            sentences.append(f"{sum(c.count for c in found)} {op} of {num_bytes} per token.")
+    for kind in summary.kinds:
+        if kind.category and kind.tensors:
+            sentences.append(f"{', '.join(kind.names[:2]) or 'the model'}: {kind.category}.")
     content = marked(
         "",
         title(f"{_name(plan)} sharded over {plan.tp} ranks"),
-        element("desc", escape(printable(_description(plan, summary)))),
+        element("desc", escape(printable(" ".join(sentences[:40])))),
         element("style", CSS),
         element("defs", "".join(paint.patterns.values())) if paint.patterns else "",
         rect(0.5, 0.5, WIDTH - 1, height - 1, rx=12, class_="page"),
@@ -139,24 +153,6 @@ def picture(plan: Plan) -> str:
         role="img",
     )
     return svg + "\n"
-
-
-def _description(plan: Plan, summary: Summary) -> str:
-    """Return the picture as text, for screen readers."""
-    largest = human_bytes(max(summary.rank_bytes))
-    sentences = [
-        f"How the weights of {_name(plan)} are sharded over {plan.tp} ranks, in the order of the layers.",
-        f"Each rank holds {largest} of {human_bytes(summary.total_bytes)}.",
-    ]
-    for op in COMMUNICATING:
-        found = [c for c in summary.collectives if c.op == op]
-        if found:
-            num_bytes = human_bytes(sum(c.token_bytes for c in found))
-            sentences.append(f"{sum(c.count for c in found)} {op} of {num_bytes} per token.")
-    for kind in summary.kinds:
-        if kind.category and kind.tensors:
-            sentences.append(f"{', '.join(kind.names[:2]) or 'the model'}: {kind.category}.")
-    return " ".join(sentences[:40])
 
 
 def _name(plan: Plan) -> str:
