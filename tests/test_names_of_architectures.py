@@ -52,7 +52,7 @@ CHECKPOINT = "runtime/shardconv_runtime/checkpoint"
 READ = {
     (f"{CHECKPOINT}/resolve.py", "model_type"): "config.json says there of what type it is",
     (f"{CHECKPOINT}/resolve.py", "architectures"): "config.json names the model's class there",
-    ("runtime/shardconv_runtime/saving/ordinary_checkpoint.py", "architectures"): "written for transformers",
+    ("runtime/shardconv_runtime/saving/save.py", "architectures"): "written for transformers",
     (
         "runtime/shardconv_runtime/loading/adapted_models.py",
         "word_embeddings",

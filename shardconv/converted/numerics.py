@@ -19,8 +19,8 @@ from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.loading.packed_models import held_part
-from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import check_values, dequantize
+from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
@@ -167,8 +167,8 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
             if activations + COPIES * largest > free:
                 needed = human_bytes(activations + COPIES * largest)
                 raise TooLargeToRead(
-                    f"to run it in {_name(precision.dtype)} takes some {needed} of memory, for {name} and for "
-                    f"activations, and {human_bytes(free)} may be taken here"
+                    f"to run it in {_name(precision.dtype)} takes some {needed} of memory, for {name} and "
+                    f"for activations, and {human_bytes(free)} may be taken here"
                 )
             room = (free - activations) // COPIES
             reads = RecentReads(min(KEPT_BYTES, room), room)

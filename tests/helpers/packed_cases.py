@@ -14,9 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from shardconv_runtime.format.plan import PackedTensor
 from shardconv_runtime.packed import schemes
-from shardconv_runtime.packed.checkpoint_view import Found, Info
-from shardconv_runtime.packed.held import WeightSlice, stored_positions
 from shardconv_runtime.packed.schemes import check_values, dequantize
+from shardconv_runtime.packed.stored_weights import Found, Info, WeightSlice, stored_positions
 
 Tensors = dict[str, torch.Tensor]
 

@@ -20,8 +20,7 @@ from ..comm.agreement import PAGED, agree, exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError, ShardconvError
 from .deadline import raise_lost_rank
-from .paged_check import RequestCheck
-from .paged_model import PagedModel, attempt
+from .paged_model import PagedModel, RequestCheck, attempt
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters

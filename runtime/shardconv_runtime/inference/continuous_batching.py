@@ -23,8 +23,7 @@ from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from .batching_manager import RankBatchingManager, require_idle
-from .paged_check import RequestCheck
-from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
+from .paged_model import PagedModel, RequestCheck, attempt, cached_heads, kinds_of_layers, kinds_of_stages
 from .staged_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, matrix, require_owners
-from .held import WeightSlice
+from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, matrix, require_owners
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)$")
 SCALE = ".SCB"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import Checkpoint, Found, StoredGroup, matrix, require_owners
-from .held import WeightSlice
+from .stored_weights import Checkpoint, Found, StoredGroup, WeightSlice, matrix, require_owners
 
 SCALE = "_scale"
 BOUND = "input_scale_ub"

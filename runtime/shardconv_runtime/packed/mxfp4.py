@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
-from .held import WeightSlice
 from .number_formats import BIAS, PER_BYTE, unpacked_fp4
+from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, require_owners
 
 BLOCKS = "_blocks"
 BLOCK = 32

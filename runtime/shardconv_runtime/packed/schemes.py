@@ -15,13 +15,12 @@ from ..format.plan import Packing
 from . import awq, bnb, compressed_tensors, fbgemm_fp8, fp8, gptq, mxfp4, number_formats, torchao
 from .awq import AwqScheme
 from .bnb import BnbScheme
-from .checkpoint_view import Scheme
 from .compressed_tensors import CompressedScheme
 from .fbgemm_fp8 import FbgemmFp8Scheme
 from .fp8 import Fp8Scheme
 from .gptq import GptqScheme
-from .held import WeightSlice, stored_shape
 from .mxfp4 import Mxfp4Scheme
+from .stored_weights import Scheme, WeightSlice, stored_shape
 from .torchao import TorchaoScheme
 
 # The format of a checkpoint, by the ``quantization_config`` of its config.

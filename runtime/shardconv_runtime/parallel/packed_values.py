@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..format.plan import PackedDim, Packing
 from ..packed.bnb import Blocks, block_factors, plain_state
 from ..packed.fp8 import SCALES
-from ..packed.held import WeightSlice
+from ..packed.stored_weights import WeightSlice
 from .shared_storage import joined
 
 BNB_CPU_ROWS = 32
