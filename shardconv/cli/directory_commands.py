@@ -28,6 +28,7 @@ from .options import (
     opened,
     part_options,
     print_plan,
+    print_written,
     printable,
     require_local,
     sequence_option,
@@ -278,9 +279,7 @@ def reshard_command(
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():
         most = human_bytes(max(summarize(solved).rank_bytes))
-        click.echo(
-            f"{out2}: at most {most} on each of {tp} ranks; to see the plan, run shardconv inspect {out2}"
-        )
+        print_written(out2, f"at most {most}", f"{tp} ranks")
 
 
 COMMANDS = (

@@ -63,6 +63,11 @@ _SILENT = {
 """Environment variables that the libraries read when they are imported."""
 
 
+def print_written(out: str, held: str, ranks: str) -> None:
+    """Print how much of a model is in a directory for each rank, and how to see its plan."""
+    click.echo(f"{out}: {held} on each of {ranks}; to see the plan, run shardconv inspect {out}")
+
+
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
     """Print a plan as JSON, or as a report on a forward pass of ``tokens`` tokens."""
     click.echo(codec.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)

@@ -14,6 +14,7 @@ import torch
 from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
@@ -110,7 +111,7 @@ def run_numerics(
     return Numerics(
         worst=outcome.worst,
         tolerance=precision.tolerance,
-        dtype=_name(precision.dtype),
+        dtype=dtype_name(precision.dtype),
         inputs={name: tuple(tensor.shape) for name, tensor in sorted(inputs.tensors.items())},
     )
 
@@ -167,13 +168,13 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
             if activations + COPIES * largest > free:
                 needed = human_bytes(activations + COPIES * largest)
                 raise TooLargeToRead(
-                    f"to run it in {_name(precision.dtype)} takes some {needed} of memory, for {name} and "
-                    f"for activations, and {human_bytes(free)} may be taken here"
+                    f"to run it in {dtype_name(precision.dtype)} takes some {needed} of memory, for {name} "
+                    f"and for activations, and {human_bytes(free)} may be taken here"
                 )
             room = (free - activations) // COPIES
             reads = RecentReads(min(KEPT_BYTES, room), room)
             with progress.bar(
-                f"running all ranks in {_name(precision.dtype)}", lockstep.num_bytes
+                f"running all ranks in {dtype_name(precision.dtype)}", lockstep.num_bytes
             ) as advance:
                 return precision, lockstep.run(precision, reads, advance)
         except (TooLargeToRead, Unprovable) as error:
@@ -210,7 +211,3 @@ def _difference(converted: Converted, precision: Precision, outcome: LockstepOut
         f"its largest output (allowed: {precision.tolerance:.0e}) on the real weights; {first}; compare the "
         "directory with --against MODEL, or convert the model again"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

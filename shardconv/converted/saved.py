@@ -23,6 +23,7 @@ from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
@@ -384,7 +385,7 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     stored = {tensor_name(name, part) for name, weight in packed.items() for part in weight.tensors}
     weights = {name: tensor for name, tensor in tensors.items() if name not in stored}
     for name, weight in packed.items():
-        dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
+        dtype = dtype_name(state[name].dtype) if name in state else "float32"
         weights[name] = positions(name, dtype, weight.shape)
     weights |= {alias: weights[name] for alias, name in found.plan.tied}
     extra = sorted(set(weights) - set(state))

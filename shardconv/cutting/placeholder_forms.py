@@ -12,6 +12,7 @@ from typing import Any
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.dims import leaves as dim_leaves
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.pipeline_stages import (
     CacheArgument,
     CacheCall,
@@ -355,7 +356,7 @@ class UnitForms:
 
     def _dtype(self, tid: int) -> str:
         dtype = self.tape.tensors[tid].dtype
-        return "" if dtype == self._model_dtype else str(dtype).removeprefix("torch.")
+        return "" if dtype == self._model_dtype else dtype_name(dtype)
 
     # Marks -----------------------------------------------------------------------------------
 

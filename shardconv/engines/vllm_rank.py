@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's way to have a rank alone
 from vllm.config import set_current_vllm_config
@@ -24,7 +25,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from .recorded_writes import RecordedWrites, RefusedRawReads, dtype_name
+from .recorded_writes import RecordedWrites, RefusedRawReads
 from .strided_views import UnknownContentError
 from .vllm_state import Answer, Declared, Recorded, Request
 

@@ -20,6 +20,7 @@ import transformers
 from shardconv_runtime.checkpoint.model_directory import LAYOUTS
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SourceError, brief
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.tensors.copying import num_workers
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, concatenate, from_leaf
@@ -191,7 +192,7 @@ class _Weight:
         return value
 
     def _leaf(self, compute: Callable[[], Tensor], count: int) -> ComputedLeaf:
-        return ComputedLeaf(self._name, compute, str(self._tensor.dtype).removeprefix("torch."), count)
+        return ComputedLeaf(self._name, compute, dtype_name(self._tensor.dtype), count)
 
     def _described(self) -> str:
         return f"{self._model}: {self._name} {list(self._tensor.shape)}"

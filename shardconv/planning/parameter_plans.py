@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardconv_runtime.format.dims import Dim, Leaf, axes_of
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.names import compress, expand_all
 from shardconv_runtime.format.plan import DrawPlan, GradientPlan, ParameterPlan
 from shardconv_runtime.format.stored_layout import is_sharded_between
@@ -119,7 +120,7 @@ def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, .
 
 def _layout(solution: Solution, tid: int | None, tensor: Tensor) -> ParameterPlan:
     """Return the layout of a parameter: a tensor of the tape, or one that the forward pass does not use."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     analysis = solution.analysis
     if tid is None or tid not in analysis.dims:
         dims: tuple[Dim, ...] = tuple(Leaf(n) for n in tensor.shape)

@@ -6,7 +6,7 @@ The SVG is self-contained (no scripts, fonts or images) and has colors for light
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from shardconv_runtime.format.plan import Plan, global_shape
@@ -196,14 +196,23 @@ def _legend(plan: Plan, blocks: Sequence[Block], paint: Paint) -> Row:
     entries += [
         (rect(3, -1, 7, 15, rx=3.5, fill=COLLECTIVE_COLORS[op]), op) for op in COMMUNICATING if op in ops
     ]
-    x, y, parts = CARD_X, 0.0, []
-    for mark, label in entries:
-        width = 18 + text_width(label, 11.5) + 14
-        if x + width > CARD_X + CARD_WIDTH + 14:
-            x, y = CARD_X, y + 20
-        parts.append(moved(x, y, mark + text(18, 10.5, label, 11.5, class_="muted")))
-        x += width
-    return Row("".join(parts), y + 30)
+    items = [
+        (mark + text(18, 10.5, label, 11.5, class_="muted"), 18 + text_width(label, 11.5))
+        for mark, label in entries
+    ]
+    lines = _in_lines(items, CARD_X, CARD_WIDTH, line=20, gap=14)
+    return Row(lines.markup, lines.height + 10)
+
+
+def _in_lines(items: Iterable[tuple[str, float]], left: float, width: float, line: float, gap: float) -> Row:
+    """Put elements of given widths one after another, in as many lines as they need."""
+    x, y, parts = left, 0.0, []
+    for markup, own_width in items:
+        if x + own_width > left + width and x > left:
+            x, y = left, y + line
+        parts.append(moved(x, y, markup))
+        x += own_width + gap
+    return Row("".join(parts), y + line)
 
 
 def _items(block: Block) -> Iterator[Cell | Bar]:
@@ -274,14 +283,12 @@ def _chips(block: Block) -> Row:
         labels.append(f"{named} [{shape}]{many}{some}")
     if len(block.replicated) > MAX_CHIPS:
         labels.append(f"and {len(block.replicated) - MAX_CHIPS} more")
-    x, y, parts = LANE_X, 0.0, []
+    items = []
     for label in labels:
         shown = fitted(label, 10.5, LANE_WIDTH - 24)
         width = text_width(shown, 10.5) + 24
-        if x + width > LANE_X + LANE_WIDTH and x > LANE_X:
-            x, y = LANE_X, y + 24
         swatch = rect(8, 6, 8, 8, rx=2, class_="replicated")
         chip = rect(0, 0, width, 20, rx=6, class_="lane") + swatch + text(21, 14, shown, 10.5, class_="muted")
-        parts.append(moved(x, y, element("g", title(label) + chip)))
-        x += width + 6
-    return Row("".join(parts), y + 28)
+        items.append((element("g", title(label) + chip), width))
+    lines = _in_lines(items, LANE_X, LANE_WIDTH, line=24, gap=6)
+    return Row(lines.markup, lines.height + 4)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.parallel.fused_products import fused_products
@@ -122,7 +123,7 @@ def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[
     entries = parameter_plans(plan)
     parts = {}
     for name, weight in weights.items():
-        entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
+        entry = replace(entries[name], dtype=dtype_name(weight.dtype))
         parts[name] = local_tensor(entry, weight, plan.mesh, rank)
     return parts
 
@@ -340,7 +341,7 @@ def computing(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Cast a floating point tensor to the dtype to compute in. Elements are cast when they are read."""
     if not getattr(torch, tensor.dtype).is_floating_point:
         return tensor
-    wanted = str(dtype).removeprefix("torch.")
+    wanted = dtype_name(dtype)
     found = cast(tensor, wanted)
     if found is None:  # its elements are cast already
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, SourceError, brief
-from ..format.header import STORED_NAME, TORCH_NAME, StoredTensor, data_start, read_header
+from ..format.header import STORED_NAME, TORCH_NAME, StoredTensor, data_start, dtype_name, read_header
 from ..hub.remote_files import RemoteFile, remote_header
 from ..tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf, stored
 from .model_directory import Index
@@ -44,7 +44,7 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
     records = _records(file)
     load = cache(lambda: load_pickled(file, "cpu"))
     for name, tensor in load_pickled(file, "meta").items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         if tensor.layout != torch.strided or dtype not in STORED_NAME:
             raise SourceError(f"{file}: {name} is {tensor.layout} of dtype {dtype}, which is not supported")
         offset = _storage_offset(file, name, tensor, records)
@@ -217,7 +217,7 @@ def stored_dtype(file: WeightFile) -> str | None:
         _, tensors = header_of(file)
         found = [TORCH_NAME.get(tensor.dtype, "") for _, tensor in sorted(tensors.items())]
     else:
-        found = [str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values()]
+        found = [dtype_name(tensor.dtype) for tensor in load_pickled(file, "meta").values()]
     return next((name for name in found if name in ("float64", "float32", "bfloat16", "float16")), None)
 
 

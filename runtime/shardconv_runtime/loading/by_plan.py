@@ -16,6 +16,7 @@ from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
 from ..format import plan_json as codec
+from ..format.header import dtype_name
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
@@ -111,7 +112,7 @@ def ordinary(
     )
     if has_dtype := dtype is not None and spec.quantization is None:
         # Not in the plan's dtype first: float32 weights would be rounded to bfloat16 on the way to float32.
-        spec = replace(spec, dtype=str(dtype).removeprefix("torch."))
+        spec = replace(spec, dtype=dtype_name(dtype))
     if spec.class_name != solved.model.class_name:
         raise PlanError(
             f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "

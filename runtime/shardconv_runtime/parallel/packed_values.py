@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
 from ..packed.bnb import Blocks, block_factors, plain_state
 from ..packed.fp8 import SCALES
@@ -101,7 +102,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
     state: dict[str, Any] = {
         "quant_type": key.rpartition("__")[2],
         "blocksize": blocks.size,
-        "dtype": str(blocks.dtype).removeprefix("torch."),
+        "dtype": dtype_name(blocks.dtype),
         "shape": list(held.local_shape),
         "quant_map": tensors["*.quant_map"],
         **_factors(tensors, blocks, held),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, PlanError, missing
+from ..format.header import dtype_name
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, Range
 from ..format.staged_names import held_names
@@ -261,7 +262,7 @@ def _parameter_state(
             and thing.dim()
             and local_tensor(thing).shape == local_tensor(parameter).shape
         ):
-            tensors[key] = str(thing.dtype).removeprefix("torch.")
+            tensors[key] = dtype_name(thing.dtype)
         elif value is not None:
             scalars[key] = value
         else:
