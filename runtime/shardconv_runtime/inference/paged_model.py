@@ -394,11 +394,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers)}
     if link is not None:  # a placeholder writes one head of one element
         layers = {i: (k, v) for i, (k, v) in layers.items() if k is None or k.shape[1:] != (1, 1, 1)}
-    return _same_of_all_layers(layers, name)
-
-
-def _same_of_all_layers(layers: dict[int, tuple[Tensor | None, Tensor | None]], name: str) -> CachedHeads:
-    """Check that all layers cache alike; keys and values of each are local ``[1, heads, 1, head_dim]``."""
+    # Check that all layers cache alike; keys and values of each are local ``[1, heads, 1, head_dim]``.
     found = {}
     for index, (keys, values) in layers.items():
         if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:

@@ -139,7 +139,20 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
     firsts = {held: first for first, held in held_names(plan, source.stages).items()}
     tensors = {firsts[name]: tensor for name, tensor in stored.items()}
     entries = parameter_plans(plan)
-    parameters = _named_parameters(optimizer, tensors)
+    # The optimizer's parameters by FQN, in the order of its groups.
+    names = {tensor: name for name, tensor in tensors.items()}  # tensors are hashed by identity
+    parameters: dict[str, Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise PlanError(
+                    f"parameter {position} of group {number} of the optimizer does not belong to the model; "
+                    "make the optimizer from the model as it is now (e.g. after fully_shard)"
+                )
+            parameters[names[parameter]] = parameter
+    known = set(parameters.values())
+    if any(parameter not in known for parameter in optimizer.state):
+        raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
     windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
     return HeldState(
         optimizer,
@@ -160,28 +173,6 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
         plan.mesh,
         replicas.rank,
     )
-
-
-def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer's parameters by FQN, in the order of its groups.
-
-    Raises:
-        PlanError: a parameter, or the state of one, does not belong to the model.
-    """
-    names = {tensor: name for name, tensor in tensors.items()}  # tensors are hashed by identity
-    found: dict[str, Tensor] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise PlanError(
-                    f"parameter {position} of group {number} of the optimizer does not belong to the model; "
-                    "make the optimizer from the model as it is now (e.g. after fully_shard)"
-                )
-            found[names[parameter]] = parameter
-    known = set(found.values())
-    if any(parameter not in known for parameter in optimizer.state):
-        raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
-    return found
 
 
 def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:

@@ -102,7 +102,16 @@ class Pipeline:
         self._stage = stage
         self._link = stage.link
         self._group = stage.link.transport.group
-        _require_inner_units(self.model, stage)
+        # Check that FSDP2 shards some module of each stage by itself: it takes the end of a backward pass
+        # from such modules.
+        for number in stage.link.stages if isinstance(self.model, FSDPModule) else ():
+            inner = (module for unit in stage.units_of(self.model, number) for module in unit.modules())
+            if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
+                raise PlanError(
+                    f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
+                    "none of these modules separately; load the model without data_parallel=, or convert "
+                    "it with other --stages"
+                )
         self._step = _Step(self.model, loss)
         self._passes = [_Pass(self._step, stage, number) for number in stage.link.stages]
         self._tied = TiedGradients(model)
@@ -335,20 +344,3 @@ def _gather_before_backward(model: nn.Module, left: Sequence[Tensor]) -> None:
     for x in left:
         if x.grad_fn is not None:
             x.register_hook(lambda gradient: model.unshard() and None)  # type: ignore[no-untyped-call]
-
-
-def _require_inner_units(model: nn.Module, stage: StageModel) -> None:
-    """Check that FSDP2 shards some module of each stage by itself: it takes the end of a backward pass from
-    such modules.
-
-    Raises:
-        PlanError: it does not; gradients of that stage would not be reduced.
-    """
-    for number in stage.link.stages if isinstance(model, FSDPModule) else ():
-        inner = (module for unit in stage.units_of(model, number) for module in unit.modules())
-        if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
-            raise PlanError(
-                f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
-                "none of these modules separately; load the model without data_parallel=, or convert "
-                "it with other --stages"
-            )
