@@ -186,7 +186,14 @@ class StateRecorder:
         )
 
     def _answers(self, name: str, request: Request) -> list[Answer]:
-        (self.folder / REQUEST).write_bytes(_pickled(name, request))
+        try:
+            pickled = pickle.dumps(request)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise SourceError(
+                f"{name} holds tensors that only this process can compute, as of a PyTorch file older than "
+                "torch 1.6; save it as safetensors"
+            ) from error
+        (self.folder / REQUEST).write_bytes(pickled)
         with suppress(BrokenPipeError):  # it has died
             self.process.communicate(b"record\n")
         ended = self.process.wait()
@@ -229,13 +236,3 @@ def started() -> Iterator[StateRecorder]:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-
-
-def _pickled(name: str, request: Request) -> bytes:
-    try:
-        return pickle.dumps(request)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise SourceError(
-            f"{name} holds tensors that only this process can compute, as of a PyTorch file older than torch "
-            "1.6; save it as safetensors"
-        ) from error

@@ -220,7 +220,8 @@ class _Localizer:
         tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
         nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
         changed = tuple(x for x in nodes if self.shapes.changed(x))
-        return Obstacle(changed, f"{replay.fqn}: {_name(replay)}")
+        function = getattr(replay.function, "__name__", str(replay.function))
+        return Obstacle(changed, f"{replay.fqn}: {function}")
 
 
 def _layer_of(where: str) -> str:
@@ -241,10 +242,6 @@ def _attributes(replay: TracedIntCall, given: Collection[Attribute]) -> dict[Att
     numbers = traced_ints((replay.args, replay.kwargs))
     found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
     return {(fqn, name): value for _, fqn, name, value in found if (fqn, name) not in given}
-
-
-def _name(replay: TracedIntCall) -> str:
-    return getattr(replay.function, "__name__", str(replay.function))
 
 
 def _refs(replay: TracedIntCall) -> Iterable[int]:

@@ -78,9 +78,7 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
         for group in groups:
             known, _ = _shared.get(group.group_name, (None, None))
             if known is not group:
-                buffer = _symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=start.device)
-                _symmetric_memory.rendezvous(buffer, group)
-                _shared[group.group_name] = group, buffer
+                _shared[group.group_name] = group, _shared_buffer(start.device, group)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise LaunchError(
@@ -112,3 +110,9 @@ def _symmetric_sum(x: Tensor, group_name: str) -> Tensor:
 @_symmetric_sum.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(x)
+
+
+def _shared_buffer(device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    buffer: Tensor = _symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
+    _symmetric_memory.rendezvous(buffer, group)
+    return buffer

@@ -8,7 +8,6 @@ checks that need only one value run when the value is made.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,7 +33,6 @@ from .plan import (
     DrawPlan,
     FusedPlan,
     ModulePlan,
-    NormInfo,
     ParameterPlan,
     Plan,
     SequencePlan,
@@ -128,13 +126,9 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
                 f"expected 1 value or {plan.tp} (one for each rank), got {len(edit.local)}",
             )
     if entry.norm is not None:
-        _check_norm(f"{where}.norm", entry.norm, plan.mesh)
-
-
-def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
-    check_axes(f"{where}.axes", norm.axes, mesh)
-    if len(norm.groups) not in (1, math.prod(mesh)):
-        fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
+        check_axes(f"{where}.norm.axes", entry.norm.axes, plan.mesh)
+        if len(entry.norm.groups) not in (1, plan.tp):
+            fail(f"{where}.norm.groups", "needs a number of 1 or more for all ranks, or one for each")
 
 
 def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:

@@ -209,7 +209,11 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             if self._original_attn_impl is not None:
                 self._model.set_attn_implementation(self._original_attn_impl)
             raise
-        self._room = _tokens_of_one_request(made.cache)
+        # The most tokens of one request for which the empty cache has room.
+        if hasattr(model_runner, "infer_max_single_request_tokens"):
+            self._room = int(model_runner.infer_max_single_request_tokens(made.cache))
+        else:  # transformers 5.17
+            self._room = int(made.cache.num_blocks // made.cache.num_groups * made.cache.block_size)
         return made
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
@@ -270,13 +274,6 @@ def _name_of_waker(manager: Any) -> str:
     """Return the attribute with the event for which the loop waits; transformers renamed it after 5.17."""
     names = ("_wake_up_loop", "_has_new_requests")
     return next(name for name in names if hasattr(manager, name))
-
-
-def _tokens_of_one_request(cache: Any) -> int:
-    """Return the most tokens of one request for which an empty cache has room."""
-    if hasattr(model_runner, "infer_max_single_request_tokens"):
-        return int(model_runner.infer_max_single_request_tokens(cache))
-    return int(cache.num_blocks // cache.num_groups * cache.block_size)  # in earlier versions
 
 
 def _require_same_sizes(start: Launch, cache: Any) -> None:

@@ -97,16 +97,12 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
 
 def as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[..., Any]:
     options: dict[str, Any] | None = {"deterministic": True} if same_bits else None
-    return torch.compile(function, fullgraph=True, options=options, **_own_limit())
-
-
-def _own_limit() -> dict[str, Any]:
-    """Return options of ``torch.compile`` so that other models with the same code do not count."""
-    options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    if options.keys() <= inspect.signature(torch.compile).parameters.keys():
-        return options
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    return {}  # this version of torch has one limit for all
+    # Other models with the same code do not count to the limit of recompiling this one.
+    limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    if not limit.keys() <= inspect.signature(torch.compile).parameters.keys():
+        limit = {}  # this version of torch has one limit for all
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    return torch.compile(function, fullgraph=True, options=options, **limit)
 
 
 def is_allocated(cache: Any) -> bool:

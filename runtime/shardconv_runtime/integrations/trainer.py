@@ -230,13 +230,8 @@ OVERRIDDEN = (
 """Methods of the Trainer that the class above replaces. One that is gone would silently not be called."""
 
 
-def _require_methods() -> None:
-    missing = [name for name in OVERRIDDEN if not callable(getattr(Trainer, name, None))]
-    if missing:
-        raise ImportError(
-            f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, which a "
-            "sharded model needs; use a version of transformers that shardconv-runtime was tried with"
-        )
-
-
-_require_methods()
+if _missing := [name for name in OVERRIDDEN if not callable(getattr(Trainer, name, None))]:
+    raise ImportError(
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(_missing)}, which a "
+        "sharded model needs; use a version of transformers that shardconv-runtime was tried with"
+    )

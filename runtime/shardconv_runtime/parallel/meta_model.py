@@ -126,21 +126,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not tensor.is_meta:
             return tensor
         with self._pause():
-            # Run the recorded operators on which a tensor depends on real tensors.
-            todo, needed = [_storage(tensor)], set[int]()
-            while todo:
-                for index in self._writers.get(todo.pop(), ()):
-                    if index not in needed:
-                        needed.add(index)
-                        todo.extend(self._reads[index])
-            storages = _Storages(self._constants)
-            records = [self._records[i] for i in sorted(needed)]
-            with torch.no_grad(), _fixed_seed(any(_is_random(r.func) for r in records)):
-                for record in records:
-                    with default_dtype(record.default_dtype):
-                        args, kwargs = tree_map_only(Tensor, storages, (record.args, record.kwargs))
-                        storages.keep(record.outputs, _call(record.func, args, kwargs))
-            return storages(tensor)
+            return self._replay(tensor)(tensor)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -171,6 +157,23 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._writers[key].append(len(self._records))
         self._records.append(_Record(func, args, kwargs, outputs, torch.get_default_dtype()))
         self._reads.append(read)
+
+    def _replay(self, tensor: Tensor) -> _Storages:
+        """Run the recorded operators on which a tensor depends on real tensors; a subclass replaces it."""
+        todo, needed = [_storage(tensor)], set[int]()
+        while todo:
+            for index in self._writers.get(todo.pop(), ()):
+                if index not in needed:
+                    needed.add(index)
+                    todo.extend(self._reads[index])
+        storages = _Storages(self._constants)
+        records = [self._records[i] for i in sorted(needed)]
+        with torch.no_grad(), _fixed_seed(any(_is_random(r.func) for r in records)):
+            for record in records:
+                with default_dtype(record.default_dtype):
+                    args, kwargs = tree_map_only(Tensor, storages, (record.args, record.kwargs))
+                    storages.keep(record.outputs, _call(record.func, args, kwargs))
+        return storages
 
 
 class _Storages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -336,20 +336,15 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
                 )
     for number in range(len(first.groups)):
         names = {name for summary in summaries for name in summary.groups[number].names}
-        _require_all(number, names, summaries)
+        for process, summary in enumerate(summaries):
+            if lacking := (summary.holding & names) - set(summary.groups[number].names):
+                raise PlanError(
+                    f"process {process} holds a part of {min(lacking)}, and parameter group {number} of its "
+                    "optimizer lacks it; make the optimizer alike on all ranks"
+                )
         ordered = tuple(name for name in entries if name in names)
         merged.append(ParameterGroup(ordered, first.groups[number].hyperparameters))
     return tuple(merged)
-
-
-def _require_all(group: int, names: Collection[str], summaries: Sequence[OptimizerSummary]) -> None:
-    """Refuse a process that holds values of a parameter and lacks it in its group."""
-    for number, summary in enumerate(summaries):
-        if lacking := (summary.holding & set(names)) - set(summary.groups[group].names):
-            raise PlanError(
-                f"process {number} holds a part of {min(lacking)}, and parameter group {group} of its "
-                "optimizer lacks it; make the optimizer alike on all ranks"
-            )
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,9 @@ def save_pretrained(
     _check_options(model, state_dict=state_dict, push_to_hub=push_to_hub, **other)
     sharded = _beside(target, "sharded")
     holders = replicas_of(model)
-    merge = holders.together(_merging)
+    remedy = ", or call shardconv_runtime.save and run `shardconv merge` elsewhere"
+    purpose = "save_pretrained merges the shards of all ranks"
+    merge = holders.together(lambda: converter_function("merge", purpose, remedy))
     holders.agree(_unfit(target))
     save(model, sharded, overwrite=True)
     error = None
@@ -366,15 +368,6 @@ def _unfit(target: Path) -> Exception | None:
 
 def _beside(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}")
-
-
-def _merging() -> Callable[..., object]:
-    """Return the converter's ``merge``."""
-    remedy = ", or call shardconv_runtime.save and run `shardconv merge` elsewhere"
-    merge: Callable[..., object] = converter_function(
-        "merge", "save_pretrained merges the shards of all ranks", remedy
-    )
-    return merge
 
 
 def _merge(

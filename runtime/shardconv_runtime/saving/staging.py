@@ -100,7 +100,11 @@ def begin(
     if replicas.is_leader:
         try:
             _require_free(out, overwrite, known, apart_from)
-            made = _make(out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            for rest in (*_left(out, "partial"), *_left(out, "replaced")):
+                shutil.rmtree(rest)
+            made = _beside(out, "partial", secrets.token_hex(8))
+            made.mkdir()
         except OSError as failure:
             error = CheckpointError(f"{out} cannot be made: {failure.strerror or failure}")
             error.__cause__ = failure
@@ -110,7 +114,10 @@ def begin(
     path = next(path for path in agreement.exchange(replicas.launch, made) if path is not None)
     staging = Staging(out, path)
     try:
-        replicas.agree(None if path.is_dir() else CheckpointError(_unshared(out, path)))
+        unshared = CheckpointError(
+            f"{out}: rank 0 made {path}, which this rank does not see; use a file system that all ranks share"
+        )
+        replicas.agree(None if path.is_dir() else unshared)
     except ShardconvError:
         if replicas.is_leader:
             staging.discard()
@@ -137,22 +144,9 @@ def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Pat
         written = known(out)
     except CheckpointError as error:
         raise ShardconvError(f"{out} cannot be replaced: {error}; name another directory") from error
-    found = (file.relative_to(out).as_posix() for file in out.rglob("*") if _is_file(file))
-    if others := sorted(set(found) - set(written)):
+    files = (file for file in out.rglob("*") if file.is_symlink() or not file.is_dir())
+    if others := sorted({file.relative_to(out).as_posix() for file in files} - set(written)):
         raise ShardconvError(f"{out} holds {others[0]}, which shardconv did not write; move it away first")
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
-
-
-def _make(out: Path) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for rest in (*_left(out, "partial"), *_left(out, "replaced")):
-        shutil.rmtree(rest)
-    path = _beside(out, "partial", secrets.token_hex(8))
-    path.mkdir()
-    return path
 
 
 def _beside(out: Path, kind: str, token: str) -> Path:
@@ -164,10 +158,6 @@ def _left(out: Path, kind: str) -> list[Path]:
     if not out.parent.is_dir():
         return []
     return sorted(path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.{kind}-"))
-
-
-def _unshared(out: Path, path: Path) -> str:
-    return f"{out}: rank 0 made {path}, which this rank does not see; use a file system that all ranks share"
 
 
 def _fsync(path: Path) -> None:

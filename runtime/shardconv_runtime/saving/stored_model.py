@@ -66,7 +66,15 @@ def stored_model(model: nn.Module) -> StoredModel:
                 "(e.g. merge adapters)"
             )
     for name, entry in entries.items():
-        _check(name, found[name], entry, plan, source.rank)
+        tensor, shape = found[name], local_shape(entry, plan.mesh, source.rank)
+        if tuple(tensor.shape) != shape:
+            raise PlanError(
+                f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {source.rank} holds {shape}"
+            )
+        if tensor.is_meta:
+            raise PlanError(f"{name} is on the meta device, so it has no values to save")
+        if (dtype := dtype_name(tensor.dtype)) not in STORED_NAME:
+            raise PlanError(f"{name} is {dtype}, which safetensors cannot store; cast it first")
     return StoredModel(with_dtypes(plan, dtypes_of(found)), {name: found[name] for name in entries})
 
 
@@ -84,18 +92,6 @@ def _fqn(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: int) -> None:
-    shape = local_shape(entry, plan.mesh, rank)
-    if tuple(tensor.shape) != shape:
-        raise PlanError(f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {rank} holds {shape}")
-    if tensor.is_meta:
-        raise PlanError(f"{name} is on the meta device, so it has no values to save")
-    if dtype_name(tensor.dtype) not in STORED_NAME:
-        raise PlanError(
-            f"{name} is {dtype_name(tensor.dtype)}, which safetensors cannot store; cast it first"
-        )
 
 
 def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -168,7 +168,8 @@ class Pipeline:
             self._prepared = None  # gives the buffers of the other one back
             stages = [self._torch_stage(each, made) for each in self._passes]
             given: Any = stages if len(stages) > 1 else stages[0]
-            schedule = self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
+            own = {"loss_fn": lambda loss, _: loss, "scale_grads": False}  # the last stage returns the loss
+            schedule = self._schedule(given, self.microbatches, **own)
             self._prepared = forms, schedule
         return self._prepared[1]
 
@@ -188,11 +189,6 @@ class Pipeline:
             output_args=tuple(left),
             group=self._group,
         )
-
-
-def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    """Return the loss, which is the output of the last stage."""
-    return output
 
 
 def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None:
