@@ -25,7 +25,7 @@ from ..format.stored_layout import adjacent_tensors, in_units, stored_plans
 from ..hub.fetch import plan_path
 from ..hub.hub_errors import without_library_logging
 from ..hub_options import Hub
-from ..parallel.shared_storage import tensor_at, tensor_within
+from ..parallel.fused_products import tensor_at, tensor_within
 from ..tensors.boxes import is_run, move_of
 from ..tensors.copying import read_into
 from ..tensors.lazy_tensor import FileLeaf, LazyTensor, item_bytes, take

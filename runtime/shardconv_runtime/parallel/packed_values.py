@@ -20,7 +20,7 @@ from ..format.plan import PackedDim, Packing
 from ..packed.bnb import Blocks, block_factors, plain_state
 from ..packed.fp8 import SCALES
 from ..packed.stored_weights import WeightSlice
-from .shared_storage import joined
+from .fused_products import joined
 
 BNB_CPU_ROWS = 32
 """Rows of a tile of bitsandbytes' kernel for CPUs with AVX512 for bfloat16, which fails on other shapes."""

@@ -46,9 +46,8 @@ from ..loaded import Loaded, loaded, remember, unwrapped
 from ..parallel.default_modes import in_default_modes
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from ..versions import converter_function, tool_versions
-from .replicas import Replicas, full_tensor, mesh_of, replicas_of
+from .replicas import Replicas, Staging, full_tensor, mesh_of, replicas_of, staged
 from .saved_adapters import save_adapters, wrapper_of
-from .staging import Staging, staged
 from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
 

@@ -22,8 +22,7 @@ from ..format.slices import Mesh, ranges
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values, is_common
 from ..loaded import loaded
-from .replicas import Replicas, full_tensor, replicas_of
-from .staging import staged
+from .replicas import Replicas, full_tensor, replicas_of, staged
 from .stored_model import named_tensors
 
 README = "README.md"
