@@ -182,7 +182,21 @@ class _Translation:
 
     def _planned(self, path: str, module: nn.Module) -> PlannedModule:
         entry = self._entries.get(path, _UNPLANNED)
-        _check_entry(entry, module)
+        # Styles add steps and shard parameters, and can do nothing else.
+        if entry.edits:
+            edit = entry.edits[0]
+            local = " or ".join(map(str, sorted(set(edit.local))))
+            raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
+        if entry.norm is not None:
+            raise Inexpressible("it normalizes a sharded dim, and the ranks must share a statistic")
+        if entry.flags:
+            raise Inexpressible("it needs more than steps and slices")
+        first = next(iter(forward_signature(module).parameters), "")
+        for step in (*entry.inputs, *entry.outputs):
+            if step.slot not in ("output", "input.0", f"input.{first}"):
+                raise Inexpressible(
+                    f"{step.op} at {step.slot}, and styles act on the first input and the output"
+                )
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         plans = {name: self._parameter(_joined(path, name), p) for name, p in parameters.items()}
         shardings = {name: self._sharding(name, found) for name, found in plans.items()}
@@ -277,22 +291,6 @@ def _keeps_shards(converter: Any, sharding: EvenShards, num_dims: int) -> bool:
     if not any(op.dim % num_dims == dim for op in joins):
         return not (stacks and sharding.of_halves)
     return bool(stacks) and sharding.of_halves and len(converter.source_patterns) == 2
-
-
-def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
-    """Raise ``Inexpressible`` for an entry that no style can express."""
-    if entry.edits:
-        edit = entry.edits[0]
-        local = " or ".join(map(str, sorted(set(edit.local))))
-        raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
-    if entry.norm is not None:
-        raise Inexpressible("it normalizes a sharded dim, and the ranks must share a statistic")
-    if entry.flags:
-        raise Inexpressible("it needs more than steps and slices")
-    first = next(iter(forward_signature(module).parameters), "")
-    for step in (*entry.inputs, *entry.outputs):
-        if step.slot not in ("output", "input.0", f"input.{first}"):
-            raise Inexpressible(f"{step.op} at {step.slot}, and styles act on the first input and the output")
 
 
 def _starred(name: str) -> str:

@@ -113,7 +113,17 @@ class _Localizer:
         out: dict[Attribute, Change] = {}
         pending = {a for call in failing for a in call.attributes}
         while pending and not (obstacles and self.num_trials >= MAX_TRIALS):
-            group = self._component(min(pending), pending)
+            # Attributes that failing calls read together must be chosen together.
+            start = min(pending)
+            group = {start}
+            grown = True
+            while grown:
+                grown = False
+                for call in self.calls:
+                    new = (call.attributes.keys() & pending) - group
+                    if call.attributes.keys() & group and new:
+                        group |= new
+                        grown = True
             chosen = self._search(sorted(group), self._concerned(group))
             if isinstance(chosen, Obstacle):
                 reading = (call for call in self.calls if group & call.attributes.keys())
@@ -140,19 +150,6 @@ class _Localizer:
     def _concerned(self, group: set[Attribute]) -> list[_Call]:
         """Return the calls that read some of these attributes. They may be right only without edits."""
         return [call for call in (*self.calls, *self.others) if group & call.attributes.keys()]
-
-    def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
-        """Return the attributes that must be chosen together, since failing calls read them with this one."""
-        group = {start}
-        grown = True
-        while grown:
-            grown = False
-            for call in self.calls:
-                new = (call.attributes.keys() & pending) - group
-                if call.attributes.keys() & group and new:
-                    group |= new
-                    grown = True
-        return group
 
     # Search ----------------------------------------------------------------------------------
 
