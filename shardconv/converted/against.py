@@ -101,19 +101,15 @@ def read_reference(
         for alias, name in plan.tied
         if alias in checkpoint and name in checkpoint and not are_equal(checkpoint[alias], checkpoint[name])
     ]
-    planned = stored_plans(plan).keys() | _tied(plan)
-    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
-    return Reference(spec, weights, tuple(problems))
-
-
-def _tied(plan: Plan) -> set[str]:
-    """Return the names of tied tensors under their aliases."""
+    # Tied tensors are planned under their first names only.
     entries = parameter_plans(plan)
     tied = set()
     for alias, name in plan.tied:
         packing = entries[name].packing
         tied |= {alias} if packing is None else {tensor_name(alias, t.name) for t in packing.tensors}
-    return tied
+    planned = stored_plans(plan).keys() | tied
+    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
+    return Reference(spec, weights, tuple(problems))
 
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:

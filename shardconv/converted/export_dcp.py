@@ -130,7 +130,14 @@ def export(
                 file.unlink()
     output = derived.prepare("DIR", directory, out)
     found = shards.read(Path(out).expanduser())
-    chunks = _all_chunks(found)
+    # Chunks by rank and name. A tied tensor is there under each of its names.
+    chunks: dict[int, dict[str, list[Chunk]]] = {}
+    aliases: dict[str, list[str]] = {}
+    for alias, name in found.plan.tied:
+        aliases.setdefault(name, []).append(alias)
+    for name, entry in stored_plans(found.plan).items():
+        for rank, held in _chunks_of(found, name, entry).items():
+            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], held))
     files = [file for rank in sorted(chunks) for file in _files_of(rank, chunks[rank], limit)]
     _write(found, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
     tensors = {name for held in chunks.values() for name in held}
@@ -147,18 +154,6 @@ def metadata_of(chunks: Mapping[str, Chunk]) -> dict[str, str]:
     """Return the metadata of a file with these chunks."""
     info = {name: {"saved_offsets": list(chunk.offsets)} for name, chunk in chunks.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
-
-
-def _all_chunks(found: Converted) -> dict[int, dict[str, list[Chunk]]]:
-    """Return the chunks by rank and name. A tied tensor is there under each of its names."""
-    chunks: dict[int, dict[str, list[Chunk]]] = {}
-    aliases: dict[str, list[str]] = {}
-    for alias, name in found.plan.tied:
-        aliases.setdefault(name, []).append(alias)
-    for name, entry in stored_plans(found.plan).items():
-        for rank, held in _chunks_of(found, name, entry).items():
-            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], held))
-    return chunks
 
 
 def _chunks_of(found: Converted, name: str, entry: ParameterPlan) -> dict[int, list[Chunk]]:

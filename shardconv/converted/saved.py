@@ -268,7 +268,21 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
             leaf = ComputedLeaf(name, _random(name, weight.dtype, weight.shape), weight.dtype, count)
             made[name] = from_leaf(leaf, weight.shape)
     probes = {name: made[tied.get(name, name)] for name in weights}
-    found, info = _load(spec, saved_tensors(model, probes))
+    # transformers makes a state dict from the checkpoint.
+    saved = saved_tensors(model, probes)
+    with without_library_logging(), recording(dict(saved)) as checkpoint:
+        try:
+            model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
+                None,
+                config=spec.config,
+                state_dict=checkpoint,
+                dtype=getattr(torch, spec.dtype),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # converters and custom code may raise anything
+            raise SourceError(f"{_not_loaded(spec)}: {brief(error)}; {_REMEDY}") from error
+    found = model.state_dict()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _require_none(spec, info[kind], kind.replace("_", " "))
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -284,23 +298,6 @@ def _cannot_save(model: Any, error: Exception) -> SourceError:
     return SourceError(
         f"transformers {version} cannot save a {type(model).__name__}: {brief(error)}; try another version"
     )
-
-
-def _load(spec: ModelSpec, saved: LazyWeights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-    """Return the state dict that transformers makes from a checkpoint, and its loading info."""
-    with without_library_logging(), recording(dict(saved)) as checkpoint:
-        try:
-            model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
-                None,
-                config=spec.config,
-                state_dict=checkpoint,
-                dtype=getattr(torch, spec.dtype),
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # converters and custom code may raise anything
-            raise SourceError(f"{_not_loaded(spec)}: {brief(error)}; {_REMEDY}") from error
-    return model.state_dict(), info
 
 
 _REMEDY = "try another version of transformers"

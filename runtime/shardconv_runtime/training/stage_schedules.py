@@ -149,7 +149,16 @@ class Pipeline:
         replicas: ReplicaComparison | None = vars(self.model).get(COMPARISON)
         if replicas is not None:
             replicas.require_same({f"{n} of {i}": v for i, part in enumerate(parts) for n, v in part.items()})
-        schedule = self._prepare(require_alike(parts), parts[0])
+        # The schedule for microbatches of these forms; that of the last step is kept.
+        forms = require_alike(parts)
+        if self._prepared is None or self._prepared[0] != forms:
+            made = measured_forms(self.model, self._stage, parts[0])
+            self._prepared = None  # gives the buffers of the other one back
+            stages = [self._torch_stage(each, made) for each in self._passes]
+            for_torch: Any = stages if len(stages) > 1 else stages[0]
+            own = {"loss_fn": lambda loss, _: loss, "scale_grads": False}  # the last stage returns the loss
+            self._prepared = forms, self._schedule(for_torch, self.microbatches, **own)
+        schedule = self._prepared[1]
         losses: list[Tensor] = []
         with self._tied.apart():
             numbers = torch.arange(self.microbatches)
@@ -160,18 +169,6 @@ class Pipeline:
             total += torch.stack([loss.detach().double() for loss in losses]).sum()
         dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
         return total
-
-    def _prepare(self, forms: object, first: Batch) -> Any:
-        """Return the schedule for microbatches of these forms; the schedule of the last step is kept."""
-        if self._prepared is None or self._prepared[0] != forms:
-            made = measured_forms(self.model, self._stage, first)
-            self._prepared = None  # gives the buffers of the other one back
-            stages = [self._torch_stage(each, made) for each in self._passes]
-            given: Any = stages if len(stages) > 1 else stages[0]
-            own = {"loss_fn": lambda loss, _: loss, "scale_grads": False}  # the last stage returns the loss
-            schedule = self._schedule(given, self.microbatches, **own)
-            self._prepared = forms, schedule
-        return self._prepared[1]
 
     def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, ValueForm]) -> PipelineStage:
         link, number = self._link, each.number
