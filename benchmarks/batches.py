@@ -205,8 +205,8 @@ def main() -> None:
         notes = [
             f"{machine(root)}, CPython {sys.version.split()[0]}, {versions}",
             f"SmolLM2-135M-Instruct, and a llama of {describe(EVEN)}; float32, {options.threads} "
-            f"thread(s) for each rank, prompts of {options.prompt // 8} to {options.prompt} tokens, {options.tokens} new "
-            f"ones, {options.rounds} rounds",
+            f"thread(s) for each rank, prompts of {options.prompt // 8} to {options.prompt} tokens, "
+            f"{options.tokens} new ones, {options.rounds} rounds",
             f"load of the machine {load:.1f} before; {time.monotonic() - begin:.0f} s in all",
         ]
     text = render(rows, notes)

@@ -14,8 +14,7 @@ from .convert import convert, plan
 from .converted.adapt import adapt
 from .converted.export_dcp import export
 from .converted.merge import merge
-from .converted.replan import replan
-from .converted.reshard import reshard
+from .converted.replan import replan, reshard
 from .converted.verify import verify
 from .engines.export_vllm import export_vllm
 from .publishing.push import push

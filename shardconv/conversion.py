@@ -26,7 +26,7 @@ from .inputs.example_inputs import Example, example_call, read_example
 from .pipeline.stages import solve_plan
 from .reporting.progress import Progress
 from .writing.outputs import Output, StageOutputs, WriteOptions, write_to
-from .writing.writer import Origin, origin_of, with_example, write
+from .writing.writer import origin_of, with_example, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,16 @@ def converted(
     notes: list[str] = []
     found: Mapping[str, LazyTensor | PackedWeight]
     if weights.random_init:
-        origin, found = _initialized(spec, weights.seed, progress)
+        seed = weights.seed
+        if has_weights(spec):
+            progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
+        origin = origin_of(replace(spec, dequantize=spec.quantization is not None))
+        identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
+        origin = replace(
+            origin, source=initialized_source(origin.source, seed), identity=identity, identify=None
+        )
+        progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")
+        found = dict(initial_weights(spec, seed))
     else:
         origin = origin_of(spec)
         progress.stage("finding the weights in the checkpoint")
@@ -102,19 +111,6 @@ def converted(
 def _with_example(options: SolveOptions, example: Example | None) -> SolveOptions:
     """Return the options with the example inputs that were given."""
     return options if example is None else replace(options, example=read_example(example))
-
-
-def _initialized(
-    spec: ModelSpec, seed: int, progress: Progress
-) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
-    """Return the weights of a new model, and where they come from."""
-    if has_weights(spec):
-        progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
-    origin = origin_of(replace(spec, dequantize=spec.quantization is not None))
-    identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
-    origin = replace(origin, source=initialized_source(origin.source, seed), identity=identity, identify=None)
-    progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")
-    return origin, dict(initial_weights(spec, seed))
 
 
 def planned(

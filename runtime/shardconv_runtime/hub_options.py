@@ -34,10 +34,8 @@ def require_repo_id(text: str) -> None:
     problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
     if looks_like_path(text):
         raise problem
-    from huggingface_hub.errors import (
-        HFValidationError,
-    )  # not for --help, nor for a text that is clearly a path
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    # Not for --help, nor for a text that is clearly a path.
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(text)

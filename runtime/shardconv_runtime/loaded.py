@@ -36,7 +36,7 @@ class Loaded:
     packed: bool = False
     """Its packed parameters are held, and computed with, as they are stored."""
     building: Any = field(default=None, repr=False)
-    """The ``loading.building.Building`` that made it."""
+    """The ``loading.building.ModelBuilder`` that made it."""
     attached: Any = field(default=None, repr=False)
     """The ``adapters.attaching.Attached`` of its adapters, without their tensors; None without adapters."""
     stage: Any = field(default=None, repr=False)

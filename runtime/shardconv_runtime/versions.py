@@ -6,6 +6,7 @@ constant here, and both ``pyproject.toml`` take it from this file.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -37,13 +38,6 @@ def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
 
 def tool_versions() -> dict[str, str]:
     """Return the versions of the packages that write a converted directory, for its manifest."""
-    import safetensors  # these are imported here since the command line answers without torch
-    import torch
-    import transformers
-
-    return {
-        "shardconv": __version__,
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "safetensors": safetensors.__version__,
-    }
+    # Imported here, since the command line answers without torch.
+    libraries = ("torch", "transformers", "safetensors")
+    return {"shardconv": __version__} | {name: str(import_module(name).__version__) for name in libraries}

@@ -14,20 +14,23 @@ from shardconv_runtime.format.typed_json import write_text
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
 from ..converted.merge import merge
-from ..converted.replan import replan
-from ..converted.reshard import reshard
+from ..converted.replan import replan, reshard
 from ..converted.verify import DamagedError, describe, verify
 from ..engines.state_files import is_engine_state, verify_state
 from ..publishing.picture import picture
 from ..reporting.report import files_report
 from ..reporting.summary import human_bytes, summarize
-from .opening import adapter_plan, is_on_hub, opened, require_local
 from .options import (
+    adapter_plan,
     hub_options,
+    is_on_hub,
     loudness_options,
+    opened,
     part_options,
     print_plan,
+    print_written,
     printable,
+    require_local,
     sequence_option,
     size_options,
     stage_options,
@@ -276,9 +279,7 @@ def reshard_command(
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():
         most = human_bytes(max(summarize(solved).rank_bytes))
-        click.echo(
-            f"{out2}: at most {most} on each of {tp} ranks; to see the plan, run shardconv inspect {out2}"
-        )
+        print_written(out2, f"at most {most}", f"{tp} ranks")
 
 
 COMMANDS = (
@@ -321,7 +322,7 @@ def report_command(
       shardconv report user/model-tp --tp 8      # writes model-tp-8-report.html
       shardconv report plan.json -o page.html
     """
-    from ..reporting.html_report import html_report  # the other commands need no Jinja
+    from ..reporting.html_report import MARK, html_report  # the other commands need no Jinja
 
     path = Path(out)
     parts = opened(out, tp, hub) if path.is_dir() or is_on_hub(out) else []
@@ -334,7 +335,7 @@ def report_command(
     else:
         target = _beside(about)
     if target is not None:
-        _require_replaceable(target, about, overwrite=overwrite)
+        _require_replaceable(target, about, MARK, overwrite=overwrite)
     plan = codec.read(path) if found is None else found.plan
     files = None if found is None else found.manifest
     page = html_report(plan, picture(plan), manifest=files, num_tokens=tokens)
@@ -361,14 +362,12 @@ def _directory(out: Path) -> Path | None:
     return out.parent if (out.parent / MANIFEST_NAME).exists() else None
 
 
-def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
+def _require_replaceable(target: Path, out: Path, mark: str, *, overwrite: bool) -> None:
     """Refuse to write into OUT, or to replace a file that is not a report.
 
     Raises:
         CheckpointError: if ``target`` may not be written.
     """
-    from ..reporting.html_report import MARK
-
     directory = _directory(out)
     if directory is not None and target.resolve().is_relative_to(directory.resolve()):
         raise CheckpointError(
@@ -384,5 +383,5 @@ def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
     if target.exists() and not overwrite:
         with target.open("rb") as file:
             beginning = file.read(4096)
-        if MARK.encode() not in beginning:
+        if mark.encode() not in beginning:
             raise CheckpointError(f"{target} exists and is not a report; give another FILE, or --overwrite")

@@ -27,6 +27,7 @@ from .options import (
     initial_options,
     model_options,
     part_options,
+    print_written,
     sequence_option,
     size_options,
     stage_options,
@@ -79,10 +80,7 @@ def convert_command(
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
     if not quiet and solved.stages is not None:
         most = human_bytes(max(summarize(solved).rank_bytes))
-        click.echo(
-            f"{out}: at most {most} on each of {tp} ranks of {solved.stages.count} stages; "
-            f"to see the plan, run shardconv inspect {out}"
-        )
+        print_written(out, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
     elif not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         held = human_bytes(max(summary.rank_bytes))
@@ -91,10 +89,7 @@ def convert_command(
         drawn = ""
         if options["random_init"]:
             drawn = f", initialized at random with seed {options['seed'] or 0}"
-        click.echo(
-            f"{out}: {held} of {human_bytes(summary.total_bytes)} on each of {tp} ranks{drawn}; "
-            f"to see the plan, run shardconv inspect {out}"
-        )
+        print_written(out, f"{held} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
 
 
 @click.command("plan")

@@ -20,6 +20,7 @@ from shardconv_runtime.adapters.adapter_names import (
     PLAN_NAME,
     WEIGHTS_NAME,
     naming_errors,
+    peft,
 )
 from shardconv_runtime.adapters.attaching import Adapter, attach, read_config
 from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
@@ -142,13 +143,11 @@ def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
     Returns:
         Remarks for the user.
     """
-    from peft.utils import load_peft_weights  # peft is optional
-
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     with naming_errors(os.fspath(source)):
-        tensors = load_peft_weights(os.fspath(source), device="cpu")
+        tensors = peft().utils.load_peft_weights(os.fspath(source), device="cpu")
     names = _names_of_peft(tensors, config)
     changed = next(((old, new) for old, new in names.items() if old != new), None)
     if changed is not None or not (target / WEIGHTS_NAME).is_file():
@@ -165,13 +164,11 @@ def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
     Trainers that save a state dict themselves leave them in, and peft then initializes a new adapter, with a
     warning.
     """
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING  # peft is optional
-
     found: Mapping[str, str] = {name: name for name in names}
     if wrapped_name(names) is not None or any(f".{_OUTERMOST}" in name for name in names):
         candidates = without_wrappers(names)
         found = next((c for c in candidates if all(n.startswith(_OUTERMOST) for n in c.values())), found)
-    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
+    prefix = peft().mapping.PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
     if not prefix:
         return found
     own_name = re.compile(rf"(\.{re.escape(prefix)}[^.]*)\.{DEFAULT}(?=\.|$)")

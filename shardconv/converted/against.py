@@ -35,6 +35,8 @@ from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, i
 from ..arguments import MEMORY
 from ..reporting.progress import Progress
 from ..writing.writer import copy_small_files
+from . import shards
+from .intact import one_line
 from .shards import Converted
 
 
@@ -99,19 +101,15 @@ def read_reference(
         for alias, name in plan.tied
         if alias in checkpoint and name in checkpoint and not are_equal(checkpoint[alias], checkpoint[name])
     ]
-    planned = stored_plans(plan).keys() | _tied(plan)
-    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
-    return Reference(spec, weights, tuple(problems))
-
-
-def _tied(plan: Plan) -> set[str]:
-    """Return the names of tied tensors under their aliases."""
+    # Tied tensors are planned under their first names only.
     entries = parameter_plans(plan)
     tied = set()
     for alias, name in plan.tied:
         packing = entries[name].packing
         tied |= {alias} if packing is None else {tensor_name(alias, t.name) for t in packing.tensors}
-    return tied
+    planned = stored_plans(plan).keys() | tied
+    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
+    return Reference(spec, weights, tuple(problems))
 
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:
@@ -314,3 +312,24 @@ def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
             return start + index
         index -= stop - start
     raise AssertionError("a local index lies in the rank's shard")
+
+
+def add_differences(
+    directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
+) -> int | None:
+    """Add the differences, and return the number of tensors that were compared.
+
+    If there are problems already, files that cannot be read are not added as others.
+    """
+    try:
+        opened = shards.read_stages(directory, may_be_damaged=True)
+        compared = [compare(each, reference, progress) for each in opened]
+    except (CheckpointError, SourceError) as error:
+        if not problems:
+            raise
+        remarks.append(one_line(f"not compared with {reference.spec.name}: {error}"))
+        return None
+    problems.extend(map(one_line, dict.fromkeys(line for each in compared for line in each.problems)))
+    for each in opened:
+        remarks.extend(map(one_line, compare_small_files(each.manifest, reference.spec)))
+    return compared[0].num_tensors

@@ -32,7 +32,6 @@ from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape, numbered
 from shardconv_runtime.versions import tool_versions
 
@@ -43,6 +42,7 @@ from ..writing.job import PARTIAL, TargetFile, read_state, target_file
 from ..writing.outputs import Output
 from ..writing.workspace import Claim, opened, refuse_if_busy
 from . import derived, shards
+from .derived import gathered, is_interleaved
 from .shards import Converted, OwnedPart
 
 FORMATS = ("dcp",)
@@ -130,7 +130,14 @@ def export(
                 file.unlink()
     output = derived.prepare("DIR", directory, out)
     found = shards.read(Path(out).expanduser())
-    chunks = _all_chunks(found)
+    # Chunks by rank and name. A tied tensor is there under each of its names.
+    chunks: dict[int, dict[str, list[Chunk]]] = {}
+    aliases: dict[str, list[str]] = {}
+    for alias, name in found.plan.tied:
+        aliases.setdefault(name, []).append(alias)
+    for name, entry in stored_plans(found.plan).items():
+        for rank, held in _chunks_of(found, name, entry).items():
+            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], held))
     files = [file for rank in sorted(chunks) for file in _files_of(rank, chunks[rank], limit)]
     _write(found, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
     tensors = {name for held in chunks.values() for name in held}
@@ -147,18 +154,6 @@ def metadata_of(chunks: Mapping[str, Chunk]) -> dict[str, str]:
     """Return the metadata of a file with these chunks."""
     info = {name: {"saved_offsets": list(chunk.offsets)} for name, chunk in chunks.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
-
-
-def _all_chunks(found: Converted) -> dict[int, dict[str, list[Chunk]]]:
-    """Return the chunks by rank and name. A tied tensor is there under each of its names."""
-    chunks: dict[int, dict[str, list[Chunk]]] = {}
-    aliases: dict[str, list[str]] = {}
-    for alias, name in found.plan.tied:
-        aliases.setdefault(name, []).append(alias)
-    for name, entry in stored_plans(found.plan).items():
-        for rank, held in _chunks_of(found, name, entry).items():
-            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], held))
-    return chunks
 
 
 def _chunks_of(found: Converted, name: str, entry: ParameterPlan) -> dict[int, list[Chunk]]:

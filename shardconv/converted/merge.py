@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shardconv_runtime.format.small_files import config_in_dtype
 from shardconv_runtime.parallel.default_modes import in_default_modes
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
+from shardconv_runtime.tensors.lazy_tensor import numbered
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
 from ..writing.job import LEAST_ALIGNMENT, target_file
-from ..writing.outputs import Output
 from ..writing.workspace import Claim, Workspace, opened, write_durably
 from . import derived
 from .shards import Converted
+
+if TYPE_CHECKING:
+    from .saved import CheckpointLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -37,17 +38,6 @@ class Merged:
     """Number of files of weights."""
     num_bytes: int
     """Bytes of tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The weights of a checkpoint: its tensors, divided into files like ``save_pretrained`` does."""
-
-    tensors: Mapping[str, LazyTensor]
-    files: Mapping[str, Sequence[str]]
-    """File -> names of tensors."""
-    index: Mapping[str, Any]
-    """Contents of ``model.safetensors.index.json``; empty for a single file."""
 
 
 @in_default_modes
@@ -90,39 +80,11 @@ def merge(
     progress.stage(f"finding the layout in which transformers saves {out}")
 
     # torch and transformers are imported once the arguments are known to be right.
-    from .saved import checkpoint_tensors
+    from ..writing.fill import fill
+    from .saved import checkpoint_tensors, divided_into_files
 
     tensors, num_parameters = checkpoint_tensors(found, derived.spec_of(found))
-    layout = _divide({**derived.unused(found), **tensors}, num_parameters, limit)
-    _write(found, layout, output, limit, budget, progress)
-    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
-    return Merged(len(layout.tensors), len(layout.files), num_bytes)
-
-
-def _divide(tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int) -> _Layout:
-    """Divide the tensors into files, like huggingface_hub does for ``save_pretrained``."""
-    import torch
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    sizes = {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-        for name, tensor in tensors.items()
-    }
-    split = split_torch_state_dict_into_shards(
-        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
-    )
-    index = {
-        "metadata": {"total_parameters": num_parameters, **split.metadata},
-        "weight_map": split.tensor_to_filename,
-    }
-    return _Layout(tensors, split.filename_to_tensors, index if split.is_sharded else {})
-
-
-def _write(
-    found: Converted, layout: _Layout, output: Output, limit: int, memory: int, progress: Progress
-) -> None:
-    from ..writing.fill import fill  # it imports torch, too
-
+    layout = divided_into_files({**derived.unused(found), **tensors}, num_parameters, limit)
     job = {
         "merge": {"name": found.manifest.source.name, **derived.identity(found)},
         "max_file_size": limit,
@@ -130,23 +92,25 @@ def _write(
     }
     files = []
     for path, names in layout.files.items():
-        tensors = {name: layout.tensors[name] for name in sorted(names)}
-        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        held = {name: layout.tensors[name] for name in sorted(names)}
+        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
         made = target_file(
-            path, _OWNER, declared, {"format": "pt"}, tensors.__getitem__, alignment=LEAST_ALIGNMENT
+            path, _OWNER, declared, {"format": "pt"}, held.__getitem__, alignment=LEAST_ALIGNMENT
         )
         files.append(made)
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
-            return
-        fill(workspace, numbered(layout.tensors.values()), memory=memory, progress=progress)
-        with workspace.exclusive():
-            derived.require_nothing_new("HF_DIR", output.path)
-            _finish(workspace, found, layout)
+        else:
+            fill(workspace, numbered(layout.tensors.values()), memory=budget, progress=progress)
+            with workspace.exclusive():
+                derived.require_nothing_new("HF_DIR", output.path)
+                _finish(workspace, found, layout)
+    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
+    return Merged(len(layout.tensors), len(layout.files), num_bytes)
 
 
-def _finish(workspace: Workspace, found: Converted, layout: _Layout) -> None:
+def _finish(workspace: Workspace, found: Converted, layout: CheckpointLayout) -> None:
     """Move all files to ``hf_dir``. ``config.json`` is last, since nothing loads a directory without it."""
     assert workspace.checksums() is not None, "all of it was written"
     paths = [*layout.files, *(entry.path for entry in derived.copy_small_files(found, workspace.path))]

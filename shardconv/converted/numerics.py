@@ -14,13 +14,14 @@ import torch
 from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.loading.packed_models import held_part
-from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import WeightSlice
+from shardconv_runtime.packed.schemes import check_values, dequantize
+from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
@@ -110,7 +111,7 @@ def run_numerics(
     return Numerics(
         worst=outcome.worst,
         tolerance=precision.tolerance,
-        dtype=_name(precision.dtype),
+        dtype=dtype_name(precision.dtype),
         inputs={name: tuple(tensor.shape) for name, tensor in sorted(inputs.tensors.items())},
     )
 
@@ -158,9 +159,22 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
     problem: TooLargeToRead | Unprovable | None = None
     for precision in PRECISIONS:
         try:
-            reads = _reads(lockstep, precision)
+            # Keep as many weights as fit in the free memory.
+            activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
+            free = int(available_bytes() * MEMORY_SHARE)
+            largest, name = max(
+                (largest_read(t, precision.dtype), name) for name, t in lockstep.unsharded.items()
+            )
+            if activations + COPIES * largest > free:
+                needed = human_bytes(activations + COPIES * largest)
+                raise TooLargeToRead(
+                    f"to run it in {dtype_name(precision.dtype)} takes some {needed} of memory, for {name} "
+                    f"and for activations, and {human_bytes(free)} may be taken here"
+                )
+            room = (free - activations) // COPIES
+            reads = RecentReads(min(KEPT_BYTES, room), room)
             with progress.bar(
-                f"running all ranks in {_name(precision.dtype)}", lockstep.num_bytes
+                f"running all ranks in {dtype_name(precision.dtype)}", lockstep.num_bytes
             ) as advance:
                 return precision, lockstep.run(precision, reads, advance)
         except (TooLargeToRead, Unprovable) as error:
@@ -174,24 +188,6 @@ def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[
             "compared with it; leave out --numerics"
         ) from problem
     raise ShardconvError(f"{where} {problem}; leave out --numerics, or use a larger machine") from problem
-
-
-def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
-    """Decide how many weights may be kept within the free memory.
-
-    Raises:
-        TooLargeToRead: if the largest weight, or the activations, do not fit.
-    """
-    activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
-    free = int(available_bytes() * MEMORY_SHARE)
-    largest, name = max((largest_read(t, precision.dtype), name) for name, t in lockstep.unsharded.items())
-    if activations + COPIES * largest > free:
-        raise TooLargeToRead(
-            f"to run it in {_name(precision.dtype)} takes some {human_bytes(activations + COPIES * largest)} "
-            f"of memory, for {name} and for activations, and {human_bytes(free)} may be taken here"
-        )
-    room = (free - activations) // COPIES
-    return RecentReads(min(KEPT_BYTES, room), room)
 
 
 def _activation_bytes(tape: Tape, precision: Precision) -> int:
@@ -215,7 +211,3 @@ def _difference(converted: Converted, precision: Precision, outcome: LockstepOut
         f"its largest output (allowed: {precision.tolerance:.0e}) on the real weights; {first}; compare the "
         "directory with --against MODEL, or convert the model again"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
@@ -29,7 +31,6 @@ from shardconv_runtime.hub.hub_errors import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import (
     ComputedLeaf,
     FileLeaf,
@@ -43,6 +44,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from . import derived
+from .derived import gathered, is_interleaved
 from .shards import Converted
 
 # Stored tensors of packed parameters follow the layout in which transformers saves the plain model.
@@ -266,7 +268,21 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
             leaf = ComputedLeaf(name, _random(name, weight.dtype, weight.shape), weight.dtype, count)
             made[name] = from_leaf(leaf, weight.shape)
     probes = {name: made[tied.get(name, name)] for name in weights}
-    found, info = _load(spec, saved_tensors(model, probes))
+    # transformers makes a state dict from the checkpoint.
+    saved = saved_tensors(model, probes)
+    with without_library_logging(), recording(dict(saved)) as checkpoint:
+        try:
+            model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
+                None,
+                config=spec.config,
+                state_dict=checkpoint,
+                dtype=getattr(torch, spec.dtype),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # converters and custom code may raise anything
+            raise SourceError(f"{_not_loaded(spec)}: {brief(error)}; {_REMEDY}") from error
+    found = model.state_dict()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _require_none(spec, info[kind], kind.replace("_", " "))
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -282,23 +298,6 @@ def _cannot_save(model: Any, error: Exception) -> SourceError:
     return SourceError(
         f"transformers {version} cannot save a {type(model).__name__}: {brief(error)}; try another version"
     )
-
-
-def _load(spec: ModelSpec, saved: LazyWeights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-    """Return the state dict that transformers makes from a checkpoint, and its loading info."""
-    with without_library_logging(), recording(dict(saved)) as checkpoint:
-        try:
-            model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
-                None,
-                config=spec.config,
-                state_dict=checkpoint,
-                dtype=getattr(torch, spec.dtype),
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # converters and custom code may raise anything
-            raise SourceError(f"{_not_loaded(spec)}: {brief(error)}; {_REMEDY}") from error
-    return model.state_dict(), info
 
 
 _REMEDY = "try another version of transformers"
@@ -383,7 +382,7 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     stored = {tensor_name(name, part) for name, weight in packed.items() for part in weight.tensors}
     weights = {name: tensor for name, tensor in tensors.items() if name not in stored}
     for name, weight in packed.items():
-        dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
+        dtype = dtype_name(state[name].dtype) if name in state else "float32"
         weights[name] = positions(name, dtype, weight.shape)
     weights |= {alias: weights[name] for alias, name in found.plan.tied}
     extra = sorted(set(weights) - set(state))
@@ -396,3 +395,32 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     saved = with_packed(saved_tensors(model, weights), packed)
     in_bands = {n: gathered(n, t) if is_interleaved(t) else t for n, t in saved.items()}
     return in_bands, model.num_parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """The weights of a checkpoint: its tensors, divided into files like ``save_pretrained`` does."""
+
+    tensors: Mapping[str, LazyTensor]
+    files: Mapping[str, Sequence[str]]
+    """File -> names of tensors."""
+    index: Mapping[str, Any]
+    """Contents of ``model.safetensors.index.json``; empty for a single file."""
+
+
+def divided_into_files(
+    tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int
+) -> CheckpointLayout:
+    """Divide the tensors into files, like huggingface_hub does for ``save_pretrained``."""
+    sizes = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        for name, tensor in tensors.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    index = {
+        "metadata": {"total_parameters": num_parameters, **split.metadata},
+        "weight_map": split.tensor_to_filename,
+    }
+    return CheckpointLayout(tensors, split.filename_to_tensors, index if split.is_sharded else {})

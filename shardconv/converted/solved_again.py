@@ -15,7 +15,6 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stored_layout import stored_plans
-from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..arguments import SolveOptions
@@ -24,6 +23,7 @@ from ..reporting.progress import Progress
 from ..writing.outputs import Output, StageOutputs, WriteOptions, write_to
 from ..writing.writer import Origin, write
 from . import derived
+from .derived import gathered, is_interleaved
 from .shards import Converted
 
 
@@ -40,7 +40,7 @@ def resharded(
     write_options: WriteOptions,
     progress: Progress,
 ) -> Plan:
-    """Solve a converted directory for other ranks and write their shards. See ``reshard.reshard``."""
+    """Solve a converted directory for other ranks and write their shards. See ``replan.reshard``."""
     origin = Origin(
         found.manifest.source,
         derived.identity(found),
@@ -50,25 +50,8 @@ def resharded(
     )
     solved = solved_again(derived.spec_of(found), found.plan, options, progress.stage)
     weights = derived.weights_of(found)
-    _require_same_tensors(found, weights, solved)
-
-    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
-        return write(own, held, output, origin, part, progress)
-
-    # Weights that are interleaved on some rank of the new plan are read in bands.
-    gathered_weights = dict[str, LazyTensor]()
-    for name, entry in stored_plans(solved).items():
-        lazy = weights[name]
-        parts = (shard(entry, lazy, solved.mesh, rank) for rank in range(solved.tp))
-        gathered_weights[name] = gathered(name, lazy) if any(map(is_interleaved, parts)) else lazy
-    write_to(outputs, solved, gathered_weights, origin.source, write_options, write_one, progress.stage)
-    return solved
-
-
-def _require_same_tensors(found: Converted, weights: Mapping[str, LazyTensor], new: Plan) -> None:
-    """Check that the new plan has all stored tensors, in their dtypes. Other versions might cast or leave
-    some out."""
-    wanted = stored_plans(new)
+    # The new plan needs all stored tensors, in their dtypes. Other versions might cast or leave some out.
+    wanted = stored_plans(solved)
     first = dict(found.plan.tied)  # a tied tensor is kept under any of its names
     kept = {first.get(name, name) for name in wanted if name in weights}
     for name in sorted({*weights, *wanted}):
@@ -84,3 +67,15 @@ def _require_same_tensors(found: Converted, weights: Mapping[str, LazyTensor], n
                 f"{found.directory} cannot be resharded for {name}, {problem}; "
                 "use the version of transformers that it was planned for, or convert the model again"
             )
+
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+        return write(own, held, output, origin, part, progress)
+
+    # Weights that are interleaved on some rank of the new plan are read in bands.
+    gathered_weights = dict[str, LazyTensor]()
+    for name, entry in wanted.items():
+        lazy = weights[name]
+        parts = (shard(entry, lazy, solved.mesh, rank) for rank in range(solved.tp))
+        gathered_weights[name] = gathered(name, lazy) if any(map(is_interleaved, parts)) else lazy
+    write_to(outputs, solved, gathered_weights, origin.source, write_options, write_one, progress.stage)
+    return solved

@@ -28,7 +28,7 @@ from shardconv_runtime.format.plan import (
     parameter_plans,
 )
 from shardconv_runtime.format.slices import Range, ranges
-from shardconv_runtime.format.slot_steps import AllReduceStep, Boundary, layout_of
+from shardconv_runtime.format.slot_steps import AllReduceStep, layout_of
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -182,13 +182,34 @@ class _Translation:
 
     def _planned(self, path: str, module: nn.Module) -> PlannedModule:
         entry = self._entries.get(path, _UNPLANNED)
-        _check_entry(entry, module)
+        # Styles add steps and shard parameters, and can do nothing else.
+        if entry.edits:
+            edit = entry.edits[0]
+            local = " or ".join(map(str, sorted(set(edit.local))))
+            raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
+        if entry.norm is not None:
+            raise Inexpressible("it normalizes a sharded dim, and the ranks must share a statistic")
+        if entry.flags:
+            raise Inexpressible("it needs more than steps and slices")
+        first = next(iter(forward_signature(module).parameters), "")
+        for step in (*entry.inputs, *entry.outputs):
+            if step.slot not in ("output", "input.0", f"input.{first}"):
+                raise Inexpressible(
+                    f"{step.op} at {step.slot}, and styles act on the first input and the output"
+                )
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         plans = {name: self._parameter(_joined(path, name), p) for name, p in parameters.items()}
         shardings = {name: self._sharding(name, found) for name, found in plans.items()}
         sharded = {self._held(dim) for found in plans.values() for dim in found.dims if axes_of(dim)}
         for step in (*entry.inputs, *entry.outputs):
-            self._check_step(step, sharded)
+            # Check that a step is over all ranks, and about the dim in which the parameters are sharded.
+            if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
+                raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
+            layout = layout_of(step)
+            if layout is not None and ("?" in to_text(layout) or self._held(layout) not in sharded):
+                raise Inexpressible(
+                    f"the {step.op} at {step.slot} is of a dim that none of its parameters has"
+                )
         for name, sharding in shardings.items():
             if sharding is not None:
                 self._check_loading(_joined(path, name), sharding, parameters[name].dim())
@@ -239,14 +260,6 @@ class _Translation:
             self._known[dim] = tuple(ranges(dim, mesh, rank) for rank in range(tp))
         return self._known[dim]
 
-    def _check_step(self, step: Boundary, sharded: set[_Held]) -> None:
-        """Check that a step is over all ranks, and about the dim in which the parameters are sharded."""
-        if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
-            raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
-        layout = layout_of(step)
-        if layout is not None and ("?" in to_text(layout) or self._held(layout) not in sharded):
-            raise Inexpressible(f"the {step.op} at {step.slot} is of a dim that none of its parameters has")
-
     def _check_loading(self, fqn: str, sharding: EvenShards, num_dims: int) -> None:
         """Check that a parameter is sharded right if a checkpoint stores it in another form.
 
@@ -278,22 +291,6 @@ def _keeps_shards(converter: Any, sharding: EvenShards, num_dims: int) -> bool:
     if not any(op.dim % num_dims == dim for op in joins):
         return not (stacks and sharding.of_halves)
     return bool(stacks) and sharding.of_halves and len(converter.source_patterns) == 2
-
-
-def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
-    """Raise ``Inexpressible`` for an entry that no style can express."""
-    if entry.edits:
-        edit = entry.edits[0]
-        local = " or ".join(map(str, sorted(set(edit.local))))
-        raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
-    if entry.norm is not None:
-        raise Inexpressible("it normalizes a sharded dim, and the ranks must share a statistic")
-    if entry.flags:
-        raise Inexpressible("it needs more than steps and slices")
-    first = next(iter(forward_signature(module).parameters), "")
-    for step in (*entry.inputs, *entry.outputs):
-        if step.slot not in ("output", "input.0", f"input.{first}"):
-            raise Inexpressible(f"{step.op} at {step.slot}, and styles act on the first input and the output")
 
 
 def _starred(name: str) -> str:

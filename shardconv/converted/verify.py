@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest
@@ -23,11 +22,8 @@ from ..reporting.report import numerics_text
 from ..reporting.summary import human_bytes
 from . import shards
 from .derived import require_trusted
-from .intact import Contents, Findings, check, one_line, open_contents
+from .intact import Contents, Findings, check, open_contents
 from .shards import of_all_stages
-
-if TYPE_CHECKING:
-    from .against import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +118,7 @@ def verify(
     if against is not None:
         # Comparing and running import torch and transformers, which are not needed for checksums.
         from ..initializing.initial_weights import is_initialized
+        from .against import add_differences, read_reference
 
         source = parts[0].manifest.source
         if is_initialized(source):
@@ -130,14 +127,12 @@ def verify(
                 "--against, the checksums are verified without it"
             )
         if plan is not None:
-            from .against import read_reference
-
             progress.stage(f"reading {os.fspath(against)}")
             reference = read_reference(against, plan, hub, trust_remote_code=trust_remote_code)
     found = _checked(directory, parts, progress)
     problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
     if reference is not None:
-        num_tensors = _compare(directory, reference, problems, remarks, progress)
+        num_tensors = add_differences(directory, reference, problems, remarks, progress)
     elif against is not None:
         remarks.append(f"not compared with {against}, since the plan cannot be used")
     if problems and numerics:
@@ -191,29 +186,6 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
     if found.numerics is not None:
         lines.append(numerics_text(found.numerics))
     return [*lines, *(f"remark: {remark}" for remark in found.remarks)]
-
-
-def _compare(
-    directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
-) -> int | None:
-    """Add the differences, and return the number of tensors that were compared.
-
-    If there are problems already, files that cannot be read are not added as others.
-    """
-    from .against import compare, compare_small_files
-
-    try:
-        opened = shards.read_stages(directory, may_be_damaged=True)
-        compared = [compare(each, reference, progress) for each in opened]
-    except (CheckpointError, SourceError) as error:
-        if not problems:
-            raise
-        remarks.append(one_line(f"not compared with {reference.spec.name}: {error}"))
-        return None
-    problems.extend(map(one_line, dict.fromkeys(line for each in compared for line in each.problems)))
-    for each in opened:
-        remarks.extend(map(one_line, compare_small_files(each.manifest, reference.spec)))
-    return compared[0].num_tensors
 
 
 def _record(part: Contents, outcome: Numerics | None) -> list[str]:

@@ -14,8 +14,7 @@ from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, Stage
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
-from .placeholder_forms import UnitForms
-from .second_call import SecondCall
+from .placeholder_forms import SecondCall, UnitForms
 from .tape_units import Crossings, TapeUnits, Unit
 
 # The cuts are at the borders that distribute bytes and work most evenly.
@@ -190,11 +189,7 @@ def _cuts(
         return cuts
     if obstacles and all(obstacles):
         raise SolveError(f"the model cannot be cut into stages: {obstacles[len(obstacles) // 2]}")
-    return balanced(_loads(units, parameters), [not o for o in obstacles], options.count)
-
-
-def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[StageLoad]:
-    """Return the loads between borders. The last border is the end of the model and closes none."""
+    # Loads between borders. The last border is the end of the model and closes none.
     positions = [border.position for border in units.borders[:-1]]
     loads = [NOTHING] * (len(positions) + 1)
 
@@ -211,7 +206,7 @@ def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[StageLoad]:
             weights.update(outputs)
         elif isinstance(event, Op) and outputs:
             add(position, StageLoad(0, _work(units.tape, event, weights)))
-    return loads
+    return balanced(loads, [not o for o in obstacles], options.count)
 
 
 def _work(tape: Tape, op: Op, weights: Collection[int]) -> float:

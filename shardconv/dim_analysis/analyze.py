@@ -11,7 +11,7 @@ import torch
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import nn
 
-from ..tracing.ints import sources
+from ..tracing.functions import sources
 from ..tracing.opaque import OPAQUE
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
 from . import dim_trees

@@ -215,7 +215,19 @@ def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     shapes = [tape.tensors[t].shape for t in parameters]
     if roles is None or not shapes or math.gcd(*(shape[0] if shape else 1 for shape in shapes)) < 2:
         return None
-    if _leaks(tape, call, exits[0].source):
+    # Leave it out if anything that is computed inside of the call, except its output, is read outside.
+    output = exits[0].source
+    inside = _inside(tape, call)
+    made: set[int] = set()
+    read: set[int] = set(tape.outputs)
+    for event in tape.events:
+        if event.call not in inside:
+            read.update(reads_and_writes(event)[0])
+        elif isinstance(event, Op):
+            made.update(event.outputs)
+        elif event.call != call:
+            made.add(event.target)
+    if (made - {output}) & read:
         return None
     x, ids, weights = roles
     inputs = x.target, ids.target, weights.target
@@ -255,21 +267,6 @@ def _inside(tape: Tape, call: int) -> set[int]:
         if tape.calls[index].parent in out:
             out.add(index)
     return out
-
-
-def _leaks(tape: Tape, call: int, output: int) -> bool:
-    """Return whether anything that is computed inside of the call, except its output, is read outside."""
-    inside = _inside(tape, call)
-    made: set[int] = set()
-    read: set[int] = set(tape.outputs)
-    for event in tape.events:
-        if event.call not in inside:
-            read.update(reads_and_writes(event)[0])
-        elif isinstance(event, Op):
-            made.update(event.outputs)
-        elif event.call != call:
-            made.add(event.target)
-    return bool((made - {output}) & read)
 
 
 def isolate(tape: Tape, sites: Iterable[ExpertSite]) -> Tape:

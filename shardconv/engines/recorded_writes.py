@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of, on_meta
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, from_leaf, zeros
 from torch.overrides import TorchFunctionMode
@@ -60,11 +61,6 @@ class StorageRecord:
                 content = constant(self.tensor.as_strided(view.shape, view.strides, view.offset))
             known.append(Write(view, content))
         return content_of(View.of(tensor), dtype_name(tensor.dtype), known)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, as in a plan."""
-    return str(dtype).removeprefix("torch.")
 
 
 def constant(tensor: torch.Tensor) -> LazyTensor:

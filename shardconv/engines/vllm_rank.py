@@ -1,85 +1,71 @@
 """Builds vLLM's model of one rank, and records the writes of vLLM's loader to it.
 
-It runs in processes of ``vllm_recorder``, since vLLM keeps its parallel state and its config in globals.
-Functions import vLLM themselves: ``imported`` checks first that it has everything they use.
+Only the processes of ``vllm_recorder`` import this module: it imports vLLM, which keeps its parallel state
+and its config in globals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
+from shardconv_runtime.format.header import dtype_name
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's way to have a rank alone
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from .recorded_writes import RecordedWrites, RefusedRawReads, dtype_name
+from .recorded_writes import RecordedWrites, RefusedRawReads
 from .strided_views import UnknownContentError
-from .vllm_calls import require_known
+from .vllm_state import Answer, Declared, Recorded, Request
+
+# vLLM's process groups for one rank without the others: it may ask who it is, and cannot communicate.
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The model to load, and the ranks to record."""
+class LoneGroup(parallel_state.GroupCoordinator):  # type: ignore[misc]
+    """A group of which this process knows its place only."""
 
-    directory: Path
-    """The directory with the model's config."""
-    tensors: Mapping[str, LazyTensor]
-    """The checkpoint: global tensors by its names."""
-    tp: int
-    ranks: tuple[int, ...]
-    """The ranks whose loading is recorded. The other ranks only declare their tensors."""
-    dtype: str
-    """The dtype of the parameters, or ``"auto"``: vLLM chooses."""
-    trust_remote_code: bool
-
-
-Declared = Mapping[str, tuple[str, Shape]]
-"""dtype (torch's name) and local shape of tensors, by vLLM's names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The state of a rank's model after loading, before vLLM processes it for a device."""
-
-    tensors: Mapping[str, LazyTensor]
-    """Local tensors by vLLM's names."""
-    refused: Mapping[str, str]
-    """Names of tensors whose content is not known, and why."""
-    is_as_declared: bool
-    """Whether the model had the same tensors before anything was loaded."""
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        *_: Any,
+        group_name: str | None = None,
+        **__: Any,
+    ) -> None:
+        self.unique_name = parallel_state._get_unique_name(group_name or "anonymous")
+        parallel_state._register_group(self)
+        self.rank = torch.distributed.get_rank()
+        self.local_rank = local_rank
+        self.group_ranks = group_ranks
+        self.ranks = next(ranks for ranks in group_ranks if self.rank in ranks)
+        self.world_size = len(self.ranks)
+        self.rank_in_group = self.ranks.index(self.rank)
+        self.device = torch.device("cpu")
+        self.cpu_group = self.device_group = torch.distributed.new_group(self.ranks, backend="fake")
+        self.device_communicator = self.mq_broadcaster = None
+        self.use_device_communicator = self.use_custom_op_call = self.use_cpu_custom_send_recv = False
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The tensors of vLLM's model of a rank."""
-
-    declared: Declared
-    recorded: Recorded | None
-    """The state; None if it was not asked for."""
-    dtype: str
-    """The dtype that the parameters have by default."""
-    platform: str
-    """The platform for which vLLM chose its parameters."""
-    model_class: str
-    """The name of vLLM's class of the model, for reports."""
-
-
-def imported() -> None:
-    """Import the parts of vLLM that all ranks need.
-
-    Raises:
-        ShardconvError: if vLLM lacks a part, or a part has another signature than here.
-        ImportError: if vLLM cannot be imported.
-    """
-    import_module("vllm")
-    require_known()
-    import_module(f"{__package__}.vllm_groups")
+@contextmanager
+def lone_rank(rank: int, tp: int) -> Iterator[None]:
+    """Let vLLM make its groups for one rank of ``tp``, without the other ranks."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
+    with patch.object(parallel_state, "GroupCoordinator", LoneGroup):
+        world = LoneGroup([list(range(tp))], rank, group_name="world")
+        parallel_state._WORLD, parallel_state._NODE_COUNT = world, 1
+        parallel_state.initialize_model_parallel(tp, 1, backend="fake")
+        yield
 
 
 def engine_config(request: Request) -> Any:
@@ -88,9 +74,6 @@ def engine_config(request: Request) -> Any:
     Raises:
         Exception: any that vLLM raises.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.models import registry
-
     asked = EngineArgs(
         model=str(request.directory),
         tensor_parallel_size=request.tp,
@@ -112,11 +95,6 @@ def answer(request: Request, config: Any, rank: int) -> Answer:
     Raises:
         Exception: any that vLLM raises.
     """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.platforms import current_platform
-
-    from .vllm_groups import lone_rank
 
     class _Loader(DefaultModelLoader):  # type: ignore[misc]
         """vLLM's default loader, which gets the given tensors instead of reading files."""
@@ -155,16 +133,12 @@ def answer(request: Request, config: Any, rank: int) -> Answer:
 @contextmanager
 def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
     """Run vLLM's code so that new tensors have this dtype, and values that do not exist are not read."""
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
     with RefusedRawReads(writes), set_default_torch_dtype(dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
         yield
 
 
 def _state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the tensors that vLLM itself would save."""
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-
     found: Mapping[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())
     return found
 

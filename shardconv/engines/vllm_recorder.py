@@ -15,51 +15,23 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from shardconv_runtime.errors import ShardconvError, brief
 
-SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # A pool of threads does not survive a fork; nothing large is computed.
-    "OMP_NUM_THREADS": "1",
-    # torch looks for GPUs without initializing CUDA, which cannot be used after a fork.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-}
-"""The environment of vLLM: it starts no process, asks no server, and plans for a small cache."""
+from .vllm_calls import require_known
+from .vllm_state import FAILURE, LOG, REQUEST, Failure, Request, answer_name, last_line
+
+T = TypeVar("T")
 
 TARGET = "VLLM_TARGET_DEVICE"
 """The variable of the environment with the device for which vLLM chooses its parameters."""
 
 MAX_PROCESSES = 4
 """The most processes that run at a time."""
-
-REQUEST, FAILURE, LOG = "request", "failure", "log"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """vLLM cannot load the model."""
-
-    reason: str
-
-
-def answer_name(rank: int) -> str:
-    """Return the name of the file with the answer of a rank."""
-    return f"answer-{rank}"
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log that says something."""
-    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def main(folder: str) -> None:
@@ -71,9 +43,9 @@ def main(folder: str) -> None:
         return
     if isinstance(imported, Failure):
         return _write(files / FAILURE, imported)
-    from . import vllm_rank
+    from . import vllm_rank  # has been imported above
 
-    request: vllm_rank.Request = pickle.loads((files / REQUEST).read_bytes())
+    request: Request = pickle.loads((files / REQUEST).read_bytes())
     config: Any = _tried(lambda: vllm_rank.engine_config(request))
     if isinstance(config, Failure):
         return _write(files / FAILURE, config)
@@ -89,14 +61,20 @@ def main(folder: str) -> None:
 
 
 def _import() -> None:
-    import torch
+    """Import vLLM's loader.
+
+    Raises:
+        ShardconvError: if vLLM lacks a part, or a part has another signature than here.
+        ImportError: if vLLM cannot be imported.
+    """
+    import torch  # reports its errors to the program that waits, like the other modules
 
     if TARGET not in os.environ and not torch.accelerator.is_available():
         # A build of vLLM for GPUs finds no device on a machine without GPUs.
         os.environ[TARGET] = "cpu"
-    from . import vllm_rank
-
-    vllm_rank.imported()
+    import_module("vllm")
+    require_known()
+    import_module(f"{__package__}.vllm_rank")
 
 
 def _forked(record: Callable[[], object], rank: int, files: Path) -> int:
@@ -134,8 +112,6 @@ def _tried(run: Callable[[], T]) -> T | Failure:
     try:
         return run()
     except Exception as error:  # vLLM's own, of any kind
-        from shardconv_runtime.errors import ShardconvError, brief
-
         traceback.print_exc()
         if isinstance(error, ShardconvError):
             return Failure(str(error))

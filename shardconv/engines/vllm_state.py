@@ -1,4 +1,8 @@
-"""Gets the state of each rank of vLLM's model as lazy tensors, from a process that records its loader."""
+"""Gets the state of each rank of vLLM's model as lazy tensors, from a process that records its loader.
+
+Nothing here imports torch: the process imports this module before vLLM, and the program that exports starts
+the process before it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,99 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
-from . import vllm_recorder
-from .vllm_recorder import FAILURE, LOG, REQUEST, Failure, answer_name, last_line
+# The messages between the program that exports for vLLM and its process that records vLLM's loader. They are
+# pickled into files of one folder.
 
-if TYPE_CHECKING:
-    from .vllm_rank import Answer, Declared, Request
+
+REQUEST, FAILURE, LOG = "request", "failure", "log"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The model to load, and the ranks to record."""
+
+    directory: Path
+    """The directory with the model's config."""
+    tensors: Mapping[str, LazyTensor]
+    """The checkpoint: global tensors by its names."""
+    tp: int
+    ranks: tuple[int, ...]
+    """The ranks whose loading is recorded. The other ranks only declare their tensors."""
+    dtype: str
+    """The dtype of the parameters, or ``"auto"``: vLLM chooses."""
+    trust_remote_code: bool
+
+
+Declared = Mapping[str, tuple[str, Shape]]
+"""dtype (torch's name) and local shape of tensors, by vLLM's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The state of a rank's model after loading, before vLLM processes it for a device."""
+
+    tensors: Mapping[str, LazyTensor]
+    """Local tensors by vLLM's names."""
+    refused: Mapping[str, str]
+    """Names of tensors whose content is not known, and why."""
+    is_as_declared: bool
+    """Whether the model had the same tensors before anything was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The tensors of vLLM's model of a rank."""
+
+    declared: Declared
+    recorded: Recorded | None
+    """The state; None if it was not asked for."""
+    dtype: str
+    """The dtype that the parameters have by default."""
+    platform: str
+    """The platform for which vLLM chose its parameters."""
+    model_class: str
+    """The name of vLLM's class of the model, for reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """vLLM cannot load the model."""
+
+    reason: str
+
+
+def answer_name(rank: int) -> str:
+    """Return the name of the file with the answer of a rank."""
+    return f"answer-{rank}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says something."""
+    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # A pool of threads does not survive a fork; nothing large is computed.
+    "OMP_NUM_THREADS": "1",
+    # torch looks for GPUs without initializing CUDA, which cannot be used after a fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""The environment of vLLM: it starts no process, asks no server, and plans for a small cache."""
+
+
+RECORDER = f"{__package__}.vllm_recorder"
+"""The program that imports vLLM; it imports this module."""
 
 SHOWN = 3
 """How many refused parameters an error names."""
@@ -72,8 +159,6 @@ class StateRecorder:
         Raises:
             SourceError: if vLLM cannot load the model, or writes something that cannot be recorded.
         """
-        from .vllm_rank import Request  # imports torch, while the process imports vLLM
-
         own = tuple(range(tp)) if ranks is None else tuple(sorted(ranks))
         request = Request(directory, tensors, tp, own, dtype or "auto", trust_remote_code)
         answers = self._answers(name, request)
@@ -101,7 +186,14 @@ class StateRecorder:
         )
 
     def _answers(self, name: str, request: Request) -> list[Answer]:
-        (self.folder / REQUEST).write_bytes(_pickled(name, request))
+        try:
+            pickled = pickle.dumps(request)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise SourceError(
+                f"{name} holds tensors that only this process can compute, as of a PyTorch file older than "
+                "torch 1.6; save it as safetensors"
+            ) from error
+        (self.folder / REQUEST).write_bytes(pickled)
         with suppress(BrokenPipeError):  # it has died
             self.process.communicate(b"record\n")
         ended = self.process.wait()
@@ -130,11 +222,11 @@ def started() -> Iterator[StateRecorder]:
         paths = os.pathsep.join(path for path in sys.path if path)
         with (Path(folder) / LOG).open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", vllm_recorder.__name__, folder],
+                [sys.executable, "-m", RECORDER, folder],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=os.environ | vllm_recorder.SETTINGS | {"PYTHONPATH": paths},
+                env=os.environ | SETTINGS | {"PYTHONPATH": paths},
                 start_new_session=True,  # one group with its forks
             )
         try:
@@ -144,13 +236,3 @@ def started() -> Iterator[StateRecorder]:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-
-
-def _pickled(name: str, request: Request) -> bytes:
-    try:
-        return pickle.dumps(request)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise SourceError(
-            f"{name} holds tensors that only this process can compute, as of a PyTorch file older than torch "
-            "1.6; save it as safetensors"
-        ) from error

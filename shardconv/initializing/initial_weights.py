@@ -20,6 +20,7 @@ import transformers
 from shardconv_runtime.checkpoint.model_directory import LAYOUTS
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SourceError, brief
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.tensors.copying import num_workers
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, concatenate, from_leaf
@@ -52,7 +53,25 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     """
     seeds = _Seeds(seed)
     construction = Construction(seeds.of_step)
-    state = _built(spec, construction)
+    # Build the model. Its state are meta tensors; the construction records how each gets its values.
+    dtype = getattr(torch, drawn_dtype(spec))
+    config = copy.deepcopy(spec.config)
+    try:
+        with construction.active():
+            model = spec.model_class._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
+        if not any(getattr(module, "_is_hf_initialized", False) for module in model.modules()):
+            raise SourceError(
+                f"transformers {transformers.__version__} did not initialize {spec.model_class.__name__} on "
+                "building it; this is a gap in shardconv, please report it with the model's config.json"
+            )
+    except ShardconvError:
+        raise
+    except Exception as error:  # constructors and custom code may raise anything
+        raise SourceError(
+            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {brief(error)}; "
+            "correct config.json"
+        ) from error
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     weights: dict[object, _Weight] = {}
     names = {}
     for name, found in state.items():
@@ -173,7 +192,7 @@ class _Weight:
         return value
 
     def _leaf(self, compute: Callable[[], Tensor], count: int) -> ComputedLeaf:
-        return ComputedLeaf(self._name, compute, str(self._tensor.dtype).removeprefix("torch."), count)
+        return ComputedLeaf(self._name, compute, dtype_name(self._tensor.dtype), count)
 
     def _described(self) -> str:
         return f"{self._model}: {self._name} {list(self._tensor.shape)}"
@@ -201,25 +220,3 @@ def _drawing(
         return tensor
 
     return compute
-
-
-def _built(spec: ModelSpec, construction: Construction) -> dict[str, Tensor]:
-    """Build the model, and return its state as meta tensors."""
-    dtype = getattr(torch, drawn_dtype(spec))
-    config = copy.deepcopy(spec.config)
-    try:
-        with construction.active():
-            model = spec.model_class._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
-        if not any(getattr(module, "_is_hf_initialized", False) for module in model.modules()):
-            raise SourceError(
-                f"transformers {transformers.__version__} did not initialize {spec.model_class.__name__} on "
-                "building it; this is a gap in shardconv, please report it with the model's config.json"
-            )
-    except ShardconvError:
-        raise
-    except Exception as error:  # constructors and custom code may raise anything
-        raise SourceError(
-            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {brief(error)}; "
-            "correct config.json"
-        ) from error
-    return {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}

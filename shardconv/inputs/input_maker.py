@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from ..tracing.tape import Mark, Tape
 from ..tracing.trace import trace
 from .config_sizes import first_int, nodes
-from .error_hints import (
+from .example_inputs import required_arguments
+from .input_forms import (
+    FORMED,
+    Asked,
+    InputForm,
+    Once,
+    combined,
+    free_sizes,
     is_about_tokens,
     needed_count,
     needed_mask,
@@ -27,8 +34,6 @@ from .error_hints import (
     numbers,
     release,
 )
-from .example_inputs import required_arguments
-from .input_forms import FORMED, Asked, InputForm, Once, combined, free_sizes
 from .modalities import FormMaker
 from .tokens import TokenMaker, token_parameter
 

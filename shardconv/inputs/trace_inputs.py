@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from ..arguments import ExampleInputs
 from ..tracing.tape import Tape, tensors_read
 from ..tracing.trace import trace
-from .error_hints import is_about_tokens, release
 from .example_inputs import example_call_of
-from .input_forms import FORMED, NAMES, STATES
+from .input_forms import FORMED, NAMES, STATES, is_about_tokens, release
 from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import NormInfo
-from shardconv_runtime.parallel.sharded_norm import ShardedNorm
+from shardconv_runtime.parallel.layers import ShardedNorm
 from torch import nn
 
 from ..dim_analysis.rule_builder import Arguments

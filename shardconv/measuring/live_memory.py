@@ -17,8 +17,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..tracing.identities import META
-from ..tracing.operators import MetaResults, OperatorFacts, mutated_arguments, result_on_meta, tensors_in
+from ..tracing.identities import (
+    META,
+    MetaResults,
+    OperatorFacts,
+    mutated_arguments,
+    result_on_meta,
+    tensors_in,
+)
 
 Value = TypeVar("Value")
 Key = torch.Tensor | torch.UntypedStorage

@@ -21,7 +21,7 @@ from shardconv_runtime.format.plan import (
 )
 from torch import nn
 
-from ..solving.pins import Given
+from ..solving.solve import Given
 from ..tracing.tape import starred
 
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, DrawPlan)

@@ -35,8 +35,14 @@ from ..verifying.shrink import is_same_code, resized_tensors
 from ..verifying.small_model import FullModel
 from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, Source, with_parallel_loss
-from .plan_forms import StagedForm, no_sequence_form, plain_form, with_sequence_form, without_extra_outputs
-from .rounds import PlanProblem
+from .plan_forms import (
+    PlanProblem,
+    StagedForm,
+    no_sequence_form,
+    plain_form,
+    with_sequence_form,
+    without_extra_outputs,
+)
 
 Tell = Callable[[str], None]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardconv_runtime.format.dims import axes_of
-from shardconv_runtime.format.fused_groups import FUSED_PARAMETERS, fused_groups, is_fusible
 from shardconv_runtime.format.names import compress, expand_all, natural_key
 from shardconv_runtime.format.plan import (
     FusedPlan,
@@ -22,13 +21,12 @@ from shardconv_runtime.format.plan import (
     module_plans,
     parameter_plans,
 )
-from shardconv_runtime.format.stored_layout import is_common
+from shardconv_runtime.format.stored_layout import FUSED_PARAMETERS, fused_groups, is_common, is_fusible
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node, find, leaves
-from ..tracing.fold import NUMBERED, Folded
-from ..tracing.layer_kinds import Segment, alike, segments_of
+from ..tracing.fold import NUMBERED, Folded, Segment, alike, segments_of
 from ..tracing.tape import Mark, prefixes, starred
 from .obstacle import Obstacle, joined
 

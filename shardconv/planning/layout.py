@@ -13,7 +13,7 @@ from shardconv_runtime.format.dims import leaves as dim_leaves
 
 from ..dim_analysis.analysis import Analysis, frozen_leaves, num_tokens
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
-from ..solving.sequence_dims import sequence_leaves
+from ..solving.gradients import sequence_leaves
 from ..solving.solve import Assignment
 
 

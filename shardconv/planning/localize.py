@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import leaves
 from ..tracing.fold import NUMBERED
-from ..tracing.ints import Expr, evaluate, sources, traced_ints
+from ..tracing.functions import Expr, evaluate, sources, traced_ints
 from ..tracing.tape import Ref, Tape, TracedIntCall, prefixes
 from .layout import Layouts, Shapes
 from .obstacle import Obstacle, joined
@@ -113,7 +113,17 @@ class _Localizer:
         out: dict[Attribute, Change] = {}
         pending = {a for call in failing for a in call.attributes}
         while pending and not (obstacles and self.num_trials >= MAX_TRIALS):
-            group = self._component(min(pending), pending)
+            # Attributes that failing calls read together must be chosen together.
+            start = min(pending)
+            group = {start}
+            grown = True
+            while grown:
+                grown = False
+                for call in self.calls:
+                    new = (call.attributes.keys() & pending) - group
+                    if call.attributes.keys() & group and new:
+                        group |= new
+                        grown = True
             chosen = self._search(sorted(group), self._concerned(group))
             if isinstance(chosen, Obstacle):
                 reading = (call for call in self.calls if group & call.attributes.keys())
@@ -140,19 +150,6 @@ class _Localizer:
     def _concerned(self, group: set[Attribute]) -> list[_Call]:
         """Return the calls that read some of these attributes. They may be right only without edits."""
         return [call for call in (*self.calls, *self.others) if group & call.attributes.keys()]
-
-    def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
-        """Return the attributes that must be chosen together, since failing calls read them with this one."""
-        group = {start}
-        grown = True
-        while grown:
-            grown = False
-            for call in self.calls:
-                new = (call.attributes.keys() & pending) - group
-                if call.attributes.keys() & group and new:
-                    group |= new
-                    grown = True
-        return group
 
     # Search ----------------------------------------------------------------------------------
 
@@ -220,7 +217,8 @@ class _Localizer:
         tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
         nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
         changed = tuple(x for x in nodes if self.shapes.changed(x))
-        return Obstacle(changed, f"{replay.fqn}: {_name(replay)}")
+        function = getattr(replay.function, "__name__", str(replay.function))
+        return Obstacle(changed, f"{replay.fqn}: {function}")
 
 
 def _layer_of(where: str) -> str:
@@ -241,10 +239,6 @@ def _attributes(replay: TracedIntCall, given: Collection[Attribute]) -> dict[Att
     numbers = traced_ints((replay.args, replay.kwargs))
     found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
     return {(fqn, name): value for _, fqn, name, value in found if (fqn, name) not in given}
-
-
-def _name(replay: TracedIntCall) -> str:
-    return getattr(replay.function, "__name__", str(replay.function))
 
 
 def _refs(replay: TracedIntCall) -> Iterable[int]:

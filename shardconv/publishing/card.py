@@ -96,7 +96,8 @@ def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield f"# run.py; start it with: torchrun --nproc-per-node {_num_ranks(variants[0])} run.py"
     yield "import shardconv_runtime"
     yield ""
-    yield f"model = shardconv_runtime.load({_quoted(repo_id)})"
+    quoted = json.dumps(repo_id).replace("`", "\\u0060")  # a backtick could end the block of code
+    yield f"model = shardconv_runtime.load({quoted})"
     yield "```"
     yield ""
     yield "The number of processes selects the directory: `tp-N` is for N processes."
@@ -114,10 +115,6 @@ def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
             f"compute with them: `{needed.command}` ({needed.why}). `load(..., dequantize=True)` dequantizes "
             "the weights instead."
         )
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text).replace("`", "\\u0060")
 
 
 def _variants(variants: Sequence[Published]) -> Iterator[str]:

@@ -6,7 +6,7 @@ The SVG is self-contained (no scripts, fonts or images) and has colors for light
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from shardconv_runtime.format.plan import Plan, global_shape
@@ -119,10 +119,24 @@ def picture(plan: Plan) -> str:
         body.append(moved(0, y, part.markup))
         y += part.height
     height = y + MARGIN
+    # The picture as text, for screen readers.
+    largest = human_bytes(max(summary.rank_bytes))
+    sentences = [
+        f"How the weights of {_name(plan)} are sharded over {plan.tp} ranks, in the order of the layers.",
+        f"Each rank holds {largest} of {human_bytes(summary.total_bytes)}.",
+    ]
+    for op in COMMUNICATING:
+        found = [c for c in summary.collectives if c.op == op]
+        if found:
+            num_bytes = human_bytes(sum(c.token_bytes for c in found))
+            sentences.append(f"{sum(c.count for c in found)} {op} of {num_bytes} per token.")
+    for kind in summary.kinds:
+        if kind.category and kind.tensors:
+            sentences.append(f"{', '.join(kind.names[:2]) or 'the model'}: {kind.category}.")
     content = marked(
         "",
         title(f"{_name(plan)} sharded over {plan.tp} ranks"),
-        element("desc", escape(printable(_description(plan, summary)))),
+        element("desc", escape(printable(" ".join(sentences[:40])))),
         element("style", CSS),
         element("defs", "".join(paint.patterns.values())) if paint.patterns else "",
         rect(0.5, 0.5, WIDTH - 1, height - 1, rx=12, class_="page"),
@@ -139,24 +153,6 @@ def picture(plan: Plan) -> str:
         role="img",
     )
     return svg + "\n"
-
-
-def _description(plan: Plan, summary: Summary) -> str:
-    """Return the picture as text, for screen readers."""
-    largest = human_bytes(max(summary.rank_bytes))
-    sentences = [
-        f"How the weights of {_name(plan)} are sharded over {plan.tp} ranks, in the order of the layers.",
-        f"Each rank holds {largest} of {human_bytes(summary.total_bytes)}.",
-    ]
-    for op in COMMUNICATING:
-        found = [c for c in summary.collectives if c.op == op]
-        if found:
-            num_bytes = human_bytes(sum(c.token_bytes for c in found))
-            sentences.append(f"{sum(c.count for c in found)} {op} of {num_bytes} per token.")
-    for kind in summary.kinds:
-        if kind.category and kind.tensors:
-            sentences.append(f"{', '.join(kind.names[:2]) or 'the model'}: {kind.category}.")
-    return " ".join(sentences[:40])
 
 
 def _name(plan: Plan) -> str:
@@ -200,14 +196,23 @@ def _legend(plan: Plan, blocks: Sequence[Block], paint: Paint) -> Row:
     entries += [
         (rect(3, -1, 7, 15, rx=3.5, fill=COLLECTIVE_COLORS[op]), op) for op in COMMUNICATING if op in ops
     ]
-    x, y, parts = CARD_X, 0.0, []
-    for mark, label in entries:
-        width = 18 + text_width(label, 11.5) + 14
-        if x + width > CARD_X + CARD_WIDTH + 14:
-            x, y = CARD_X, y + 20
-        parts.append(moved(x, y, mark + text(18, 10.5, label, 11.5, class_="muted")))
-        x += width
-    return Row("".join(parts), y + 30)
+    items = [
+        (mark + text(18, 10.5, label, 11.5, class_="muted"), 18 + text_width(label, 11.5))
+        for mark, label in entries
+    ]
+    lines = _in_lines(items, CARD_X, CARD_WIDTH, line=20, gap=14)
+    return Row(lines.markup, lines.height + 10)
+
+
+def _in_lines(items: Iterable[tuple[str, float]], left: float, width: float, line: float, gap: float) -> Row:
+    """Put elements of given widths one after another, in as many lines as they need."""
+    x, y, parts = left, 0.0, []
+    for markup, own_width in items:
+        if x + own_width > left + width and x > left:
+            x, y = left, y + line
+        parts.append(moved(x, y, markup))
+        x += own_width + gap
+    return Row("".join(parts), y + line)
 
 
 def _items(block: Block) -> Iterator[Cell | Bar]:
@@ -278,14 +283,12 @@ def _chips(block: Block) -> Row:
         labels.append(f"{named} [{shape}]{many}{some}")
     if len(block.replicated) > MAX_CHIPS:
         labels.append(f"and {len(block.replicated) - MAX_CHIPS} more")
-    x, y, parts = LANE_X, 0.0, []
+    items = []
     for label in labels:
         shown = fitted(label, 10.5, LANE_WIDTH - 24)
         width = text_width(shown, 10.5) + 24
-        if x + width > LANE_X + LANE_WIDTH and x > LANE_X:
-            x, y = LANE_X, y + 24
         swatch = rect(8, 6, 8, 8, rx=2, class_="replicated")
         chip = rect(0, 0, width, 20, rx=6, class_="lane") + swatch + text(21, 14, shown, 10.5, class_="muted")
-        parts.append(moved(x, y, element("g", title(label) + chip)))
-        x += width + 6
-    return Row("".join(parts), y + 28)
+        items.append((element("g", title(label) + chip), width))
+    lines = _in_lines(items, LANE_X, LANE_WIDTH, line=24, gap=6)
+    return Row(lines.markup, lines.height + 4)

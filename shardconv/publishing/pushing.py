@@ -122,12 +122,52 @@ class Pushing:
     def __init__(self, directory: Path, own: Published, remote: Remote, progress: Progress) -> None:
         self._directory, self._remote, self._progress = directory, remote, progress
         self.own, self._folder = own, own.path
-        self._items = self._directory_items()
+        # Every file of the directory, the manifest of each stage after its others.
+        recorded: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        for part, found in zip(self.own.folder.parts, self.own.manifests, strict=True):
+            start = part.removeprefix(self._folder).lstrip("/")
+            for entry in found.files:
+                path, (kind, digest) = join(start, entry.path), entry.checksum.split(":")
+                sizes[path] = entry.num_bytes
+                if kind == "sha256":
+                    recorded[path] = digest
+            for path in (join(start, PLAN_NAME), join(start, MANIFEST_NAME)):
+                sizes[path] = (self._directory / path).stat().st_size
+        unknown = {path: size for path, size in sizes.items() if path not in recorded}
+        digests = recorded | sha256s(self._directory, unknown, self._progress)
+        self._items = [
+            Item(f"{self._folder}/{path}", self._directory / path, size, digests[path])
+            for path, size in sizes.items()
+        ]
         self._drawn: dict[str, str] = {}
 
     def changes(self, tree: Tree) -> Changes:
         """Return the changes to make, given the current files."""
-        return compare([*self._items, *self._around(tree)], self._folder, tree)
+        # Libraries look for tokenizers and configs at the root, outside of the folder.
+        first = self.own.folder.parts[0]
+        small = {
+            f"{first}/{entry.path}"
+            for entry in self.own.manifest.files
+            if "/" not in entry.path and not entry.path.endswith((".safetensors", ".py"))
+        }
+        items = [
+            dataclasses.replace(item, path=item.path.rpartition("/")[2])
+            for item in self._items
+            if item.path in small
+        ]
+        # Other numbers of ranks have separate, complete converted directories.
+        read = [self._read(folder, tree) for folder in folders(tree.files) if folder != self.own.folder]
+        variants = sorted([self.own, *(found for found in read if found)], key=lambda v: v.folder)
+        existing = self._remote.text(README, tree)
+        card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
+        items.append(text_item(README, card))
+        for variant in variants:
+            digest = variant.manifest.plan_sha256  # of stages, the first one's
+            if digest not in self._drawn:
+                self._drawn[digest] = picture(variant.plan)
+            items.append(text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest]))
+        return compare([*self._items, *items], self._folder, tree)
 
     def carry_out(self) -> str:
         """Make the changes.
@@ -175,53 +215,6 @@ class Pushing:
                 self._remote.commit(title, [], there, parent=tree.commit)
 
         self._remote.patiently(remove)
-
-    def _directory_items(self) -> list[Item]:
-        """Return every file of the directory, the manifest of each stage after its others."""
-        recorded: dict[str, str] = {}
-        sizes: dict[str, int] = {}
-        for part, found in zip(self.own.folder.parts, self.own.manifests, strict=True):
-            start = part.removeprefix(self._folder).lstrip("/")
-            for entry in found.files:
-                path, (kind, digest) = join(start, entry.path), entry.checksum.split(":")
-                sizes[path] = entry.num_bytes
-                if kind == "sha256":
-                    recorded[path] = digest
-            for path in (join(start, PLAN_NAME), join(start, MANIFEST_NAME)):
-                sizes[path] = (self._directory / path).stat().st_size
-        unknown = {path: size for path, size in sizes.items() if path not in recorded}
-        digests = recorded | sha256s(self._directory, unknown, self._progress)
-        return [
-            Item(f"{self._folder}/{path}", self._directory / path, size, digests[path])
-            for path, size in sizes.items()
-        ]
-
-    def _around(self, tree: Tree) -> list[Item]:
-        """Return the files outside of the folder, given the current ones."""
-        # Libraries look for tokenizers and configs at the root.
-        first = self.own.folder.parts[0]
-        small = {
-            f"{first}/{entry.path}"
-            for entry in self.own.manifest.files
-            if "/" not in entry.path and not entry.path.endswith((".safetensors", ".py"))
-        }
-        items = [
-            dataclasses.replace(item, path=item.path.rpartition("/")[2])
-            for item in self._items
-            if item.path in small
-        ]
-        # Other numbers of ranks have separate, complete converted directories.
-        read = [self._read(folder, tree) for folder in folders(tree.files) if folder != self.own.folder]
-        variants = sorted([self.own, *(found for found in read if found)], key=lambda v: v.folder)
-        existing = self._remote.text(README, tree)
-        card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
-        items.append(text_item(README, card))
-        for variant in variants:
-            digest = variant.manifest.plan_sha256  # of stages, the first one's
-            if digest not in self._drawn:
-                self._drawn[digest] = picture(variant.plan)
-            items.append(text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest]))
-        return items
 
     @cached_property
     def _base_card(self) -> str | None:

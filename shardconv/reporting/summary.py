@@ -101,10 +101,20 @@ def summarize(plan: Plan) -> Summary:
     held = stage_bytes(plan)
     numbers = Counter(parameters.values())
     counts = [(entry, numbers[entry]) for entry in entries]
+    modules = module_plans(plan)
+    planned: dict[ModulePlan, list[str]] = {}
+    for name, module in modules.items():
+        planned.setdefault(module, []).append(name)
+    found: list[Collective] = []
+    for module in plan.modules:
+        names = planned.get(module, [])
+        for op, slot, elements, dtype in collective_steps(module, plan.model.dtype):
+            token_bytes = len(names) * elements * item_bytes(dtype)
+            found.append(Collective(op, module.names, slot, len(names), token_bytes))
     return Summary(
         kinds=_kinds(plan, parameters),
         replicated=_replicated(plan, parameters),
-        collectives=_collectives(plan),
+        collectives=tuple(found),
         total_bytes=sum(count * global_bytes(entry) for entry, count in counts),
         sharded_bytes=sum(
             count * global_bytes(e) for e, count in counts if not is_common(e) and not e.partial
@@ -220,20 +230,6 @@ def _replicated(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[Re
         tensors.sort(key=lambda item: (-item[2], item[0]))
         found.append(Replicated(reason, tuple(tensors), sum(item[2] for item in tensors)))
     return tuple(sorted(found, key=lambda group: -group.num_bytes))
-
-
-def _collectives(plan: Plan) -> tuple[Collective, ...]:
-    modules = module_plans(plan)
-    planned: dict[ModulePlan, list[str]] = {}
-    for name, module in modules.items():
-        planned.setdefault(module, []).append(name)
-    found: list[Collective] = []
-    for module in plan.modules:
-        names = planned.get(module, [])
-        for op, slot, elements, dtype in collective_steps(module, plan.model.dtype):
-            token_bytes = len(names) * elements * item_bytes(dtype)
-            found.append(Collective(op, module.names, slot, len(names), token_bytes))
-    return tuple(found)
 
 
 def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:

@@ -38,8 +38,8 @@ from .model_runs import (
     usable_gradients,
 )
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
-from .simulated_weights import RandomWeights, fill
 from .stage_simulation import Mail, MailTransport, gradients_of_stages, stage_of_rank
+from .streamed_weights import RandomWeights, fill
 
 T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..inputs.trace_inputs import TraceInputs
 from .model_runs import Precision, gradients_of
 from .rank_threads import RanksDisagree, ThreadCommunicator
-from .simulated_weights import fill
+from .streamed_weights import fill
 
 Mail = dict[tuple[int, int, int], deque[Tensor]]
 """(rank within a stage, sending stage, receiving stage) -> tensors that were sent and not yet received."""

@@ -40,7 +40,7 @@ class SolverInput:
         forbidden: leaves that must stay replicated.
         folded: tensors that must get the same choice, and weights of layers.
         sequence: leaves of activations that may be sharded although their size comes from the input, see
-            ``sequence_dims``.
+            ``gradients``.
     """
 
     def __init__(

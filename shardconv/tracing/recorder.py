@@ -19,13 +19,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .identities import META, Identities, IdentitiesPoint, TensorKey, tensor_key
-from .operators import (
+from .identities import (
     FIRST_ASKED,
+    META,
     META_RESULTS,
+    Identities,
+    IdentitiesPoint,
     OperatorFacts,
+    TensorKey,
     mutated_arguments,
     result_on_meta,
+    tensor_key,
     tensors_in,
 )
 from .tape import Mark, Op, Ref, Tape, TensorInfo, starred
@@ -147,18 +151,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return META_RESULTS.run(func, args, kwargs) if facts.makes_new else func(*args, **kwargs), []
         except (NotImplementedError, RuntimeError):
-            return self._run_on_values(op)
-
-    def _run_on_values(self, op: Op) -> tuple[Any, list[torch.Tensor]]:
-        """Return the result of an operator whose meta function fails."""
-        asked = op.inputs[FIRST_ASKED.get(op.name, 0) :]
-        if all(self.values.value(t) is not None for t in asked):
-            result = self.values.results(op, asked)
-        else:
-            self.note_guess(f"the result of {op.name}, which depends on data")
-            result = self._answered(lambda: self.values.results(op, asked))
-        on_meta = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), result)
-        return on_meta, tensors_in((result,)) if len(asked) == len(op.inputs) else []
+            # The meta function of the operator fails: it runs on values, or on made-up ones.
+            asked = op.inputs[FIRST_ASKED.get(op.name, 0) :]
+            if all(self.values.value(t) is not None for t in asked):
+                result = self.values.results(op, asked)
+            else:
+                self.note_guess(f"the result of {op.name}, which depends on data")
+                result = self._answered(lambda: self.values.results(op, asked))
+            on_meta = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), result)
+            return on_meta, tensors_in((result,)) if len(asked) == len(op.inputs) else []
 
     # Values ----------------------------------------------------------------------------------
 

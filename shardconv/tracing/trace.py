@@ -22,9 +22,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from .functions import Functions, wrap_ints
+from .functions import Functions, watching, wrap_ints
 from .identities import tensor_key
-from .ints import watching
 from .opaque import Opaque, pristine_copy
 from .recorder import Point, Recorder
 from .tape import CacheUpdate, ModuleCall, Op, Ref, Returned, ReturnedItem, Tape, reads_and_writes

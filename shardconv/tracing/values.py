@@ -177,7 +177,19 @@ class Values:
             except Exception:  # the operator fails on stand-ins
                 self._unknown.update(op.outputs)
                 results = []
-            self._keep(op, results)
+            for index, output in enumerate(op.outputs):
+                info = self._tape.tensors[output]
+                found = results[index] if index < len(results) else None
+                if found is None or found.shape != info.shape:
+                    self._unknown.add(output)
+                    found = self.stand_in(output)
+                (self.guessed if output in self._unknown else self.known)[output] = found
+                if output in self._unknown:
+                    memory = found.untyped_storage()
+                    if memory.data_ptr() not in self._recent:
+                        self._recent[memory.data_ptr()] = memory.nbytes(), []
+                        self._recent_bytes += memory.nbytes()
+                    self._recent[memory.data_ptr()][1].append(output)
             if not guessing and op.outputs[0] in self._unknown:
                 raise Unknown
 
@@ -233,21 +245,6 @@ class Values:
     def _held(self, tid: int) -> Tensor:
         value = self.known.get(tid)
         return self.guessed[tid] if value is None else value
-
-    def _keep(self, op: Op, results: list[Tensor]) -> None:
-        for index, tid in enumerate(op.outputs):
-            info = self._tape.tensors[tid]
-            found = results[index] if index < len(results) else None
-            if found is None or found.shape != info.shape:
-                self._unknown.add(tid)
-                found = self.stand_in(tid)
-            (self.guessed if tid in self._unknown else self.known)[tid] = found
-            if tid in self._unknown:
-                memory = found.untyped_storage()
-                if memory.data_ptr() not in self._recent:
-                    self._recent[memory.data_ptr()] = memory.nbytes(), []
-                    self._recent_bytes += memory.nbytes()
-                self._recent[memory.data_ptr()][1].append(tid)
 
 
 def stand_in(info: TensorInfo, few_chosen: bool = False) -> Tensor:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
-from ..simulation.simulated_weights import USUAL, Draw, RandomWeights
-from ..solving.sequence_dims import SECOND_TOKENS
+from ..simulation.streamed_weights import USUAL, Draw, RandomWeights
+from ..solving.gradients import SECOND_TOKENS
 
 # The ranks are simulated on numbers before a byte is written.
 #

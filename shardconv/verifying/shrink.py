@@ -18,7 +18,7 @@ from torch import nn
 from ..planning.obstacle import Obstacle
 from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
-from ..tracing.ints import TracedInt
+from ..tracing.functions import TracedInt
 from ..tracing.tape import Mark, Ref, Tape
 from .leaf_groups import LeafGroup, leaf_groups, with_unread_parameters
 from .small_model import Attempt, FullModel, Resized, SmallModel, num_rows

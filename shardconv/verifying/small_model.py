@@ -28,9 +28,9 @@ from ..planning.localize import Attribute, Change, localized
 from ..planning.obstacle import Obstacle
 from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
-from ..simulation.simulated_weights import fill
+from ..simulation.streamed_weights import fill
 from ..tracing.fold import Folded
-from ..tracing.ints import sources, traced_ints
+from ..tracing.functions import sources, traced_ints
 from ..tracing.tape import Mark, Tape, prefixes, starred
 from ..tracing.trace import trace
 from .leaf_groups import LeafGroup
@@ -117,7 +117,13 @@ class Attempt:
         if isinstance(found, Obstacle):
             return found
         changes = {**given, **found}
-        changes |= self._vocabulary(model, changes)
+        # Attributes of the model itself that hold the number of logits change too. Losses read them untraced.
+        out: dict[Attribute, Change] = {}
+        for group in (g for g in self.sizes if g.rows):
+            for path, value in _ints(model):
+                if ("", path) not in changes and value == group.size:
+                    out["", path] = Change(group.size, self.sizes[group])
+        changes |= out
         try:
             self._apply(model, changes)
         except ShardconvError as error:
@@ -201,15 +207,6 @@ class Attempt:
             if (hashed := group.hashed) is not None:
                 change = Change(hashed.value, size * hashed.value // group.size)
                 out[hashed.fqn, hashed.attribute] = change
-        return out
-
-    def _vocabulary(self, model: nn.Module, known: Changes) -> dict[Attribute, Change]:
-        """Return attributes of the model itself that hold the number of logits. Losses read them untraced."""
-        out: dict[Attribute, Change] = {}
-        for group in (g for g in self.sizes if g.rows):
-            for path, value in _ints(model):
-                if ("", path) not in known and value == group.size:
-                    out["", path] = Change(group.size, self.sizes[group])
         return out
 
     # The model -------------------------------------------------------------------------------

@@ -185,7 +185,14 @@ class _Choice:
         self.tp = tp
         self.groups = groups
         self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
-        self.tensors = _costs(analysis, copies)
+        # Dims, numbers of elements and copies of stored tensors, outputs, and large activations.
+        tensors = analysis.tape.tensors
+        outputs = set(analysis.tape.outputs)
+        self.tensors = []
+        for tid, dims in analysis.dims.items():
+            numel = math.prod(tensors[tid].shape)
+            if numel > _COUNTED or tid in outputs or tensors[tid].kind in ("parameter", "buffer"):
+                self.tensors.append((dims, numel, copies.get(tid, 1)))
         infos = analysis.tape.tensors
         self.taken = {n for i in infos if i.kind in ("parameter", "buffer", "input") for n in i.shape}
         self.smaller: dict[tuple[int, bool], int] = {}
@@ -317,18 +324,6 @@ class _Choice:
         first = -(-least // tp) * tp + group.size % tp
         sizes = range(first, group.size // 2 + 1, tp)
         return next((size for size in sizes if size * group.times not in others), first)
-
-
-def _costs(analysis: Analysis, copies: Mapping[int, int]) -> list[tuple[tuple[Node, ...], int, int]]:
-    """Return dims, numbers of elements and copies of stored tensors, outputs, and large activations."""
-    tensors = analysis.tape.tensors
-    outputs = set(analysis.tape.outputs)
-    out = []
-    for tid, dims in analysis.dims.items():
-        numel = math.prod(tensors[tid].shape)
-        if numel > _COUNTED or tid in outputs or tensors[tid].kind in ("parameter", "buffer"):
-            out.append((dims, numel, copies.get(tid, 1)))
-    return out
 
 
 def stored_elements(analysis: Analysis, sizes: Mapping[LeafGroup, int], copies: Mapping[int, int]) -> int:

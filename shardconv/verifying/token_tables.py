@@ -16,7 +16,7 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.slices import share
 from torch import Tensor
 
-from ..tracing.ints import TracedInt, traced_ints
+from ..tracing.functions import TracedInt, traced_ints
 from ..tracing.tape import Mark, Op, Tape
 
 # Tables may also be looked up by hashes, which are remainders modulo an attribute of a module.

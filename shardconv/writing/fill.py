@@ -50,7 +50,19 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
             units.append(replace(unit, moves=moves))
     total = sum(workspace.files[index].num_bytes for index in mine)
     done = sum(extent.num_bytes for log in written.values() for unit in log.values() for extent in unit)
-    _require_space(workspace)
+    # The disk needs room for the unallocated parts of the files, as far as can be told.
+    num_bytes = 0
+    for index in workspace.mine():
+        path, size = workspace.location(index), workspace.files[index].num_bytes
+        num_bytes += max(size - path.stat().st_blocks * 512, 0) if path.exists() else size
+    stats = os.statvfs(workspace.path)
+    free = stats.f_bavail * stats.f_frsize
+    if num_bytes > free:
+        needed, left = (f"{amount / 1e9:,.2f} GB" for amount in (num_bytes, free))
+        raise ShardconvError(
+            f"OUT {workspace.out} needs {needed} more, and its disk has {left} free; "
+            "free some space, or name a directory on another disk"
+        )
     try:
         with progress.bar("writing", total, done) as advance, _Target(workspace) as target:
             for index in mine:
@@ -67,22 +79,6 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
             f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
             "same command again, which continues"
         ) from error
-
-
-def _require_space(workspace: Workspace) -> None:
-    """Require that the disk has room for the unallocated parts of the files, as far as can be told."""
-    num_bytes = 0
-    for index in workspace.mine():
-        path, size = workspace.location(index), workspace.files[index].num_bytes
-        num_bytes += max(size - path.stat().st_blocks * 512, 0) if path.exists() else size
-    stats = os.statvfs(workspace.path)
-    free = stats.f_bavail * stats.f_frsize
-    if num_bytes > free:
-        needed, left = (f"{amount / 1e9:,.2f} GB" for amount in (num_bytes, free))
-        raise ShardconvError(
-            f"OUT {workspace.out} needs {needed} more, and its disk has {left} free; "
-            "free some space, or name a directory on another disk"
-        )
 
 
 class _Target:

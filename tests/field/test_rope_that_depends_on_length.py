@@ -17,7 +17,7 @@ import transformers
 from batches import pages
 from checkpoints import CONFIGS, save_causal
 from one_and_ranks import of_one, of_ranks, require_refused, require_same
-from shardconv_runtime.inference import paged_check
+from shardconv_runtime.inference import paged_model
 from torch import Tensor
 
 import shardconv
@@ -87,7 +87,7 @@ def test_the_check_of_packed_calls_looks_at_a_short_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for code whose dependence on the length no config tells."""
-    monkeypatch.setattr(paged_check, "length_limit", lambda config: None)
+    monkeypatch.setattr(paged_model, "length_limit", lambda config: None)
     plain = save_causal("phi3", tmp_path / "model", **{**CONFIGS["phi3"], **SETTINGS["phi3"]})
     shardconv.convert(plain, tmp_path / "out", tp=2, check=False)
     ranks = of_ranks(tmp_path / "out", (short_beside_long,))

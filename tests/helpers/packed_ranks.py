@@ -15,9 +15,8 @@ from packed_cases import MemoryCheckpoint, part
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import ranges
-from shardconv_runtime.packed.checkpoint_view import Found
-from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 from shardconv_runtime.parallel.build import parallelize, retie
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.parallel.packed_modules import PackedModules

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.simulated_weights import fill, local_weights
+from shardconv.simulation.streamed_weights import fill, local_weights
 
 from .measure import random_weight
 from .models import ZooModel

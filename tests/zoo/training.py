@@ -36,7 +36,7 @@ from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.simulated_weights import fill, local_weights
+from shardconv.simulation.streamed_weights import fill, local_weights
 from shardconv.tracing.trace import results
 
 from .measure import random_weight

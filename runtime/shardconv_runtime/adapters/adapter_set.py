@@ -151,7 +151,9 @@ class _Union:
 
     def parameters(self) -> tuple[ParameterPlan, ...]:
         names = dict.fromkeys(self.first_names.values())
-        return self._entries(lambda plan: plan.parameters, names, _stored)
+        return self._entries(
+            lambda plan: plan.parameters, names, lambda e: (e.dims, e.dtype, e.packing, e.partial)
+        )
 
     def entries(self, of: Callable[[Plan], tuple[_Entry, ...]]) -> tuple[_Entry, ...]:
         return self._entries(of, self.modules, lambda entry: replace(entry, names=()))
@@ -192,10 +194,6 @@ class _Union:
         all_names = [(name, self.now[name][old]) for name in self.alone]
         moved = [(name, theirs) for name, theirs in all_names if theirs != old]
         return moved if fqn != old else all_names
-
-
-def _stored(entry: ParameterPlan) -> object:
-    return entry.dims, entry.dtype, entry.packing, entry.partial
 
 
 def _logits(plans: list[Plan], modules: tuple[ModulePlan, ...]) -> Any:

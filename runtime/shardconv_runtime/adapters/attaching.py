@@ -436,10 +436,9 @@ class _BaseWithoutBytes:
 
 def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
     """Let the adapters of a model take part in its calls, or not."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
-
+    kinds = peft().tuners.tuners_utils.BaseTunerLayer, peft().utils.AuxiliaryTrainingWrapper
     for module in model.modules():
-        if isinstance(module, (BaseTunerLayer, peft().utils.AuxiliaryTrainingWrapper)):
+        if isinstance(module, kinds):
             module.enable_adapters(enabled)
 
 

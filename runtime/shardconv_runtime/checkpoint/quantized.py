@@ -17,10 +17,8 @@ import torch
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
-from ..packed.checkpoint_view import Found, Info, global_size
-from ..packed.dequantize import dequantize
-from ..packed.held import WeightSlice
-from ..packed.schemes import scheme_of
+from ..packed.schemes import dequantize, scheme_of
+from ..packed.stored_weights import Found, Info, WeightSlice, global_size
 from ..tensors import lazy_tensor as lazy
 from ..tensors.copying import read_tensor
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..format.header import dtype_name
 from ..tensors.copying import read_tensor
 from ..tensors.lazy_tensor import (
     ComputedLeaf,
@@ -148,7 +149,7 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
     if isinstance(tensor, RecordedTensor):
         return None if tensor.absent else tensor.lazy
     kept = tensor.detach()
-    dtype = str(kept.dtype).removeprefix("torch.")
+    dtype = dtype_name(kept.dtype)
     leaf = ComputedLeaf("a constant of the model", Constant(kept), dtype, kept.numel())
     return from_leaf(leaf, kept.shape)
 
@@ -203,7 +204,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _absent(meta: torch.Tensor) -> RecordedTensor:
-    return RecordedTensor(zeros(str(meta.dtype).removeprefix("torch."), meta.shape), absent=True)
+    return RecordedTensor(zeros(dtype_name(meta.dtype), meta.shape), absent=True)
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], Any]) -> Any:
@@ -280,7 +281,7 @@ def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
 
     def record(meta: torch.Tensor) -> RecordedTensor:
         nonlocal count
-        dtype = str(meta.dtype).removeprefix("torch.")
+        dtype = dtype_name(meta.dtype)
         compute = RecordedOperator(namespace, name, func._overloadname, *given, count)
         leaf = ComputedLeaf(str(func), compute, dtype, meta.numel())
         count += 1
@@ -290,7 +291,7 @@ def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
 
 
 def _to_copy(tensor: RecordedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    lazy = tensor.lazy if dtype is None else cast(tensor.lazy, str(dtype).removeprefix("torch."))
+    lazy = tensor.lazy if dtype is None else cast(tensor.lazy, dtype_name(dtype))
     return None if lazy is None else RecordedTensor(lazy)
 
 

@@ -13,10 +13,10 @@ from huggingface_hub import snapshot_download
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..errors import SourceError, brief
+from ..format.header import dtype_name
 from ..format.small_files import EXAMPLE_NAME
-from ..hub.hub_errors import explain
+from ..hub.hub_errors import bounded, explain
 from ..hub.remote_files import RemoteFile, remote_files
-from ..hub.time_limits import bounded
 from ..hub_options import Hub
 from .model_directory import (
     LAYOUTS,
@@ -358,4 +358,4 @@ def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metada
     found = str(said) if said else files and stored_dtype(files[0])
     if not found and not files and hasattr(config, "get_text_config"):  # a guess, if no weights say it
         found = getattr(config.get_text_config(), "dtype", None)
-    return str(found or "float32").removeprefix("torch.")
+    return dtype_name(found or "float32")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError
+from ..format.header import dtype_name
 from .mesh import Launch, can_capture, rank
 from .process_groups import control_group
 
@@ -272,7 +273,7 @@ def digest(value: Any) -> str:
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         content_digest = hashlib.sha256(content.tobytes()).hexdigest()
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sha256 {content_digest[:12]}"
+        return f"{dtype_name(value.dtype)} {list(value.shape)}, sha256 {content_digest[:12]}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {digest(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Private, but documented, and the only way to memory that other GPUs can read.
+from torch.distributed import _symmetric_memory
+
 from ..errors import LaunchError, PlanError
 from .collectives import AllReduce, ProcessCommunicator
 from .mesh import Launch, can_capture
@@ -110,9 +113,6 @@ def _(x: Tensor, group_name: str) -> Tensor:
 
 
 def _shared_buffer(device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    # Private, but documented, and the only way to such memory; no other file knows of it.
-    from torch.distributed import _symmetric_memory
-
     buffer: Tensor = _symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
     _symmetric_memory.rendezvous(buffer, group)
     return buffer

@@ -66,6 +66,12 @@ STORED_NAME: Mapping[str, str] = {
 }
 """torch's name of a dtype, as in a plan, to safetensors' name."""
 
+
+def dtype_name(dtype: object) -> str:
+    """Return torch's name of a dtype, as in a plan: ``bfloat16`` of ``torch.bfloat16``, or of its text."""
+    return str(dtype).removeprefix("torch.")
+
+
 TORCH_NAME: Mapping[str, str] = {stored: name for name, stored in STORED_NAME.items()}
 """safetensors' name of a dtype to torch's."""
 

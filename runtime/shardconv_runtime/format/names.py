@@ -44,9 +44,8 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
         raise too_long
     count = math.prod(sum(map(len, choice)) for choice in choices)
     if count > limit:
-        raise PlanError(
-            f"the name pattern {shown(pattern)} expands to {_count(count)} names, more than {limit}"
-        )
+        many = count if count < 2**63 else "far too many"  # its digits may fill a screen
+        raise PlanError(f"the name pattern {shown(pattern)} expands to {many} names, more than {limit}")
     return [".".join(name) for name in product(*(list(map(str, chain(*choice))) for choice in choices))]
 
 
@@ -100,10 +99,6 @@ def _choices(pattern: str, component: str) -> Sequence[Sequence[str | int]]:
             raise PlanError(f"the numbers in the name pattern {shown(pattern)} do not ascend")
         spans.append(range(first, last + 1))
     return spans
-
-
-def _count(count: int) -> str:
-    return str(count) if count < 2**63 else "far too many"
 
 
 def _malformed(pattern: str) -> PlanError:
@@ -184,8 +179,5 @@ def _braces(values: _Numbers) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return "{" + ",".join(_run(run) for run in runs) + "}"
-
-
-def _run(run: list[int]) -> str:
-    return f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+    parts = (f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return "{" + ",".join(parts) + "}"

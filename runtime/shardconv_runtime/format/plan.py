@@ -1,6 +1,6 @@
 """The plan that the converter solves for and the runtime builds from.
 
-Frozen values, each of which checks its own fields when it is made; ``plan_checks`` has the rules between the
+Frozen values, each of which checks its own fields when it is made; ``plan_json`` has the rules between the
 parts of a plan. Entries get their names when they are put into a plan; before that, ``names`` may be empty.
 ``plan_json`` writes and reads plans, ``docs/plan-format.md`` is the specification.
 """
@@ -330,7 +330,15 @@ class ModulePlan:
         for field, ops in FLAG_STEPS.items():
             if getattr(self, field) and made.isdisjoint(ops):
                 fail(field, f"needs a step {' or '.join(ops)} among the outputs")
-        self._check_out_of_shard()
+        # A step that zeroes positions needs the ids that an earlier step found to be out-of-shard.
+        remembers = False
+        for index, step in enumerate(self.inputs):
+            if isinstance(step, ZeroOutOfShardStep) and not remembers:
+                fail(f"inputs[{index}]", f"{step.op} needs a local_rows before it")
+            remembers |= isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
+        has_rows = any(isinstance(step, LocalRowsStep) for step in self.inputs)
+        if not has_rows and any(isinstance(step, ZeroOutOfShardStep) for step in self.outputs):
+            fail("outputs", "zero_out_of_shard needs a local_rows among the inputs")
         if flags := [flag for flag in self.flags if not flag.isidentifier() or flag.startswith("__")]:
             fail("flags", f"not the name of an attribute: {flags[0]!r}")
         if len(set(self.flags)) < len(self.flags):
@@ -342,17 +350,6 @@ class ModulePlan:
             edited.add(edit.attribute)
         if self.category == "norm" and self.norm is None:
             fail("", 'the key "norm" is missing')
-
-    def _check_out_of_shard(self) -> None:
-        """A step that zeroes positions needs the ids that an earlier step found to be out-of-shard."""
-        remembers = False
-        for index, step in enumerate(self.inputs):
-            if isinstance(step, ZeroOutOfShardStep) and not remembers:
-                fail(f"inputs[{index}]", f"{step.op} needs a local_rows before it")
-            remembers |= isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
-        has_rows = any(isinstance(step, LocalRowsStep) for step in self.inputs)
-        if not has_rows and any(isinstance(step, ZeroOutOfShardStep) for step in self.outputs):
-            fail("outputs", "zero_out_of_shard needs a local_rows among the inputs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .fused_groups import adjacent_tensors, in_units
 from .header import STORED_BITS, STORED_NAME
 from .manifest import shard_metadata, shard_path
 from .plan import Plan, local_shape
-from .stored_layout import is_common, layout_sha256, stored_plans
+from .stored_layout import adjacent_tensors, in_units, is_common, layout_sha256, stored_plans
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this many bytes, a cache line where they are mapped: headers are padded with

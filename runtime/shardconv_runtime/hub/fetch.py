@@ -24,10 +24,9 @@ from ..format import manifest
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.small_files import stage_of, variant_name
 from ..hub_options import Hub, require_repo_id
-from . import time_limits
-from .hub_errors import FINAL, explain, has_timed_out, hub_error
+from . import hub_errors
+from .hub_errors import FINAL, NoAnswerError, bounded, explain, has_timed_out, hub_error
 from .remote_files import remote_files
-from .time_limits import NoAnswerError, bounded
 from .tp_folders import folder_in, nothing_for, only, stages_for
 
 TRIES = 5
@@ -295,7 +294,7 @@ def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
     elif isinstance(error, FINAL):
         return False
     return not isinstance(hub_error(error), NoAnswerError) and not (
-        has_timed_out(error) and seconds >= time_limits.PATIENCE_S
+        has_timed_out(error) and seconds >= hub_errors.PATIENCE_S
     )
 
 

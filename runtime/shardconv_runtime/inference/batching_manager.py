@@ -13,15 +13,14 @@ from torch import nn
 from transformers import ContinuousBatchingConfig
 
 # The imports take seconds, so this module is imported only when a manager is made.
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, model_runner
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
 from ..comm.agreement import PAGED, agree, exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError, ShardconvError
 from .deadline import raise_lost_rank
-from .paged_check import RequestCheck
-from .paged_model import PagedModel, attempt
+from .paged_model import PagedModel, RequestCheck, attempt
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
@@ -210,7 +209,11 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             if self._original_attn_impl is not None:
                 self._model.set_attn_implementation(self._original_attn_impl)
             raise
-        self._room = _tokens_of_one_request(made.cache)
+        # The most tokens of one request for which the empty cache has room.
+        if hasattr(model_runner, "infer_max_single_request_tokens"):
+            self._room = int(model_runner.infer_max_single_request_tokens(made.cache))
+        else:  # transformers 5.17
+            self._room = int(made.cache.num_blocks // made.cache.num_groups * made.cache.block_size)
         return made
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
@@ -271,16 +274,6 @@ def _name_of_waker(manager: Any) -> str:
     """Return the attribute with the event for which the loop waits; transformers renamed it after 5.17."""
     names = ("_wake_up_loop", "_has_new_requests")
     return next(name for name in names if hasattr(manager, name))
-
-
-def _tokens_of_one_request(cache: Any) -> int:
-    """Return the most tokens of one request for which an empty cache has room."""
-    # Not all supported versions have the function.
-    from transformers.generation.continuous_batching import model_runner
-
-    if hasattr(model_runner, "infer_max_single_request_tokens"):
-        return int(model_runner.infer_max_single_request_tokens(cache))
-    return int(cache.num_blocks // cache.num_groups * cache.block_size)  # in earlier versions
 
 
 def _require_same_sizes(start: Launch, cache: Any) -> None:

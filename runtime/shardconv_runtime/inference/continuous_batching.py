@@ -23,8 +23,16 @@ from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from .batching_manager import RankBatchingManager, require_idle
-from .paged_check import RequestCheck
-from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
+from .paged_model import (
+    CachedHeads,
+    PagedCheck,
+    PagedModel,
+    RequestCheck,
+    attempt,
+    cached_heads,
+    kinds_of_layers,
+    kinds_of_stages,
+)
 from .staged_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
@@ -77,6 +85,8 @@ def _context(self: Any, *args: Any, num_microbatches: int | None = None, **kwarg
 
 
 def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
+    known: dict[object, tuple[CachedHeads, PagedCheck]] = {}
+
     def init_continuous_batching(
         self: Any,
         generation_config: Any | None = None,
@@ -108,12 +118,17 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
             in_flight = link.count if num_microbatches is None else num_microbatches
         if start.world_size > 1:
             _record_nothing(config, generation_config)
-        heads, error = attempt(lambda: cached_heads(self, link))
-        agree(start, error)
+        # What was found, and which prompts were compared, holds for this model until it is changed.
+        state = (self.dtype, self.device, self.config._attn_implementation, len(list(self.modules())))
+        if state not in known:
+            heads, error = attempt(lambda: cached_heads(self, link))
+            agree(start, error)
+            known[state] = (heads, PagedCheck(link))
+        heads, check = known[state]
         kinds: list[str] = []
         if link is not None:
             kinds = kinds_of_stages(exchange(start, kinds_of_layers(self, heads.layers)), start.rank)
-        paged = PagedModel(self, heads, link, kinds)
+        paged = PagedModel(self, heads, check, link, kinds)
         attention = self.config._attn_implementation
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))

@@ -232,7 +232,21 @@ class Decoder:
         inputs = self._inputs_of_step(call, arguments, prefilled)
         if inputs is None:
             return None
-        bucket = self._bucket(call, inputs, prefilled)
+        length = max(num_tokens(prefilled), call.ids.shape[1]) + call.most_new
+        slots = _rounded(max(length, self._least_slots), LEAST_SLOTS, SLOTS_STEP)
+        reach = max(LEAST_REACH, 1 << (length - call.most_new).bit_length())
+        config = self._model.config.get_text_config(decoder=True)
+        goes_by_position = "attention_mask" in inputs or getattr(config, "attention_chunk_size", None)
+        bucket = Bucket(
+            _rounded(len(call.ids), 1, ROWS_STEP),
+            slots,
+            min(slots, reach),
+            not goes_by_position and any(window < slots for window in windows(prefilled)),
+            tuple(sorted((name, value.dtype) for name, value in inputs.items() if isinstance(value, Tensor))),
+            tuple(sorted((name, value) for name, value in inputs.items() if not isinstance(value, Tensor))),
+            call.choice,
+            call.stop_ids is not None,
+        )
         state, replays = self._recorded.get(bucket) or (
             self._make_state(call, bucket, prefilled, logits.shape[1]),
             [],
@@ -281,23 +295,6 @@ class Decoder:
             elif not isinstance(value, (bool, int, float, str)):
                 return None
         return wanted
-
-    def _bucket(self, call: Call, inputs: dict[str, Any], prefilled: Cache) -> Bucket:
-        length = max(num_tokens(prefilled), call.ids.shape[1]) + call.most_new
-        slots = _rounded(max(length, self._least_slots), LEAST_SLOTS, SLOTS_STEP)
-        reach = max(LEAST_REACH, 1 << (length - call.most_new).bit_length())
-        config = self._model.config.get_text_config(decoder=True)
-        goes_by_position = "attention_mask" in inputs or getattr(config, "attention_chunk_size", None)
-        return Bucket(
-            _rounded(len(call.ids), 1, ROWS_STEP),
-            slots,
-            min(slots, reach),
-            not goes_by_position and any(window < slots for window in windows(prefilled)),
-            tuple(sorted((name, value.dtype) for name, value in inputs.items() if isinstance(value, Tensor))),
-            tuple(sorted((name, value) for name, value in inputs.items() if not isinstance(value, Tensor))),
-            call.choice,
-            call.stop_ids is not None,
-        )
 
     def _make_state(self, call: Call, bucket: Bucket, prefilled: Cache, vocabulary: int) -> StepState:
         cache = make_cache(

@@ -75,7 +75,11 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if mesh.size() > mesh["tp"].size() and not is_sharded:
             raise PlanError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
         self.mesh = mesh
-        _keep_class_names(model)
+        # Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+                vars(module)["_get_name"] = partial(str, own.__name__)  # in place of a method of nn.Module
         super().__init__(model=model, args=args, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -214,18 +218,6 @@ def _same_bytes(file: Path, folder: Path) -> bool:
     return file.is_file() and other.is_file() and filecmp.cmp(file, other, shallow=False)
 
 
-def _keep_class_names(model: nn.Module) -> None:
-    """Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
-
-    FSDP2 derives a class, ``FSDPModelForCausalLM``. With label smoothing, the Trainer shifts the labels only
-    if the model's class has one of transformers' names for causal models.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-            vars(module)["_get_name"] = partial(str, own.__name__)  # in place of a method of nn.Module
-
-
 OVERRIDDEN = (
     "create_accelerator_and_postprocess",
     "get_tp_size",
@@ -238,13 +230,8 @@ OVERRIDDEN = (
 """Methods of the Trainer that the class above replaces. One that is gone would silently not be called."""
 
 
-def _require_methods() -> None:
-    missing = [name for name in OVERRIDDEN if not callable(getattr(Trainer, name, None))]
-    if missing:
-        raise ImportError(
-            f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, which a "
-            "sharded model needs; use a version of transformers that shardconv-runtime was tried with"
-        )
-
-
-_require_methods()
+if _missing := [name for name in OVERRIDDEN if not callable(getattr(Trainer, name, None))]:
+    raise ImportError(
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(_missing)}, which a "
+        "sharded model needs; use a version of transformers that shardconv-runtime was tried with"
+    )

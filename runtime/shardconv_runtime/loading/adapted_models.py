@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..adapters.adapter_files import PlannedAdapter, require_name
-from ..adapters.adapter_names import DEFAULT, is_of_adapter
+from ..adapters.adapter_names import DEFAULT, is_of_adapter, peft
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
@@ -26,11 +26,12 @@ from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
 from ..parallel.default_modes import in_default_modes
-from ..parallel.model_changes import refuse_method
+from ..parallel.refusals import refuse_method
 from ..saving.saved_adapters import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
-from .building import ModelBuilder, Stored, unsharded
+from .building import ModelBuilder, Stored
+from .checked_source import unsharded
 
 _REFUSED = {
     "add_adapter": "call shardconv_runtime.add_adapter(model, config), which returns a model with both",
@@ -90,8 +91,11 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     own: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
     text = agreement.exchange(building.start, own)[0]
     planned = PlannedAdapter(adapter, plan_json.loads(text), plan_json.sha256(text))
-    build = partial(unsharded, building.checked, building.wanted)
-    adapters = AdapterSet.of({**known, name: planned}, building.checked.plan, build)
+    adapters = AdapterSet.of(
+        {**known, name: planned},
+        building.checked.plan,
+        lambda: unsharded(building.checked, building.wanted)[1],
+    )
     stored: Stored | None = None
     if not loaded(model).packed:  # modules of packed formats have other tensors than the files
         present, base = named_tensors(model), _base_tensors(model)
@@ -205,7 +209,8 @@ def _merge_and_unload(
 
 def _unload(wrapper: Any) -> Any:
     """Return the model without adapters; every rank calls it."""
-    if any(isinstance(module, _layer_class()) and module.merged for module in wrapper.modules()):
+    kind = peft().tuners.tuners_utils.BaseTunerLayer
+    if any(isinstance(module, kind) and module.merged for module in wrapper.modules()):
         raise PlanError("unload: adapters are merged into the weights; call unmerge_adapter() first")
     return _rebuilt(wrapper)
 
@@ -280,8 +285,9 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
         raise PlanError("merging: the weights are packed; load the model with dequantize=True")
     _require_unsplit(wrapper, "merging")
     wrong = []
+    kind = peft().tuners.tuners_utils.BaseTunerLayer
     for fqn, layer in unwrapped(wrapper).named_modules():
-        if isinstance(layer, _layer_class()):
+        if isinstance(layer, kind):
             try:
                 wrong += [] if _stays_the_same(layer, list(names)) else [fqn]
             except (PlanError, RuntimeError, AttributeError, TypeError, ValueError):
@@ -310,12 +316,6 @@ def _stays_the_same(layer: Any, names: list[str]) -> bool:
     after = type(trial).forward(trial, x)
     largest = float(before.abs().max())
     return float((after - before).abs().max()) <= _TOLERANCES.get(base.weight.dtype, 1e-4) * largest
-
-
-def _layer_class() -> Any:
-    from peft.tuners.tuners_utils import BaseTunerLayer  # an optional library
-
-    return BaseTunerLayer
 
 
 def _require_unsplit(model: nn.Module, what: str) -> None:

@@ -2,155 +2,169 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from ..adapters.adapter_set import AdapterSet
+from ..adapters.attaching import Adapter, Attached, attach
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch
+from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
-from ..format import plan_json as codec
-from ..format.fused_groups import adjacent_tensors
 from ..format.header import ShardFile
-from ..format.manifest import Manifest
 from ..format.plan import Plan
-from ..format.plan_json import of_sequence
+from ..format.plan_json import of_sequence, of_stage
 from ..format.slices import Rows
-from ..format.staged_names import held_by
-from ..hub.fetch import Repository
-from ..hub_options import Hub
+from ..format.staged_names import absent_modules, held_by, held_names, num_stages
+from ..format.stored_layout import adjacent_tensors
+from ..inference.compiling import compile_model, compile_stage
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
 from ..parallel.build import parallelize, stored_tensors
-from ..parallel.meta_model import build_model, find_class
-from ..parallel.model_config import building_failed, read_config, read_generation_config
+from ..parallel.layers import with_local_logits
+from ..parallel.model_config import read_generation_config
+from ..parallel.stage_model import StageModel, argument_names, keep_stage
+from ..training.fsdp import compare_replicas
+from ..training.prepare import backward_axes, parallelize_for_training
+from ..training.stage_training import evaluate_in_passes, prepare_stage
 from . import rank_files
-from .data_sharding import DataSharding
-from .reading import Span, with_rows
+from .by_plan import local_tensors
+from .checked_source import CheckedSource, LoadOptions, stays_packed, unsharded
+from .packed_models import packed_modules
+from .reading import with_rows
+from .several_ranks import guard
 
-if TYPE_CHECKING:
-    # Imported here and in functions: modules that a job may not need. All of them would add 0.2 s to the
-    # start.
-    from ..adapters.adapter_set import AdapterSet
-    from ..adapters.attaching import Attached
-    from ..comm.stage_processes import StageProcesses
-    from ..parallel.stage_model import StageModel
-    from ..tensors.lazy_tensor import LazyTensor
-    from .staged_models import StagedBuilder
+# Loading models with pipeline stages: the place of a process, and the model of its stages.
 
-AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-"""The directory of one adapter, or directories by the names that the adapters get."""
 
-Stored = Callable[["Attached | None"], Generator[tuple[str, Tensor]]]
+Tensors = Generator[tuple[str, Tensor]]
+"""Names and local tensors."""
+
+
+def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
+    """Check that each process can have ``per_process`` stages.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    about = f"stages_per_process={per_process}"
+    count = num_stages(plan)
+    if plan.stages is None:
+        raise PlanError(f"{about}: the model has no stages; convert it with --pp, or leave that out")
+    if not training:
+        raise PlanError(
+            f"{about} is for training, where microbatches go round the processes; for inference each process "
+            "has one stage: leave it out, or pass training=True"
+        )
+    if per_process < 1 or count % per_process:
+        fitting = [n for n in range(1, count // 2 + 1) if count % n == 0]
+        raise PlanError(f"{about} does not divide the {count} stages of the model; choose among {fitting}")
+    if per_process == count:
+        raise PlanError(f"{about}: one process would have all stages; convert the model without --pp")
+
+
+def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
+    """Return the place of this process in the pipeline; every process calls it.
+
+    Raises:
+        PlanError: the directory that was read is for another stage.
+        LaunchError: the processes cannot communicate.
+    """
+    assert plan.stages is not None
+    place = stage_processes(start, num_stages(plan), plan.tp, per_process)
+    first = place.link.place
+    if plan.stages.own not in (None, first):
+        raise PlanError(
+            f"the directory holds stage {plan.stages.own}, and this rank is on stage {first}; name "
+            "the directory that holds all stages"
+        )
+    return place
+
+
+class StagedBuilder:
+    """Builds the model of a process that has one or several stages of a pipeline.
+
+    Args:
+        plan: the plan of all stages, with adapters.
+        place: the place of this process.
+        model: the unsharded model on meta, before it is parallelized.
+    """
+
+    def __init__(self, plan: Plan, place: StageProcesses, model: nn.Module) -> None:
+        self._plan = plan
+        self._place = place
+        self._names = argument_names(model, plan)
+        self.stages = place.link.stages
+
+    @property
+    def absent(self) -> Sequence[Collection[str]]:
+        """Return the FQNs of modules that are on other stages, for each stage of the process."""
+        return [absent_modules(self._plan, stage) for stage in self.stages]
+
+    def own(self, plan: Plan) -> Plan:
+        """Return the part of a plan that is about the stages of this process."""
+        return of_stage(plan, self.stages)
+
+    def keep_own(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        *,
+        training: bool,
+        sequence_parallel: bool,
+        local_logits: bool,
+    ) -> StageModel:
+        """Replace modules of other stages by placeholders, in place.
+
+        Args:
+            model: the model of one rank, as ``parallelize`` makes it.
+            dtype: dtype in which modules compute; None for the stored dtype of the parameters.
+            training: the model is to be trained.
+            sequence_parallel: activations are sharded over the sequence.
+            local_logits: each rank keeps its shard of the logits.
+        """
+        plan, link, ranks = self._plan, self._place.link, self._place.ranks
+        if sequence_parallel:
+            plan = of_sequence(plan)
+        if local_logits:
+            plan = with_local_logits(plan)
+        dtype = dtype or getattr(torch, plan.model.dtype)
+        if training:
+            prepare_stage(model, link)
+        return keep_stage(model, plan, link, ranks.rank, ranks.device, dtype, self._names)
+
+    def tensors(self, plan: Plan, stored: Sequence[Callable[[Rows], Tensors]], rows: Rows) -> Tensors:
+        """Yield each tensor of the stages once, with the name that it has in the process's model.
+
+        Args:
+            plan: the plan of all stages, as they are stored.
+            stored: a function for each stage that yields its tensors, or rows of them, by the names in its
+                directory.
+            rows: name in the model -> the rows of the tensor to yield; see ``format.slices.Rows``.
+        """
+        own = held_names(plan, self.stages)
+        taken: set[str] = set()
+        for stage, read in zip(self.stages, stored, strict=True):
+            names = {name: own[first] for first, name in held_names(plan, stage).items()}
+            wanted = {name: rows[held] for name, held in names.items() if held in rows}
+            with closing(read(wanted)) as tensors:
+                for name, tensor in tensors:
+                    held = names.get(name, name)  # a packed parameter is stored as several tensors
+                    if held not in taken:
+                        taken.add(held)
+                        yield held, tensor
+
+
+Stored = Callable[[Attached | None], Generator[tuple[str, Tensor]]]
 """A function that yields a rank's tensors by their names in the model with the attached adapters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The arguments of the caller."""
-
-    path: str
-    plan: str | None
-    hub: Hub
-    trust_remote_code: bool
-    dtype: torch.dtype | None
-    training: bool
-    sequence_parallel: bool
-    regather: bool | None
-    gather_logits: bool | None
-    verify: bool
-    dequantize: bool
-    all_reduce: str | None
-    """The name of the function, which is compared between the ranks."""
-    fuse: bool | None
-    adapter: AdapterDirectories | None
-    data_parallel: DataSharding | None
-    over_mesh: bool
-    """The ranks are the processes along a dim of a device mesh."""
-    compiled: bool = False
-    stages_per_process: int = 1
-
-    @property
-    def unknown_to_stages(self) -> dict[str, bool]:
-        """Return the arguments that a model with stages does not support, and whether they were given."""
-        return {
-            "all_reduce=": self.all_reduce is not None,
-            "compile=True with training=True": self.compiled and self.training,
-        }
-
-    @property
-    def computed_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which modules compute; None for the dtype of the parameters."""
-        settings = None if self.data_parallel is None else self.data_parallel.settings
-        return (settings and settings.param_dtype) or self.dtype
-
-    @property
-    def form(self) -> dict[str, bool]:
-        """Return the options of the form of the plan; empty for plain inference."""
-        wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
-        return wanted if any(wanted.values()) else {}
-
-
-@dataclass(frozen=True)
-class CheckedSource:
-    """A model that passed the checks so far."""
-
-    directory: Path
-    manifest: Manifest
-    """The manifest; for an ordinary model, a manifest of its small files."""
-    plan: Plan
-    repository: Repository | None = None
-    """The repository from which this rank's files are still to be downloaded."""
-    files: rank_files.RankFiles | None = None
-    """This rank's files, checked."""
-    checkpoint: Mapping[str, LazyTensor] | None = None
-    """Instead of files: the global weights of an ordinary model, not read."""
-    in_wanted_dtypes: bool = False
-    """Whether the weights of ``checkpoint`` have the dtypes in which the model is loaded, not the plan's."""
-    adapters: AdapterSet | None = None
-    more: tuple[CheckedSource, ...] = ()
-    """The directories of this process's other stages."""
-
-    @property
-    def full_plan(self) -> Plan:
-        """Return the plan of the model with its adapters."""
-        return self.plan if self.adapters is None else self.adapters.plan
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks of all stages."""
-        return self.plan.tp * (1 if self.plan.stages is None else self.plan.stages.count)
-
-    @property
-    def common_manifest(self) -> Manifest:
-        """Return the manifest without the fields that differ between the directories of stages."""
-        if self.plan.stages is None:
-            return self.manifest
-        plan = replace(self.plan, stages=replace(self.plan.stages, own=None))
-        digest = codec.sha256(codec.dumps(plan))
-        return replace(self.manifest, plan_sha256=digest, files=())
-
-    @property
-    def model(self) -> tuple[Path, Any, Plan, Repository | None]:
-        """Return the directory, manifest, plan and repository, which are known before the model is built."""
-        return self.directory, self.manifest, self.plan, self.repository
-
-    def spans(self, sharding: DataSharding | None) -> Sequence[Span]:
-        """Return the byte ranges of files that this process will read, as far as they are known."""
-        if self.files is None:
-            return ()
-        own = self.files.spans if sharding is None else sharding.spans(self.files.shards)
-        return [*own, *(span for other in self.more for span in other.spans(sharding))]
 
 
 @dataclass(frozen=True)
@@ -171,12 +185,10 @@ class ModelBuilder:
 
     def unsharded_wrapper(self) -> nn.Module:
         """Return a ``peft.PeftModel`` of global shapes on meta, with new adapters of the same configs."""
-        from ..adapters.attaching import Adapter, attach
-
         assert self.checked.adapters is not None, "it has some"
         configs = {name: each.adapter.config for name, each in self.checked.adapters.adapters.items()}
         new = {name: Adapter(config) for name, config in configs.items()}
-        model = unsharded(self.checked, self.wanted)
+        _, model = unsharded(self.checked, self.wanted)
         return attach(model, new, trainable=True, initialized=False).wrapper
 
     def model(self, stored: Stored | None = None) -> nn.Module:
@@ -188,8 +200,6 @@ class ModelBuilder:
         start, checked = self.start, self.checked
         place: StageProcesses | None = None
         if checked.plan.stages is not None:
-            from .staged_models import place_of
-
             find = partial(place_of, checked.plan, start, self.wanted.stages_per_process)
             place = agreement.together(self.all_ranks, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
@@ -202,21 +212,13 @@ class ModelBuilder:
         model = unwrapped(built)
         if self.wanted.compiled:
             if place is None:
-                from ..inference.compiling import compile_model
-
                 records = launching.can_capture(start)
                 compile_model(model, cuda_graphs=records, same_bits=start.world_size > 1)
             else:
-                from ..inference.staged_compiling import compile_stage
-
                 compile_stage(model, start, place.link, same_bits=place.ranks.world_size > 1)
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
-            from .several_ranks import guard
-
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         if self.wanted.data_parallel is not None:
-            from ..training.fsdp import compare_replicas
-
             compare_replicas(model, self.all_ranks)
         settle_hooks(model)
         return built
@@ -226,7 +228,7 @@ class ModelBuilder:
         checked, wanted, adapters = self.checked, self.wanted, self.checked.adapters
         start = self.start if place is None else place.ranks
         # The unsharded model, on meta, with its adapters.
-        config, model = _unsharded(checked, wanted)
+        config, model = unsharded(checked, wanted)
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         # It was built in the wanted dtype, so other dtypes are those that its code keeps.
         dtypes = {} if wanted.dtype is None else {n: t.dtype for n, t in stored_tensors(model)}
@@ -236,8 +238,6 @@ class ModelBuilder:
         plan = held_plan = checked.full_plan
         staged: StagedBuilder | None = None
         if place is not None:
-            from .staged_models import StagedBuilder
-
             staged = StagedBuilder(plan, place, model)
             held_plan = staged.own(plan)
         fuse = wanted.fuse
@@ -252,16 +252,12 @@ class ModelBuilder:
         if stays_packed(plan, wanted):
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
             apart = () if attached is None else attached.linear_layers(model)
-            from .packed_models import packed_modules
-
             packed = packed_modules(checked.directory, plan, config, start.device, comm, dtype, apart)
         heads: Sequence[str] = ()
         if attached is not None and plan.logits is not None:
             heads = attached.in_place_of(plan.logits.module)
         built_plan = replace(plan, fused=held_plan.fused)
         if wanted.form:
-            from ..training.prepare import parallelize_for_training
-
             parallelize_for_training(
                 model,
                 built_plan,
@@ -302,8 +298,6 @@ class ModelBuilder:
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
         if stage is not None and len(stage.link.stages) > 1:
-            from ..training.stage_training import evaluate_in_passes
-
             evaluate_in_passes(model, stage)
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
         about = checked.directory.absolute(), checked.manifest, plan, self.start
@@ -338,61 +332,16 @@ class ModelBuilder:
         return partial(adapters.tensors, stored, attached, start)
 
 
-def unsharded(checked: CheckedSource, wanted: LoadOptions) -> nn.Module:
-    """Build the model with global shapes on the meta device.
-
-    Raises:
-        PlanError: it cannot be built.
-    """
-    return _unsharded(checked, wanted)[1]
-
-
-def _unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Module]:
-    """Return the config as it was stored, and the unquantized model."""
-    plan, directory = checked.plan, checked.directory
-    stored = config = read_config(directory, checked.manifest, plan)
-    if any(entry.packing is not None for entry in plan.parameters):
-        from ..checkpoint.quantized import without_quantization
-
-        config = without_quantization(config)
-    dtype = wanted.dtype or getattr(torch, plan.model.dtype)
-    try:
-        find = partial(remote_class, directory) if plan.model.trust_remote_code else find_class
-        return stored, build_model(find(plan.model.class_name), config, dtype, dict(plan.tied))
-    except Exception as error:
-        raise building_failed(directory, error) from error
-
-
-def remote_class(directory: Path, class_name: str) -> type[nn.Module]:
-    """Import a class from Python code in a directory.
-
-    Raises:
-        PlanError: the code is in another repository.
-    """
-    reference = class_name.replace(":", ".")
-    if "--" in reference:
-        raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
-    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
-    return found
-
-
-def stays_packed(plan: Plan, wanted: LoadOptions) -> bool:
-    """Return whether modules compute with packed parameters as they are stored."""
-    return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
-
-
 def _connect(
     plan: Plan, wanted: LoadOptions, start: Launch, all_reduce: AllReduce | str | None
 ) -> ProcessCommunicator:
     """Make the process groups of all collectives that the wanted form of the model issues."""
     if isinstance(all_reduce, str):
-        from ..comm.symmetric import connect_by_name
+        from ..comm.symmetric import connect_by_name  # registers an operator, which takes 20 ms
 
         return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
         return launching.connect(plan, start, all_reduce)
-    from ..training.prepare import backward_axes
-
     used = of_sequence(plan) if wanted.sequence_parallel else plan
     return launching.connect(used, start, all_reduce, backward_axes(used) if wanted.training else ())
 
@@ -404,8 +353,6 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
     """
     if checked.checkpoint is not None:
         weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
-        from .by_plan import local_tensors
-
         return local_tensors(plan, weights, start.rank, start.device, rows, in_planned_dtypes=planned)
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +16,20 @@ from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
 from ..format import plan_json as codec
-from ..format.fused_groups import adjacent_tensors, in_units
+from ..format.header import dtype_name
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
 from ..format.small_files import entry_of, files_to_copy
-from ..format.stored_layout import stored_plans
+from ..format.stored_layout import adjacent_tensors, in_units, stored_plans
 from ..hub.fetch import plan_path
 from ..hub.hub_errors import without_library_logging
 from ..hub_options import Hub
-from ..parallel.shared_storage import tensor_at, tensor_within
+from ..parallel.fused_products import tensor_at, tensor_within
 from ..tensors.boxes import is_run, move_of
 from ..tensors.copying import read_into
 from ..tensors.lazy_tensor import FileLeaf, LazyTensor, item_bytes, take
+from .checked_source import CheckedSource
 from .reading import map_file
 
 # Tensors that are contiguous in a file are mapped, and nothing is copied.
@@ -78,20 +79,6 @@ BATCH_BYTES = 1 << 28
 """Most bytes of tensors that are read at once; larger tensors and fused groups are read separately."""
 
 
-class Ordinary(TypedDict):
-    """A model and a plan that fits it by names and shapes: the fields of a ``CheckedSource``."""
-
-    directory: Path
-    """The directory of the config; the weights may be elsewhere."""
-    manifest: Manifest
-    """Describes the files other than weights, as if the directory had been converted."""
-    plan: Plan
-    checkpoint: Mapping[str, LazyTensor]
-    """Global tensors by the names under which the plan stores them; not read."""
-    in_wanted_dtypes: bool
-    """Whether the tensors have the dtypes in which the model is loaded, not the plan's."""
-
-
 def ordinary(
     model: str | os.PathLike[str],
     plan: str | os.PathLike[str],
@@ -99,7 +86,7 @@ def ordinary(
     *,
     trust_remote_code: bool,
     dtype: torch.dtype | None = None,
-) -> Ordinary:
+) -> CheckedSource:
     """Find the bytes of a model's files that make up each parameter of a plan.
 
     Args:
@@ -125,7 +112,7 @@ def ordinary(
     )
     if has_dtype := dtype is not None and spec.quantization is None:
         # Not in the plan's dtype first: float32 weights would be rounded to bfloat16 on the way to float32.
-        spec = replace(spec, dtype=str(dtype).removeprefix("torch."))
+        spec = replace(spec, dtype=dtype_name(dtype))
     if spec.class_name != solved.model.class_name:
         raise PlanError(
             f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "
@@ -144,13 +131,7 @@ def ordinary(
     ]
     name = spec.name if spec.revision else spec.directory.resolve().name
     described = Manifest(solved.tp, sha256_of(plan_file), Source(name, spec.revision), {}, tuple(entries))
-    return Ordinary(
-        directory=spec.directory,
-        manifest=described,
-        plan=solved,
-        checkpoint=weights,
-        in_wanted_dtypes=has_dtype,
-    )
+    return CheckedSource(spec.directory, described, solved, checkpoint=weights, in_wanted_dtypes=has_dtype)
 
 
 def local_tensors(

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..adapters.adapter_set import AdapterSet
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.agreement import exchange
@@ -29,17 +30,19 @@ from ..format.staged_names import num_stages, stages_of
 from ..hub.fetch import beside, find
 from ..hub.tp_folders import folder_in
 from ..hub_options import Hub, looks_like_path
+from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
 from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
+from ..training.fsdp import DataParallel
 from . import rank_files
-from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
+from .adapted_models import guard_adapters
+from .building import ModelBuilder, require_several
+from .by_plan import ordinary
+from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
+from .packed_models import require_packages
 from .reading import ReadAhead
-
-if TYPE_CHECKING:
-    from ..adapters.adapter_set import AdapterSet
-    from ..training.fsdp import DataParallel
 
 # All ranks must load the same model: ranks of different ones would run, and compute nonsense.
 
@@ -357,8 +360,6 @@ def load(
             require_same(all_ranks, checked.common_manifest, wanted, checked.adapters)
             agreement.require_own_gpus(start)
         if stays_packed(checked.plan, wanted):
-            from .packed_models import require_packages
-
             needs = partial(require_packages, *checked.model, start.device, wanted.dtype, compiled=compile)
             agreement.together(all_ranks, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
@@ -369,12 +370,8 @@ def load(
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if adapter is not None:
-        from .adapted_models import guard_adapters
-
         guard_adapters(model)
     if warm_up:
-        from ..inference.compiling import warm_up_decoding
-
         warm_up_decoding(unwrapped(model), warm_up)
     return model
 
@@ -394,15 +391,11 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
         for argument in (name for name, is_given in wanted.unknown_to_stages.items() if is_given):
             raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
     if wanted.stages_per_process != 1:
-        from .staged_models import require_several
-
         require_several(solved, wanted.stages_per_process, training=wanted.training)
         found = with_further(found, wanted.stages_per_process)
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
-        from ..adapters.adapter_set import AdapterSet
-
-        adapters = AdapterSet.read(wanted.adapter, solved, partial(unsharded, found, wanted))
+        adapters = AdapterSet.read(wanted.adapter, solved, lambda: unsharded(found, wanted)[1])
         found = replace(found, adapters=adapters)
     if wanted.form:
         in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
@@ -422,16 +415,12 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
 def _found(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource:
     """Find the manifest and plan of a converted directory, or an ordinary model that a plan shards."""
     if wanted.plan is not None:
-        from .by_plan import ordinary
-
-        return CheckedSource(
-            **ordinary(
-                wanted.path,
-                wanted.plan,
-                wanted.hub,
-                trust_remote_code=wanted.trust_remote_code,
-                dtype=wanted.dtype,
-            )
+        return ordinary(
+            wanted.path,
+            wanted.plan,
+            wanted.hub,
+            trust_remote_code=wanted.trust_remote_code,
+            dtype=wanted.dtype,
         )
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():

@@ -19,8 +19,8 @@ from ..format.slices import Mesh, ranges
 from ..format.small_files import small_files
 from ..format.stored_layout import tensor_name
 from ..hub.fetch import Repository
-from ..packed.dequantize import check_values, dequantize
-from ..packed.held import WeightSlice
+from ..packed.schemes import check_values, dequantize
+from ..packed.stored_weights import WeightSlice
 from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable

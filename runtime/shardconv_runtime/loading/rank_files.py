@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +33,10 @@ from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
+from ..parallel.packed_modules import PackedModules
+from .packed_models import unpacked
 from .reading import REMEDY, Adjacent, Span, mapped
 from .staged_reading import Cuda, staged
-
-if TYPE_CHECKING:
-    from ..parallel.packed_modules import PackedModules
 
 BLOCK_BYTES = 1 << 22
 """Bytes that are read at once."""
@@ -173,8 +171,6 @@ def read(
     todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_models import unpacked
-
         stored = unpacked(stored, plan, start.rank, packed)
     with closing(stored) as parameters:
         for name, tensor in parameters:

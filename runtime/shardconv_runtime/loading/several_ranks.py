@@ -20,9 +20,9 @@ from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
 from ..loaded import loaded
-from ..parallel.model_changes import refuse_changes
+from ..parallel.refusals import refuse_changes
 from ..parallel.user_hooks import watch_hooks
-from ..saving.ordinary_checkpoint import save_pretrained
+from ..saving.save import save_pretrained
 from ..saving.stored_model import named_tensors
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import (

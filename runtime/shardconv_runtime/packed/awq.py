@@ -11,9 +11,18 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, matrix, require_owners
-from .held import WeightSlice, along, spread
 from .number_formats import WORD, unpacked
+from .stored_weights import (
+    REMEDY,
+    Checkpoint,
+    Found,
+    StoredGroup,
+    WeightSlice,
+    along,
+    matrix,
+    require_owners,
+    spread,
+)
 
 BITS = 4
 PER_WORD = WORD // BITS

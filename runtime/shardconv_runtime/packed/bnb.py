@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SourceError
+from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, matrix, require_owners
-from .held import WeightSlice
+from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, matrix, require_owners
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)$")
 SCALE = ".SCB"
@@ -133,7 +133,7 @@ def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSli
 
 def plain_state(blocks: Blocks) -> Tensor:
     """Return the bytes of a state without a shape (it says ``[1, 1]``) and without nested factors."""
-    said = {"blocksize": blocks.size, "dtype": str(blocks.dtype).removeprefix("torch."), "shape": [1, 1]}
+    said = {"blocksize": blocks.size, "dtype": dtype_name(blocks.dtype), "shape": [1, 1]}
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
 

@@ -16,9 +16,20 @@ from torch import Tensor
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from . import number_formats
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, global_size, info, matrix, require_owners
-from .held import WeightSlice, along, spread
 from .number_formats import PER_BYTE, WORD, unpacked, unpacked_fp4
+from .stored_weights import (
+    REMEDY,
+    Checkpoint,
+    Found,
+    StoredGroup,
+    WeightSlice,
+    along,
+    global_size,
+    info,
+    matrix,
+    require_owners,
+    spread,
+)
 
 # The settings of compressed-tensors: how weights of each group of modules are quantized.
 #

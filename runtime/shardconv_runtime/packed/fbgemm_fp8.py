@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import Checkpoint, Found, StoredGroup, matrix, require_owners
-from .held import WeightSlice
+from .stored_weights import Checkpoint, Found, StoredGroup, WeightSlice, matrix, require_owners
 
 SCALE = "_scale"
 BOUND = "input_scale_ub"
@@ -22,7 +21,18 @@ class FbgemmFp8Scheme:
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``Scheme``."""
         names = [name.removesuffix(SCALE) for name in checkpoint.tensors if name.endswith(SCALE)]
-        found = {name: _parameter(checkpoint, name) for name in names}
+        found = {}
+        for name in names:
+            stored = {"*": name, "*_scale": f"{name}{SCALE}"}
+            bound = f"{name.rpartition('.')[0]}.{BOUND}"
+            if bound in checkpoint.tensors:
+                stored[BOUND] = bound
+            group = StoredGroup(checkpoint, matrix(checkpoint, name, f"{name}{SCALE}"), stored)
+            group.add("*", ["float8_e4m3fn"], (PackedDim(0, 1), PackedDim(1, 1)))
+            group.add("*_scale", ["float32"], (PackedDim(0, 1), PackedDim(None, 1)))
+            if BOUND in stored:
+                group.add(BOUND, ["float32"], (PackedDim(None, 1),))
+            found[name] = group.found("fbgemm_fp8")
         require_owners(checkpoint, found, COMPANIONS, "fbgemm_fp8")
         return found
 
@@ -30,14 +40,3 @@ class FbgemmFp8Scheme:
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Return values times the factors of their rows, in float32."""
     return tensors["*"].float() * tensors["*_scale"]
-
-
-def _parameter(checkpoint: Checkpoint, name: str) -> Found:
-    bound = f"{name.rpartition('.')[0]}.{BOUND}"
-    names = {"*": name, "*_scale": f"{name}{SCALE}"} | ({BOUND: bound} if bound in checkpoint.tensors else {})
-    group = StoredGroup(checkpoint, matrix(checkpoint, name, f"{name}{SCALE}"), names)
-    group.add("*", ["float8_e4m3fn"], (PackedDim(0, 1), PackedDim(1, 1)))
-    group.add("*_scale", ["float32"], (PackedDim(0, 1), PackedDim(None, 1)))
-    if BOUND in names:
-        group.add(BOUND, ["float32"], (PackedDim(None, 1),))
-    return group.found("fbgemm_fp8")

@@ -14,9 +14,18 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
-from .held import WeightSlice, along, spread
 from .number_formats import as_factors
+from .stored_weights import (
+    REMEDY,
+    Checkpoint,
+    Found,
+    StoredGroup,
+    WeightSlice,
+    along,
+    info,
+    require_owners,
+    spread,
+)
 
 VALUES = "float8_e4m3fn"
 BLOCKS = {"fp8": (128, 128), "mxfp8": (1, 32)}

@@ -16,9 +16,18 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, matrix, require_owners
-from .held import WeightSlice, along
 from .number_formats import WORD, unpacked
+from .stored_weights import (
+    REMEDY,
+    Checkpoint,
+    Found,
+    StoredGroup,
+    WeightSlice,
+    along,
+    info,
+    matrix,
+    require_owners,
+)
 
 BITS = (2, 4, 8)
 COMPANIONS = (".qweight", ".qzeros", ".g_idx")

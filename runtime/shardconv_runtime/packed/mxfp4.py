@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
-from .held import WeightSlice
 from .number_formats import BIAS, PER_BYTE, unpacked_fp4
+from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, require_owners
 
 BLOCKS = "_blocks"
 BLOCK = 32
@@ -29,7 +28,17 @@ class Mxfp4Scheme:
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``Scheme``."""
         names = [name.removesuffix(BLOCKS) for name in checkpoint.tensors if name.endswith(BLOCKS)]
-        found = {name: _parameter(checkpoint, name) for name in names}
+        found = {}
+        for name in names:
+            shape = info(checkpoint, f"{name}{BLOCKS}", name).shape
+            if len(shape) != 4:
+                raise SourceError(f"{name}{BLOCKS} is {list(shape)}, and should have four dims{REMEDY}")
+            experts, outputs, blocks, _ = shape
+            stored = {f"*{end}": f"{name}{end}" for end in COMPANIONS}
+            group = StoredGroup(checkpoint, (experts, blocks * BLOCK, outputs), stored)
+            group.add("*_blocks", ["uint8"], (*DIMS, PackedDim(None, BLOCK // PER_BYTE)))
+            group.add("*_scales", ["uint8"], DIMS)
+            found[name] = group.found("mxfp4")
         require_owners(checkpoint, found, COMPANIONS, "mxfp4")
         return found
 
@@ -38,18 +47,6 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSli
     """Compute values times powers of two, which bfloat16 holds exactly, one expert after another."""
     experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
     return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
-
-
-def _parameter(checkpoint: Checkpoint, name: str) -> Found:
-    shape = info(checkpoint, f"{name}{BLOCKS}", name).shape
-    if len(shape) != 4:
-        raise SourceError(f"{name}{BLOCKS} is {list(shape)}, and should have four dims{REMEDY}")
-    experts, outputs, blocks, _ = shape
-    names = {f"*{end}": f"{name}{end}" for end in COMPANIONS}
-    group = StoredGroup(checkpoint, (experts, blocks * BLOCK, outputs), names)
-    group.add("*_blocks", ["uint8"], (*DIMS, PackedDim(None, BLOCK // PER_BYTE)))
-    group.add("*_scales", ["uint8"], DIMS)
-    return group.found("mxfp4")
 
 
 def _expert(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.plan import Packing
-from .held import WeightSlice
+from .stored_weights import WeightSlice
 
 # Floats of 4 bits: a sign, two bits of exponent, one of mantissa; two in a byte, the first one low.
 

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
-from .held import WeightSlice, along, spread
+from .stored_weights import (
+    REMEDY,
+    Checkpoint,
+    Found,
+    StoredGroup,
+    WeightSlice,
+    along,
+    info,
+    require_owners,
+    spread,
+)
 
 VALUES = {"Int8Tensor": "int8", "Float8Tensor": "float8_e4m3fn"}
 """Dtypes of values, by the class of the tensor."""

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..errors import PlanError
 from ..format.plan import Edit
@@ -73,8 +74,6 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
 def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
     if isinstance(value, (list, tuple)) or id(value) in copied:
         return value
-    from transformers import PreTrainedConfig
-
     if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)

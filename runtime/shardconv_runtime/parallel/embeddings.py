@@ -82,7 +82,20 @@ def attach_embeddings(
             module.register_forward_pre_hook(lookup.before)
             module.register_forward_hook(lookup.after)
         else:
-            _attach(model, name, module, _left(entry, weight), comm)
+            # The placement of the result after the steps at the boundary of the embedding.
+            partial, width, is_sequence = set(axes_of(weight.dims[0])), weight.dims[1], False
+            for step in entry.outputs:
+                if isinstance(step, AllReduceStep):
+                    partial -= set(step.axes)
+                elif isinstance(step, AllGatherStep):
+                    width = Leaf(size(step.layout))
+                elif isinstance(step, SliceStep | ReduceScatterStep):
+                    partial -= axes_of(step.layout) if isinstance(step, ReduceScatterStep) else frozenset()
+                    if size(step.layout) == size(width):
+                        width = step.layout
+                    else:
+                        is_sequence = True
+            _attach(model, name, module, _Placement(frozenset(partial), width, is_sequence), comm)
 
 
 @dataclass(frozen=True)
@@ -100,23 +113,6 @@ class _Placement:
     def is_full(self) -> bool:
         """Return whether each rank has all of it."""
         return not (self.partial or axes_of(self.width) or self.is_sequence)
-
-
-def _left(entry: ModulePlan, weight: ParameterPlan) -> _Placement:
-    """Return the placement of an embedding's result after the steps at its boundary."""
-    partial, width, is_sequence = set(axes_of(weight.dims[0])), weight.dims[1], False
-    for step in entry.outputs:
-        if isinstance(step, AllReduceStep):
-            partial -= set(step.axes)
-        elif isinstance(step, AllGatherStep):
-            width = Leaf(size(step.layout))
-        elif isinstance(step, SliceStep | ReduceScatterStep):
-            partial -= axes_of(step.layout) if isinstance(step, ReduceScatterStep) else frozenset()
-            if size(step.layout) == size(width):
-                width = step.layout
-            else:
-                is_sequence = True
-    return _Placement(frozenset(partial), width, is_sequence)
 
 
 def _attach(model: nn.Module, name: str, module: nn.Module, left: _Placement, comm: Communicator) -> None:

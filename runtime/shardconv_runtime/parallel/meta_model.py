@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformers import PreTrainedModel
 
 from ..errors import PlanError
 from .model_config import SteadySet
@@ -158,7 +159,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reads.append(read)
 
     def _replay(self, tensor: Tensor) -> _Storages:
-        """Run the recorded operators on which a tensor depends on real tensors."""
+        """Run the recorded operators on which a tensor depends on real tensors; a subclass replaces it."""
         todo, needed = [_storage(tensor)], set[int]()
         while todo:
             for index in self._writers.get(todo.pop(), ()):
@@ -370,8 +371,6 @@ def find_class(name: str) -> type[nn.Module]:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module may raise anything, for example if a package is missing
         raise PlanError(f"the model class {name!r} cannot be imported: {error}") from error
-    from transformers import PreTrainedModel
-
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise PlanError(f"{name!r} is not a model class")
     return found

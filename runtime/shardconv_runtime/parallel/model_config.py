@@ -50,14 +50,15 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
         CheckpointError: the file is missing, or names files or code outside of this directory.
         PlanError: transformers does not accept it.
     """
-    import transformers  # takes seconds; errors in the directory should not
+    # transformers takes seconds to import, and the command line, which imports this file, does without.
+    from transformers import AutoConfig
 
     if not _check(directory, manifest, CONFIG):
         raise CheckpointError(
             f"{directory}: {CONFIG} is missing from {MANIFEST_NAME}; convert the model again"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=plan.model.trust_remote_code
         )
     except Exception as error:  # a config class may raise anything on values that it does not expect
@@ -72,7 +73,7 @@ def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
     """
     if not _check(directory, manifest, GENERATION_CONFIG):
         return None
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig  # takes seconds, see above
 
     try:
         return GenerationConfig.from_pretrained(str(directory), local_files_only=True)

@@ -22,7 +22,7 @@ from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Packing, ParameterPlan, local_shape
 from ..format.slices import coordinates
 from ..format.slot_steps import SliceStep
-from ..packed.held import WeightSlice
+from ..packed.stored_weights import WeightSlice
 from .boundary import attach, forward_signature
 from .edits import raise_flags
 from .fused_products import (

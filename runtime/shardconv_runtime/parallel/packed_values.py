@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
 from ..packed.bnb import Blocks, block_factors, plain_state
 from ..packed.fp8 import SCALES
-from ..packed.held import WeightSlice
-from .shared_storage import joined
+from ..packed.stored_weights import WeightSlice
+from .fused_products import joined
 
 BNB_CPU_ROWS = 32
 """Rows of a tile of bitsandbytes' kernel for CPUs with AVX512 for bfloat16, which fails on other shapes."""
@@ -101,7 +102,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
     state: dict[str, Any] = {
         "quant_type": key.rpartition("__")[2],
         "blocksize": blocks.size,
-        "dtype": str(blocks.dtype).removeprefix("torch."),
+        "dtype": dtype_name(blocks.dtype),
         "shape": list(held.local_shape),
         "quant_map": tensors["*.quant_map"],
         **_factors(tensors, blocks, held),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import PlanError, brief
+from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
 from ..packed.schemes import requirement
 
@@ -97,7 +98,7 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
     if wanted != quantized.dtype:
         raise PlanError(
             f"the model is quantized ({method}), and its kernels compute in {wanted} on this device, not in "
-            f"{quantized.dtype}; pass dtype={str(wanted).removeprefix('torch.')!r}"
+            f"{quantized.dtype}; pass dtype={dtype_name(wanted)!r}"
         )
     return quantizer
 

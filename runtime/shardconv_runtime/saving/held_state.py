@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, PlanError, missing
+from ..format.header import dtype_name
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, Range
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
-from ..parallel.model_changes import MARK
+from ..parallel.refusals import MARK
 from .dcp_boxes import Box, BoxedTensor, held_boxes, local_tensor, local_window, owned_boxes
 from .optimizer_index import (
     OptimizerIndex,
@@ -138,7 +139,20 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
     firsts = {held: first for first, held in held_names(plan, source.stages).items()}
     tensors = {firsts[name]: tensor for name, tensor in stored.items()}
     entries = parameter_plans(plan)
-    parameters = _named_parameters(optimizer, tensors)
+    # The optimizer's parameters by FQN, in the order of its groups.
+    names = {tensor: name for name, tensor in tensors.items()}  # tensors are hashed by identity
+    parameters: dict[str, Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise PlanError(
+                    f"parameter {position} of group {number} of the optimizer does not belong to the model; "
+                    "make the optimizer from the model as it is now (e.g. after fully_shard)"
+                )
+            parameters[names[parameter]] = parameter
+    known = set(parameters.values())
+    if any(parameter not in known for parameter in optimizer.state):
+        raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
     windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
     return HeldState(
         optimizer,
@@ -159,28 +173,6 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
         plan.mesh,
         replicas.rank,
     )
-
-
-def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer's parameters by FQN, in the order of its groups.
-
-    Raises:
-        PlanError: a parameter, or the state of one, does not belong to the model.
-    """
-    names = {tensor: name for name, tensor in tensors.items()}  # tensors are hashed by identity
-    found: dict[str, Tensor] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise PlanError(
-                    f"parameter {position} of group {number} of the optimizer does not belong to the model; "
-                    "make the optimizer from the model as it is now (e.g. after fully_shard)"
-                )
-            found[names[parameter]] = parameter
-    known = set(found.values())
-    if any(parameter not in known for parameter in optimizer.state):
-        raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
-    return found
 
 
 def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
@@ -261,7 +253,7 @@ def _parameter_state(
             and thing.dim()
             and local_tensor(thing).shape == local_tensor(parameter).shape
         ):
-            tensors[key] = str(thing.dtype).removeprefix("torch.")
+            tensors[key] = dtype_name(thing.dtype)
         elif value is not None:
             scalars[key] = value
         else:
@@ -344,20 +336,15 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
                 )
     for number in range(len(first.groups)):
         names = {name for summary in summaries for name in summary.groups[number].names}
-        _require_all(number, names, summaries)
+        for process, summary in enumerate(summaries):
+            if lacking := (summary.holding & names) - set(summary.groups[number].names):
+                raise PlanError(
+                    f"process {process} holds a part of {min(lacking)}, and parameter group {number} of its "
+                    "optimizer lacks it; make the optimizer alike on all ranks"
+                )
         ordered = tuple(name for name in entries if name in names)
         merged.append(ParameterGroup(ordered, first.groups[number].hyperparameters))
     return tuple(merged)
-
-
-def _require_all(group: int, names: Collection[str], summaries: Sequence[OptimizerSummary]) -> None:
-    """Refuse a process that holds values of a parameter and lacks it in its group."""
-    for number, summary in enumerate(summaries):
-        if lacking := (summary.holding & set(names)) - set(summary.groups[group].names):
-            raise PlanError(
-                f"process {number} holds a part of {min(lacking)}, and parameter group {group} of its "
-                "optimizer lacks it; make the optimizer alike on all ranks"
-            )
 
 
 @dataclass(frozen=True)

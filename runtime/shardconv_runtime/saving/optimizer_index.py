@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..format.header import dtype_name
 from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 1
@@ -124,7 +125,7 @@ def to_value(thing: Any) -> StoredValue | None:
         return StoredValue("none")
     if isinstance(thing, Tensor):
         is_number = thing.dim() == 0 and not thing.is_complex()
-        return StoredValue(_TENSOR + _name(thing.dtype), repr(thing.item())) if is_number else None
+        return StoredValue(_TENSOR + dtype_name(thing.dtype), repr(thing.item())) if is_number else None
     if type(thing) in (bool, int, float, str):
         return StoredValue(type(thing).__name__, repr(thing))
     if type(thing) in (tuple, list):
@@ -161,7 +162,3 @@ def _from_value(value: StoredValue) -> Any:
     dtype: torch.dtype = getattr(torch, value.kind.removeprefix(_TENSOR))
     number = float(value.text) if dtype.is_floating_point else ast.literal_eval(value.text)
     return torch.tensor(number, dtype=dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..adapters.adapter_files import saved_names, write_adapter
-from ..adapters.adapter_names import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME
+from ..adapters.adapter_names import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME, peft
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
 from ..format import plan_json
@@ -22,8 +22,7 @@ from ..format.slices import Mesh, ranges
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values, is_common
 from ..loaded import loaded
-from .replicas import Replicas, full_tensor, replicas_of
-from .staging import staged
+from .replicas import Replicas, full_tensor, replicas_of, staged
 from .stored_model import named_tensors
 
 README = "README.md"
@@ -82,9 +81,7 @@ def wrapper_of(model: nn.Module) -> Any:
     Raises:
         PlanError: it is only the model in that.
     """
-    import peft  # an optional library
-
-    found = next((module for module in model.modules() if isinstance(module, peft.PeftModel)), None)
+    found = next((module for module in model.modules() if isinstance(module, peft().PeftModel)), None)
     if found is None:
         raise PlanError("this is the model inside of a PeftModel; pass the PeftModel, which has the adapters")
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, missing
-from ..format.header import STORED_NAME
+from ..format.header import STORED_NAME, dtype_name
 from ..format.names import grouped
 from ..format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
@@ -66,7 +66,15 @@ def stored_model(model: nn.Module) -> StoredModel:
                 "(e.g. merge adapters)"
             )
     for name, entry in entries.items():
-        _check(name, found[name], entry, plan, source.rank)
+        tensor, shape = found[name], local_shape(entry, plan.mesh, source.rank)
+        if tuple(tensor.shape) != shape:
+            raise PlanError(
+                f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {source.rank} holds {shape}"
+            )
+        if tensor.is_meta:
+            raise PlanError(f"{name} is on the meta device, so it has no values to save")
+        if (dtype := dtype_name(tensor.dtype)) not in STORED_NAME:
+            raise PlanError(f"{name} is {dtype}, which safetensors cannot store; cast it first")
     return StoredModel(with_dtypes(plan, dtypes_of(found)), {name: found[name] for name in entries})
 
 
@@ -86,19 +94,9 @@ def _fqn(name: str) -> str:
     return name
 
 
-def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: int) -> None:
-    shape = local_shape(entry, plan.mesh, rank)
-    if tuple(tensor.shape) != shape:
-        raise PlanError(f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {rank} holds {shape}")
-    if tensor.is_meta:
-        raise PlanError(f"{name} is on the meta device, so it has no values to save")
-    if _name(tensor.dtype) not in STORED_NAME:
-        raise PlanError(f"{name} is {_name(tensor.dtype)}, which safetensors cannot store; cast it first")
-
-
 def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of the dtypes of tensors."""
-    return {name: _name(tensor.dtype) for name, tensor in tensors.items()}
+    return {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
 
 
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
@@ -115,7 +113,3 @@ def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
             counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
     dtype = counts.most_common(1)[0][0] if counts else plan.model.dtype
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

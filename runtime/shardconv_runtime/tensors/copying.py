@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import SourceError
-from ..format.header import STORED_NAME
+from ..format.header import STORED_NAME, dtype_name
 from ..hub.remote_files import RemoteFile, RemoteReader
 from .boxes import (
     BoxDim,
@@ -185,7 +185,7 @@ class _Workers:
         if isinstance(unit.leaf, ComputedLeaf):
             with self._computing:  # each holds a tensor in memory, so one at a time
                 tensor = unit.leaf.compute()
-                found = (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+                found = (dtype_name(tensor.dtype), tensor.numel())
                 wanted = unit.leaf.dtype, unit.leaf.num_elements
                 assert found == wanted, f"{unit.leaf.name} was computed as {found}"
                 flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element: any stride

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss import loss_utils
 
 from ..comm.collectives import Communicator
 from ..comm.steps import Gather
@@ -52,8 +53,6 @@ def predicts_next(loss_type: str | None) -> bool:
 
 
 def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss] | None:
-    from transformers.loss import loss_utils  # imports losses of vision models
-
     original = loss_utils.LOSS_MAPPING.get(loss_type, loss_utils.ForCausalLMLoss)
     if original is loss_utils.ForCausalLMLoss:
         return causal_lm_loss

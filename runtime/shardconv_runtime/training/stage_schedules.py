@@ -102,7 +102,16 @@ class Pipeline:
         self._stage = stage
         self._link = stage.link
         self._group = stage.link.transport.group
-        _require_inner_units(self.model, stage)
+        # Check that FSDP2 shards some module of each stage by itself: it takes the end of a backward pass
+        # from such modules.
+        for number in stage.link.stages if isinstance(self.model, FSDPModule) else ():
+            inner = (module for unit in stage.units_of(self.model, number) for module in unit.modules())
+            if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
+                raise PlanError(
+                    f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
+                    "none of these modules separately; load the model without data_parallel=, or convert "
+                    "it with other --stages"
+                )
         self._step = _Step(self.model, loss)
         self._passes = [_Pass(self._step, stage, number) for number in stage.link.stages]
         self._tied = TiedGradients(model)
@@ -140,7 +149,16 @@ class Pipeline:
         replicas: ReplicaComparison | None = vars(self.model).get(COMPARISON)
         if replicas is not None:
             replicas.require_same({f"{n} of {i}": v for i, part in enumerate(parts) for n, v in part.items()})
-        schedule = self._prepare(require_alike(parts), parts[0])
+        # The schedule for microbatches of these forms; that of the last step is kept.
+        forms = require_alike(parts)
+        if self._prepared is None or self._prepared[0] != forms:
+            made = measured_forms(self.model, self._stage, parts[0])
+            self._prepared = None  # gives the buffers of the other one back
+            stages = [self._torch_stage(each, made) for each in self._passes]
+            for_torch: Any = stages if len(stages) > 1 else stages[0]
+            own = {"loss_fn": lambda loss, _: loss, "scale_grads": False}  # the last stage returns the loss
+            self._prepared = forms, self._schedule(for_torch, self.microbatches, **own)
+        schedule = self._prepared[1]
         losses: list[Tensor] = []
         with self._tied.apart():
             numbers = torch.arange(self.microbatches)
@@ -151,17 +169,6 @@ class Pipeline:
             total += torch.stack([loss.detach().double() for loss in losses]).sum()
         dist.broadcast(total, group=self._group, group_src=self._link.num_places - 1)
         return total
-
-    def _prepare(self, forms: object, first: Batch) -> Any:
-        """Return the schedule for microbatches of these forms; the schedule of the last step is kept."""
-        if self._prepared is None or self._prepared[0] != forms:
-            made = measured_forms(self.model, self._stage, first)
-            self._prepared = None  # gives the buffers of the other one back
-            stages = [self._torch_stage(each, made) for each in self._passes]
-            given: Any = stages if len(stages) > 1 else stages[0]
-            schedule = self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
-            self._prepared = forms, schedule
-        return self._prepared[1]
 
     def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, ValueForm]) -> PipelineStage:
         link, number = self._link, each.number
@@ -179,11 +186,6 @@ class Pipeline:
             output_args=tuple(left),
             group=self._group,
         )
-
-
-def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    """Return the loss, which is the output of the last stage."""
-    return output
 
 
 def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None:
@@ -335,20 +337,3 @@ def _gather_before_backward(model: nn.Module, left: Sequence[Tensor]) -> None:
     for x in left:
         if x.grad_fn is not None:
             x.register_hook(lambda gradient: model.unshard() and None)  # type: ignore[no-untyped-call]
-
-
-def _require_inner_units(model: nn.Module, stage: StageModel) -> None:
-    """Check that FSDP2 shards some module of each stage by itself: it takes the end of a backward pass from
-    such modules.
-
-    Raises:
-        PlanError: it does not; gradients of that stage would not be reduced.
-    """
-    for number in stage.link.stages if isinstance(model, FSDPModule) else ():
-        inner = (module for unit in stage.units_of(model, number) for module in unit.modules())
-        if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
-            raise PlanError(
-                f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
-                "none of these modules separately; load the model without data_parallel=, or convert "
-                "it with other --stages"
-            )

@@ -219,7 +219,13 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
-        given = _without_cache(self, names, dict(zip(names, args, strict=False)) | kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if (name := given_cache(given)) is not None:
+            raise ShardconvError(
+                f"{name} was given to a model with several stages in each process, which keeps none; pass "
+                "full sequences, or load it without stages_per_process"
+            )
+        given = without_cache(self, names, given)  # each pass would make one for its stage
         link, processes = stage.link, stage.link.transport
         output: Any = None
         forms = forms_inside(self, stage, given)
@@ -242,16 +248,6 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
         return output
 
     model.__dict__["forward"] = MethodType(forward, model)
-
-
-def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a call without a cache, which each pass would make for its stage."""
-    if (name := given_cache(given)) is not None:
-        raise ShardconvError(
-            f"{name} was given to a model with several stages in each process, which keeps none; pass full "
-            "sequences, or load it without stages_per_process"
-        )
-    return without_cache(model, names, given)
 
 
 # Parameters that several processes hold for their stages, for example an embedding that is the head too.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, contraction, factory, pointwise, reduction, selection, views
+from . import contraction, factory, pointwise, reduction, selection, views
 
 Rule = Callable[[Any, Any, Any], None]
 
@@ -21,7 +21,6 @@ RULES: dict[str, Rule] = {
     **views.RULES,
     **selection.RULES,
     **reduction.RULES,
-    **attention.RULES,
     **factory.RULES,
 }
 """Name of an operator without the overload, such as ``aten.linear`` -> its rule."""

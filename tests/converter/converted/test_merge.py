@@ -431,15 +431,14 @@ class TestInterrupted:
     def test_another_process_was_first(
         self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module = sys.modules["shardconv.converted.merge"]
-        write = module._write
+        divided = saved.divided_into_files
 
-        def overtaken(*args: Any) -> None:
+        def overtaken(*args: Any) -> Any:
             (tmp_path / "hf").mkdir()
             (tmp_path / "hf" / "config.json").write_text("another's")
-            write(*args)
+            return divided(*args)
 
-        monkeypatch.setattr(module, "_write", overtaken)
+        monkeypatch.setattr(saved, "divided_into_files", overtaken)
         with pytest.raises(ShardconvError, match=r"HF_DIR .* was written to by others meanwhile"):
             shardconv.merge(out, tmp_path / "hf")
         assert (tmp_path / "hf" / "config.json").read_text() == "another's"

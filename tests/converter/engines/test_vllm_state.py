@@ -18,9 +18,16 @@ from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from
 import shardconv
 from shardconv.engines import vllm_calls, vllm_state
 from shardconv.engines.vllm_calls import EngineCall, EngineMethod, EngineValue, is_tested, require_known
-from shardconv.engines.vllm_rank import Answer, Recorded, Request
-from shardconv.engines.vllm_recorder import FAILURE, REQUEST, Failure, answer_name
-from shardconv.engines.vllm_state import EngineState
+from shardconv.engines.vllm_state import (
+    FAILURE,
+    REQUEST,
+    Answer,
+    EngineState,
+    Failure,
+    Recorded,
+    Request,
+    answer_name,
+)
 
 WEIGHT = {"w": zeros("float32", (4, 2))}
 DECLARED = {"w": ("float32", (4, 2))}
@@ -143,7 +150,9 @@ def test_tested_versions() -> None:
 
 PROGRAM = """
 import os, sys
-from shardconv.engines import vllm_rank, vllm_recorder
+from types import SimpleNamespace
+from shardconv import engines
+from shardconv.engines import vllm_recorder
 
 def answer(request, config, rank):
     if rank == 1:
@@ -153,9 +162,9 @@ def answer(request, config, rank):
         raise ValueError("no such layer")
     return (config, rank, os.getppid())
 
-vllm_rank.imported = lambda: None
-vllm_rank.engine_config = lambda request: f"config of {request.directory}"
-vllm_rank.answer = answer
+config = lambda request: f"config of {request.directory}"
+engines.vllm_rank = SimpleNamespace(engine_config=config, answer=answer)
+vllm_recorder._import = lambda: None
 vllm_recorder.main(sys.argv[1])
 """
 

@@ -9,7 +9,7 @@ import torch
 from made_inputs import make_inputs
 from torch import Tensor, nn
 
-from shardconv.inputs.error_hints import is_about_tokens, needed_count, needed_mask
+from shardconv.inputs.input_forms import is_about_tokens, needed_count, needed_mask
 
 VOCAB, WIDTH, BINS, PLACE = 64, 48, 10, 60
 

@@ -8,7 +8,7 @@ import pytest
 from shardconv_runtime.errors import SolveError
 
 from shardconv.dim_analysis.dim_trees import Node, leaf, split
-from shardconv.pipeline.rounds import MAX_ROUNDS, RuledOut, in_rounds
+from shardconv.pipeline.plan_forms import MAX_ROUNDS, RuledOut, in_rounds
 from shardconv.planning.obstacle import Obstacle, joined
 
 Seen = list[Sequence[Node]]

@@ -15,8 +15,7 @@ from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import leaf
 from shardconv.dim_analysis.rules import RULES
 from shardconv.planning.layout import Layouts
-from shardconv.solving.pins import prime_factors
-from shardconv.solving.solve import solve
+from shardconv.solving.solve import prime_factors, solve
 from shardconv.tracing.trace import trace
 
 WIDTH = 64

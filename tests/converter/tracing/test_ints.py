@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.tracing.ints import Expr, TracedInt, evaluate, sources, traced_ints
+from shardconv.tracing.functions import Expr, TracedInt, evaluate, sources, traced_ints
 
 NUMBERS = st.integers(-50, 50)
 OPERATIONS = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod]

@@ -21,9 +21,8 @@ from transformers.modeling_outputs import ModelOutput
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing import values
-from shardconv.tracing.identities import Journal
-from shardconv.tracing.ints import TracedInt, traced_ints
-from shardconv.tracing.operators import MetaResults
+from shardconv.tracing.functions import TracedInt, traced_ints
+from shardconv.tracing.identities import Journal, MetaResults
 from shardconv.tracing.tape import Mark, Op, Tape, TensorInfo, draws
 from shardconv.tracing.trace import trace
 from shardconv.tracing.values import stand_in

@@ -25,7 +25,7 @@ from shardconv.pipeline.stages import solve_plan
 from shardconv.simulation import rank_simulation
 from shardconv.simulation.model_runs import ReusedModel
 from shardconv.simulation.rank_simulation import Logits, Simulation, Unprovable
-from shardconv.simulation.simulated_weights import USUAL, Draw, RandomWeights
+from shardconv.simulation.streamed_weights import USUAL, Draw, RandomWeights
 from shardconv.verifying import proof as proofs
 from shardconv.verifying.proof import Case, prove, with_embeddings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,20 @@ def test_a_batch_computes_no_scores_between_requests(tmp_path: Any, monkeypatch:
     longest = max(map(len, prompts())) + 16
     assert max(keys for _, keys, _ in counted.sizes) <= longest
     assert {heads for *_, heads in counted.sizes} == {config.num_key_value_heads}
+
+
+def test_what_was_found_of_a_model_is_kept(llama_dir: Path, tmp_path: Path) -> None:
+    """Each call would begin with a call of one token, and with its first prompt computed twice."""
+    shardconv.convert(llama_dir, tmp_path / "out", tp=1, check=False)
+    model = shardconv_runtime.load(tmp_path / "out")
+    calls: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: calls.append(ids[0].numel()))
+    prompt = [list(range(3, 10))]
+    first = batch(model, prompt)
+    num_first = len(calls)
+    assert batch(model, prompt) == first
+    assert len(calls) - num_first == num_first - 2 == len(first[0])
+    model.half()  # another dtype is cached: all of it is looked at again
+    before = len(calls)
+    batch(model, prompt)
+    assert calls[before] == 1

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from library_checkpoints import save_bnb
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_equal_parts
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.checkpoint_view import Found
-from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import WeightSlice
-from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 SETTINGS = {"quant_method": "bitsandbytes"}
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from packed_cases import MemoryCheckpoint, even_parts, require_equal_parts
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.dequantize import dequantize
-from shardconv_runtime.packed.held import WeightSlice
-from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.schemes import dequantize, scheme_of
+from shardconv_runtime.packed.stored_weights import WeightSlice
 
 SETTINGS = {"quant_method": "fbgemm_fp8"}
 TENSORS = {

@@ -16,10 +16,8 @@ from library_checkpoints import experts_model, save_fp8
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from quantized_checkpoints import BLOCK, dense_config, experts_config, save_quantized
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.checkpoint_view import Found
-from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import WeightSlice
-from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 FACTORS = ("float32", "bfloat16", "float8_e8m0fnu", "uint8")

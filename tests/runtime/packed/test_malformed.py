@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import MemoryCheckpoint, Tensors
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import WeightSlice
-from shardconv_runtime.packed.schemes import SCHEMES, scheme_of
+from shardconv_runtime.packed.schemes import SCHEMES, check_values, dequantize, scheme_of
+from shardconv_runtime.packed.stored_weights import WeightSlice
 
 DTYPES = (
     torch.uint8,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.dequantize import CHECKS, FORMULAS
-from shardconv_runtime.packed.schemes import REQUIREMENTS, requirement, scheme_of
+from shardconv_runtime.packed.schemes import CHECKS, FORMULAS, REQUIREMENTS, requirement, scheme_of
 
 
 def test_every_format_has_a_requirement() -> None:

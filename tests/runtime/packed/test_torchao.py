@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from library_checkpoints import save_torchao
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_equal_parts
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.checkpoint_view import Found
-from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import WeightSlice
-from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 
 def header(kind: str = "Int8Tensor", block: Any = None, *parts: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ import torch
 from packed_cases import MemoryCheckpoint
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
 from shardconv_runtime.packed.bnb import BnbScheme
-from shardconv_runtime.packed.dequantize import dequantize
-from shardconv_runtime.packed.held import WeightSlice
+from shardconv_runtime.packed.schemes import dequantize
+from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.packed_values import Part, can_be_joined, is_repacked, joined_parts
 from torch import Tensor
 

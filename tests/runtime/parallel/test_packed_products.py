@@ -11,7 +11,7 @@ import pytest
 import torch
 from counted_graphs import compiled_and_counted
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
-from shardconv_runtime.packed.held import WeightSlice
+from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.fused_products import MAX_ROWS, fused_products, refresh_fused
 from shardconv_runtime.parallel.packed_modules import fuse_packed
 from shardconv_runtime.parallel.packed_values import Part, fill_module

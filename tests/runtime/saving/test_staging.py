@@ -9,8 +9,7 @@ import pytest
 import torch
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.saving.replicas import Replicas
-from shardconv_runtime.saving.staging import Staging, begin
+from shardconv_runtime.saving.replicas import Replicas, Staging, begin
 
 ALONE = Replicas(Launch(0, 1, torch.device("cpu")), 0, True)
 

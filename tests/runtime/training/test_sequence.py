@@ -23,7 +23,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.simulated_weights import RandomWeights, fill
+from shardconv.simulation.streamed_weights import RandomWeights, fill
 
 RANKS = 2
 LENGTHS = (12, 13)

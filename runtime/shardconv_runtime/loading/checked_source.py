@@ -1,0 +1,169 @@
+"""What the caller of ``load`` wants, the model that passed the checks, and its unsharded form on meta."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from ..adapters.adapter_set import AdapterSet
+from ..checkpoint.quantized import without_quantization
+from ..errors import PlanError
+from ..format import plan_json as codec
+from ..format.manifest import Manifest
+from ..format.plan import Plan
+from ..hub.fetch import Repository
+from ..hub_options import Hub
+from ..parallel.meta_model import build_model, find_class
+from ..parallel.model_config import building_failed, read_config
+from ..tensors.lazy_tensor import LazyTensor
+from . import rank_files
+from .data_sharding import DataSharding
+from .reading import Span
+
+AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+"""The directory of one adapter, or directories by the names that the adapters get."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The arguments of the caller."""
+
+    path: str
+    plan: str | None
+    hub: Hub
+    trust_remote_code: bool
+    dtype: torch.dtype | None
+    training: bool
+    sequence_parallel: bool
+    regather: bool | None
+    gather_logits: bool | None
+    verify: bool
+    dequantize: bool
+    all_reduce: str | None
+    """The name of the function, which is compared between the ranks."""
+    fuse: bool | None
+    adapter: AdapterDirectories | None
+    data_parallel: DataSharding | None
+    over_mesh: bool
+    """The ranks are the processes along a dim of a device mesh."""
+    compiled: bool = False
+    stages_per_process: int = 1
+
+    @property
+    def unknown_to_stages(self) -> dict[str, bool]:
+        """Return the arguments that a model with stages does not support, and whether they were given."""
+        return {
+            "all_reduce=": self.all_reduce is not None,
+            "compile=True with training=True": self.compiled and self.training,
+        }
+
+    @property
+    def computed_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which modules compute; None for the dtype of the parameters."""
+        settings = None if self.data_parallel is None else self.data_parallel.settings
+        return (settings and settings.param_dtype) or self.dtype
+
+    @property
+    def form(self) -> dict[str, bool]:
+        """Return the options of the form of the plan; empty for plain inference."""
+        wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
+        return wanted if any(wanted.values()) else {}
+
+
+@dataclass(frozen=True)
+class CheckedSource:
+    """A model that passed the checks so far."""
+
+    directory: Path
+    manifest: Manifest
+    """The manifest; for an ordinary model, a manifest of its small files."""
+    plan: Plan
+    repository: Repository | None = None
+    """The repository from which this rank's files are still to be downloaded."""
+    files: rank_files.RankFiles | None = None
+    """This rank's files, checked."""
+    checkpoint: Mapping[str, LazyTensor] | None = None
+    """Instead of files: the global weights of an ordinary model, not read."""
+    in_wanted_dtypes: bool = False
+    """Whether the weights of ``checkpoint`` have the dtypes in which the model is loaded, not the plan's."""
+    adapters: AdapterSet | None = None
+    more: tuple[CheckedSource, ...] = ()
+    """The directories of this process's other stages."""
+
+    @property
+    def full_plan(self) -> Plan:
+        """Return the plan of the model with its adapters."""
+        return self.plan if self.adapters is None else self.adapters.plan
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of all stages."""
+        return self.plan.tp * (1 if self.plan.stages is None else self.plan.stages.count)
+
+    @property
+    def common_manifest(self) -> Manifest:
+        """Return the manifest without the fields that differ between the directories of stages."""
+        if self.plan.stages is None:
+            return self.manifest
+        plan = replace(self.plan, stages=replace(self.plan.stages, own=None))
+        digest = codec.sha256(codec.dumps(plan))
+        return replace(self.manifest, plan_sha256=digest, files=())
+
+    @property
+    def model(self) -> tuple[Path, Any, Plan, Repository | None]:
+        """Return the directory, manifest, plan and repository, which are known before the model is built."""
+        return self.directory, self.manifest, self.plan, self.repository
+
+    def spans(self, sharding: DataSharding | None) -> Sequence[Span]:
+        """Return the byte ranges of files that this process will read, as far as they are known."""
+        if self.files is None:
+            return ()
+        own = self.files.spans if sharding is None else sharding.spans(self.files.shards)
+        return [*own, *(span for other in self.more for span in other.spans(sharding))]
+
+
+def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Module]:
+    """Build the unquantized model with global shapes on the meta device.
+
+    Returns:
+        The config as it was stored, and the model.
+
+    Raises:
+        PlanError: it cannot be built.
+    """
+    plan, directory = checked.plan, checked.directory
+    stored = config = read_config(directory, checked.manifest, plan)
+    if any(entry.packing is not None for entry in plan.parameters):
+        config = without_quantization(config)
+    dtype = wanted.dtype or getattr(torch, plan.model.dtype)
+    try:
+        find = partial(remote_class, directory) if plan.model.trust_remote_code else find_class
+        return stored, build_model(find(plan.model.class_name), config, dtype, dict(plan.tied))
+    except Exception as error:
+        raise building_failed(directory, error) from error
+
+
+def remote_class(directory: Path, class_name: str) -> type[nn.Module]:
+    """Import a class from Python code in a directory.
+
+    Raises:
+        PlanError: the code is in another repository.
+    """
+    reference = class_name.replace(":", ".")
+    if "--" in reference:
+        raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
+    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
+    return found
+
+
+def stays_packed(plan: Plan, wanted: LoadOptions) -> bool:
+    """Return whether modules compute with packed parameters as they are stored."""
+    return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
