@@ -38,13 +38,11 @@ class Task:
     """Limit for each variant and size."""
 
 
-def run(task: Task) -> list[dict[str, Any]]:
-    """All results of one task, as dicts; an error of one variant does not stop the others."""
+def run(task: Task) -> dict[str, Any]:
+    """The row of one task, with all its runs; an error of one variant does not stop the others."""
     started = time.perf_counter()
-    results = [asdict(r) for r in _results(task)]
-    for result in results:
-        result["task_seconds"] = time.perf_counter() - started
-    return results
+    runs = [asdict(result) for result in _results(task)]
+    return {"family": task.family, "type": task.type, "runs": runs, "seconds": time.perf_counter() - started}
 
 
 def _results(task: Task) -> Iterator[Result]:
