@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,13 +25,12 @@ NOT_JUDGED = "not judged"
 
 
 def _trim(row: Row) -> Row:
-    """The outcome of each form: its status, its message, and the error of an equal one."""
+    """The outcome of each form: its status, its message unless it is equal, and the error if there is one."""
     forms: dict[str, list[Any]] = {}
     for form, found in row["forms"].items():
-        short = [found["status"], found["message"], found["error"]]
-        while short and (not short[-1] or short[-1] != short[-1]):  # empty, or not a number
-            short.pop()
-        forms[form] = short
+        message = "" if found["status"] == EQUAL else found["message"]
+        error = [found["error"]] if math.isfinite(found["error"]) else []
+        forms[form] = [found["status"], *([message] if message or error else []), *error]
     return {"forms": forms}
 
 
