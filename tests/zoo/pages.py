@@ -81,12 +81,16 @@ def in_repository(page: CoveragePage) -> str | None:
     return "\n".join(page.summary(rows, page.pointer)).rstrip() + "\n" if rows else None
 
 
-def write(pages: Mapping[str, CoveragePage]) -> None:
-    """Write the pages that have rows."""
+def write(pages: Mapping[str, CoveragePage]) -> list[str]:
+    """Write the pages that have rows; the names of the others, which stay as they are."""
+    without_rows = []
     for name, page in pages.items():
         text = in_repository(page)
-        if text is not None:
+        if text is None:
+            without_rows.append(name)
+        else:
             (DOCS / name).write_text(text)
+    return without_rows
 
 
 def in_site(name: str, text: str) -> str:
