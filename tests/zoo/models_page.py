@@ -270,7 +270,7 @@ def _few(runs: Sequence[Row]) -> str:
 
 def _generated(runs: Sequence[Row]) -> str:
     found = [
-        (run["variant"].removeprefix("generate, "), run["status"])
+        (run["variant"].removeprefix("generate, ").removesuffix(" cache"), run["status"])
         for run in runs
         if run["variant"].startswith("generate")
     ]

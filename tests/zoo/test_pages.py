@@ -116,7 +116,7 @@ def test_page_of_models(folder: Path) -> None:
     assert "    - `layers.*.w0`, `layers.*.w1`, `layers.*.w2` and 2 more: small (tp 2)" in text
     assert "More than 10 s: one (12 s at tp 4)." in text
     line = "| one | 90% / wrong / refused | 3 | 5 + 0 | 2.0 | 1e-15 | 1 equal | "
-    assert line + "dynamic cache: different, static cache: unsupported | 1.0 |" in tables
+    assert line + "dynamic: different, static: unsupported | 1.0 |" in tables
     assert "| one | causal | tp 2 | random numbers |" in tables
 
 
