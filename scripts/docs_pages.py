@@ -1,6 +1,7 @@
 """A hook of mkdocs: pages of the site that docs/ does not have, and links that only work in the repository.
 
-The overview is the README; the references of the command line and of the Python API come from the code.
+The overview is the README; the references of the command line and of the Python API come from the code. The
+pages of coverage get their long tables from the rows of the sweeps (``tests/zoo/pages.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import click
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from zoo.pages import in_site  # noqa: E402  (it is in the folder above)
+
 OF_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 FIRST = ("load", "convert", "plan")
 """Functions that begin the reference of their package."""
@@ -33,8 +37,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files of the root lead to their pages; links to code become plain text."""
-    del page
+    """Add tables; lead links to files of the root to their pages; make links to code plain text."""
+    markdown = in_site(page.file.src_uri, markdown)
     for name, target in OF_THE_ROOT.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}", f"]({target}", markdown)
     markdown = re.sub(r"\[([^]]+)\]\((?:\.\./\S+|LICENSE)\)", r"\1", markdown)

@@ -1,15 +1,11 @@
-"""The page that a sweep of calls writes."""
+"""The page of ``scripts/coverage calls``."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from .calls import FORMS
-
-Row = Mapping[str, Any]
+from .kept_rows import KeptRows, Row, origin
 
 FAMILIES = {
     "causal": "Causal language models",
@@ -17,6 +13,8 @@ FAMILIES = {
     "masked": "Masked language models",
 }
 SHORT = {"right": "+", "refused": "r", "wrong": "**wrong**", "crash": "**crash**", "absent": ""}
+MANY = 20
+"""If more types refuse a call with the same message, only the first ones are named."""
 ABOUT = {
     "float64": "the inputs of the numerical check at other sizes, after `model.double()`",
     "float32": "a copy of the model, cast back to float32",
@@ -58,26 +56,50 @@ ABOUT = {
 }
 
 
-def write_page(rows: Iterable[Row], page: Path) -> None:
-    """Write the page from the rows of a sweep."""
-    page.write_text("\n".join(_page(list(rows))) + "\n")
+def _trim(row: Row) -> Row:
+    """A row without the calls that were right, of which only the number is kept."""
+    calls = {form: [status, text] for form, (status, text) in row.get("calls", {}).items()}
+    others = {
+        form: [status] if status == "absent" else [status, text]
+        for form, (status, text) in calls.items()
+        if status != "right"
+    }
+    return {**row, "calls": others, "right": len(calls) - len(others), "seconds": round(row["seconds"], 1)}
 
 
-def _page(rows: Sequence[Row]) -> Iterator[str]:
-    import torch
-    import transformers
+ROWS = KeptRows("calls", ("family", "type"), {"right": 0, "calls": {}, "error": "", "seconds": 0.0}, _trim)
 
+
+def _tried(rows: Sequence[Row]) -> list[Row]:
+    """The types that were converted, with the status and text of every call."""
+    tried = []
+    for row in rows:
+        if row["error"]:
+            continue
+        if row["right"] + len(row["calls"]) != len(ABOUT):
+            raise ValueError(
+                f"the row of {row['family']} {row['type']} in {ROWS.path.name} has other forms than ABOUT: "
+                f"run scripts/coverage calls --only {row['type']}"
+            )
+        tried.append({**row, "calls": {form: [*row["calls"].get(form, ["right"]), ""][:2] for form in ABOUT}})
+    return tried
+
+
+# In the repository -----------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
+    """The lines of the page in the repository; ``table`` says where the tables are."""
     yield "# Coverage of calls"
     yield ""
     yield (
         "`scripts/coverage calls` writes this page. It converts a tiny random model of every type that "
-        f"transformers {transformers.__version__} can build (torch "
-        f"{torch.__version__.partition('+')[0]}) for two ranks, loads it in two processes over gloo, and "
-        "calls it in each of the ways below. The results are compared with the unsharded model in float64. "
-        "[Coverage](coverage.md) shows the plans of these types."
+        "transformers can build for two ranks, loads it in two processes over gloo, and calls it in each of "
+        "the ways below. The results are compared with the unsharded model in float64. "
+        f"[Coverage](coverage.md) shows the plans of these types. {origin(rows)} {table}"
     )
     yield ""
-    tried = [row for row in rows if "calls" in row]
+    tried = _tried(rows)
     yield from _forms(tried)
     minutes = sum(row["seconds"] for row in rows) / 60
     yield (
@@ -85,10 +107,6 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
         "conversions and numerical checks."
     )
     yield ""
-    for family, title in FAMILIES.items():
-        mine = [row for row in tried if row["family"] == family]
-        if mine:
-            yield from _matrix(title, mine)
     yield from _refusals(tried)
     yield from _unplanned(rows)
 
@@ -105,26 +123,13 @@ def _forms(rows: Sequence[Row]) -> Iterator[str]:
     yield "| form | | right | refused | wrong | crash | absent | share |"
     yield "|---|---|---|---|---|---|---|---|"
     for form, about in ABOUT.items():
-        count = Counter(row["calls"][form][0] for row in rows if form in row["calls"])
+        count = Counter(row["calls"][form][0] for row in rows)
         present = sum(count.values()) - count["absent"]
         share = f"{count['right'] / present:.1%}" if present else ""
         yield (
             f"| {form} | {about} | {count['right']} | {count['refused']} | {count['wrong']} | "
             f"{count['crash']} | {count['absent']} | {share} |"
         )
-    yield ""
-
-
-def _matrix(title: str, rows: Sequence[Row]) -> Iterator[str]:
-    yield f"## {title}"
-    yield ""
-    yield "`+`: right; `r`: refused; empty: absent."
-    yield ""
-    yield f"| type | {' | '.join(FORMS)} |"
-    yield "|---" * (len(FORMS) + 1) + "|"
-    for row in sorted(rows, key=lambda row: row["type"]):
-        cells = (SHORT[row["calls"].get(form, ["absent"])[0]] for form in FORMS)
-        yield f"| {row['type']} | {' | '.join(cells)} |"
     yield ""
 
 
@@ -138,15 +143,35 @@ def _refusals(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Refused calls"
     yield ""
     for (status, text), where in sorted(said.items(), key=lambda item: -len(item[1])):
-        shown = ", ".join(where[:6]) + (f" and {len(where) - 6} more" if len(where) > 6 else "")
+        is_long = status == "refused" and len(where) > MANY
+        shown = f"{', '.join(where[:6])} and {len(where) - 6} more" if is_long else ", ".join(where)
         yield f"- {status}, {shown}: {text}"
     yield ""
 
 
 def _unplanned(rows: Sequence[Row]) -> Iterator[str]:
-    lost = [row for row in rows if "error" in row]
-    if not lost:
-        return
-    yield "## Not converted"
-    yield ""
-    yield from (f"- {row['type']}: {row['error'][:300]}" for row in lost)
+    lost = [row for row in rows if row["error"]]
+    if lost:
+        yield from ("## Not converted", "")
+        yield from (f"- {row['type']}: {row['error']}" for row in lost)
+
+
+# In the site -----------------------------------------------------------------------------------------
+
+
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines that the site has below: a table for each family, with a line for each type."""
+    yield from ("## All types", "", "`+`: right; `r`: refused; empty: absent.", "")
+    for family, title in FAMILIES.items():
+        mine = [row for row in _tried(rows) if row["family"] == family]
+        if mine:
+            yield from (
+                f"### {title}",
+                "",
+                f"| type | {' | '.join(ABOUT)} |",
+                "|---" * (len(ABOUT) + 1) + "|",
+            )
+            for row in mine:
+                cells = (SHORT[status] for status, _ in row["calls"].values())
+                yield f"| {row['type']} | {' | '.join(cells)} |"
+            yield ""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +25,10 @@ import shardconv
 from shardconv.simulation.model_runs import Float64
 
 from .calls import CASTS, FORMS, PLAIN, Given, NotApplicable, make_given
+from .kept_rows import rows_in
 from .measure import FLOAT32_TOLERANCE, TOLERANCE, difference
 from .saved import save_random
-from .sweep import rows_in
+from .sweep import append
 
 RIGHT, REFUSED, WRONG, CRASH, ABSENT = "right", "refused", "wrong", "crash", "absent"
 """As the unsharded model; an error of ours on every rank; other numbers on some rank; anything else on some
@@ -251,33 +250,11 @@ def try_types(
             child.send_signal(signal.SIGKILL)
             if child.returncode != 0:
                 lost = {"family": family, "type": model_type, "error": "took too long, or died"}
-                _append(results, lost | {"seconds": seconds})
-            tell(next(r for r in read(results) if (r["family"], r["type"]) == (family, model_type)))
+                append(results, lost | {"seconds": seconds})
+            done = [row for row in rows_in(results) if (row["family"], row["type"]) == (family, model_type)]
+            tell(done[-1])
             del running[child]
         time.sleep(0.02)
-
-
-def read(results: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, of each type the last."""
-    yield from {(row["family"], row["type"]): row for row in rows_in(results)}.values()
-
-
-def keep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write the last row of each type, without the calls that were right."""
-    kept = {(row["family"], row["type"]): row for row in rows}
-    lines = []
-    for _, row in sorted(kept.items()):
-        calls = {form: found for form, found in row.get("calls", {}).items() if found[0] != RIGHT}
-        lines.append(json.dumps({**row, "seconds": round(row["seconds"], 1), "calls": calls}) + "\n")
-    path.write_text("".join(lines))
-
-
-def read_kept(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that ``keep`` wrote."""
-    for row in read(path):
-        if "error" not in row:
-            row["calls"] = {form: row["calls"].get(form, (RIGHT, "")) for form in FORMS}
-        yield row
 
 
 def _one(family: str, model_type: str, results: Path) -> None:
@@ -288,10 +265,4 @@ def _one(family: str, model_type: str, results: Path) -> None:
     except Exception as error:
         row["error"] = _line(error)
     row["seconds"] = time.perf_counter() - started
-    _append(results, row)
-
-
-def _append(results: Path, row: Mapping[str, Any]) -> None:
-    """One write, which other processes' cannot break."""
-    with results.open("ab", buffering=0) as file:
-        file.write((json.dumps(row) + os.linesep).encode())
+    append(results, row)

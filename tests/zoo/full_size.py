@@ -37,8 +37,6 @@ MOST_UNREAD = 4
 """So many names of what is not read are kept."""
 LEFT_OUT = "traced without "
 """Begins the note of a plan on an input that its model could not be traced with."""
-SMALL = 1000
-"""Models of a smaller hidden size are said to be small."""
 
 FAMILIES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "causal": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,),
@@ -118,6 +116,8 @@ class Measured:
     """Whether the plan was to be proven on numbers."""
     proof: list[str] = field(default_factory=list)
     """What does not hold of it, or was not shown."""
+    is_verified: bool = False
+    """Whether its numbers were compared."""
 
 
 def models(family: str) -> Iterator[Sized]:
@@ -221,6 +221,7 @@ def _describe(plan: Plan, about: Measured) -> None:
     ]
     only = [f"for inference only: {plan.inference_only}"] if plan.inference_only else []
     about.proof = [*only, *unproven] if about.checked else []
+    about.is_verified = about.checked and TOO_LARGE not in about.proof
 
 
 def _counted_rounds() -> list[None]:

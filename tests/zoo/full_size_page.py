@@ -1,18 +1,17 @@
-"""The page that a run over models at their sizes writes."""
+"""The page of ``scripts/coverage full-size``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardconv.pipeline.numeric_check import TOO_LARGE
+from .kept_rows import KeptRows, Row, cell, origin
 
-from .full_size import FAMILIES, SMALL
-
-Row = Mapping[str, Any]
+FAMILIES = ("causal", "seq2seq", "masked", "vision", "audio", "multimodal")
+SMALL = 1000
+"""Models of a smaller hidden size are said to be small."""
 KEPT = 0.01
 """The page tells why, where a larger share than this is replicated."""
 PER_LAYER = 2.1
@@ -20,66 +19,89 @@ PER_LAYER = 2.1
 SECONDS, GIGABYTES = 15.0, 0.7
 """The page lists what took more."""
 TP = 8
-"""Of the list of collectives, and of proofs."""
+"""Of the list of collectives, and of numerical checks."""
 PROOF_SECONDS, PROOF_BYTES = 15.0, 2**30
 """The page lists what took more with its proof."""
 
 
-def write_page(rows: Sequence[Row], page: Path) -> None:
-    """Write the page."""
-    page.write_text("\n".join(_page(rows)) + "\n")
+FIELDS: Mapping[str, Any] = {
+    "status": "",
+    "message": "",
+    "hidden": 0,
+    "parameters": 0,
+    "cpu_s": 0.0,
+    "peak_bytes": 0,
+    "rounds": 1,
+    "replicated": 0.0,
+    "unread": 0.0,
+    "unread_names": {},
+    "left_out": {},
+    "rank_excess": 0.0,
+    "per_layer": 0.0,
+    "collectives": {},
+    "kept": {},
+    "proof": [],
+    "is_verified": False,
+}
+OF_CHECKED = ("status", "message", "cpu_s", "peak_bytes", "proof", "is_verified")
+"""The fields that the page shows of a run with the numerical check."""
 
 
-def _page(rows: Sequence[Row]) -> Iterable[str]:
-    import torch
-    import transformers
+def _trim(row: Row) -> Row:
+    """A row without what the page does not show."""
+    if row["checked"]:
+        return {name: row[name] for name in OF_CHECKED}
+    is_shown = {
+        "unread_names": row["unread"] > KEPT,
+        "kept": row["replicated"] - row["unread"] > KEPT,
+        "collectives": row["per_layer"] > PER_LAYER and row["family"] == "causal" and row["tp"] == TP,
+        "proof": False,
+    }
+    return {name: value for name, value in row.items() if is_shown.get(name, True)}
 
+
+ROWS = KeptRows("full-size", ("family", "type", "release", "class_name", "tp", "checked"), FIELDS, _trim)
+
+
+# In the repository -----------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[Row], table: str) -> Iterable[str]:
+    """The lines of the page in the repository; ``table`` says where the tables are."""
     yield "# Coverage at full size"
     yield ""
     yield (
-        "`scripts/coverage full-size` writes this page. It plans every type of transformers "
-        f"{transformers.__version__} (torch {torch.__version__.partition('+')[0]}) without weights, in "
-        "bfloat16, or in float32 if the code requires it. The sizes are those of a release in "
+        "`scripts/coverage full-size` writes this page. It plans every type of transformers without weights, "
+        "in bfloat16, or in float32 if the code requires it. The sizes are those of a release in "
         "`tests/zoo/releases.py`, or the defaults of the config. Plans are retraced; the numerical check is "
-        "measured separately."
+        f"measured separately. {origin(rows)} {table}"
     )
     yield ""
-    proofs = {(_key(r), r["tp"]): r for r in rows if r["checked"]}
-    rows = [r for r in rows if not r["checked"]]
+    checked = [row for row in rows if row["checked"]]
+    rows = [row for row in rows if not row["checked"]]
     yield from _summary(rows)
-    yield from _proofs(list(proofs.values()))
-    for family in FAMILIES:
-        mine = [r for r in rows if r["family"] == family]
-        if any(r["status"] == "planned" for r in mine):
-            yield from _family(family, mine, proofs)
-    yield from _many_collectives(rows)
+    yield from _checks(checked)
     yield from _slow(rows)
     yield from _left_out(rows)
     yield from _problems(rows)
 
 
-def _many_collectives(rows: Sequence[Row]) -> Iterable[str]:
-    """Of decoders, where the collectives of a layer are, if they are more than two."""
-    yield f"## Decoders with more than two collectives per layer, at tp {TP}"
-    yield ""
-    said: dict[str, list[str]] = {}
-    decoders = [r for r in rows if r["family"] == "causal" and r["tp"] == TP and r["status"] == "planned"]
-    for r in decoders:
-        if r["per_layer"] > PER_LAYER and "collectives" in r:
-            places = [f"`{where}` x {count}" for where, count in r["collectives"].items()]
-            said.setdefault(", ".join(places), []).append(f"{r['class_name']} {r['release']}".strip())
-    yield from (f"- {', '.join(models)}: {places}" for places, models in said.items())
-    yield ""
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["type"], row["class_name"], row["release"]
+
+
+def _name(row: Row) -> str:
+    return f"{row['class_name']} {row['release']}".strip()
 
 
 def _slow(rows: Sequence[Row]) -> Iterable[str]:
     yield f"## More than {SECONDS:.0f} s of CPU time, or {GIGABYTES} GB"
     yield ""
     said: dict[str, list[str]] = {}
-    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
+    for r in rows:
         if r["status"] == "planned" and (r["cpu_s"] > SECONDS or r["peak_bytes"] > 1e9 * GIGABYTES):
             cost = f"tp {r['tp']}: {r['cpu_s']:.0f} s, {r['peak_bytes'] / 1e9:.2f} GB"
-            said.setdefault(f"{r['class_name']} {r['release']}".strip(), []).append(cost)
+            said.setdefault(_name(r), []).append(cost)
     yield from (f"- {model}: {'; '.join(costs)}" for model, costs in said.items())
     yield ""
 
@@ -88,9 +110,9 @@ def _left_out(rows: Sequence[Row]) -> Iterable[str]:
     yield "## Traced without some inputs, which a loaded model rejects"
     yield ""
     said: dict[tuple[str, str], dict[str, None]] = {}
-    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
+    for r in rows:
         for name, why in r["left_out"].items() if r["status"] == "planned" else ():
-            said.setdefault((name, why[:300]), {})[f"{r['class_name']} {r['release']}".strip()] = None
+            said.setdefault((name, why), {})[_name(r)] = None
     yield from (f"- {', '.join(models)}: `{name}` {why}" for (name, why), models in said.items())
     yield ""
 
@@ -119,8 +141,8 @@ def _summary(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
 
 
-def _proofs(rows: Sequence[Row]) -> Iterable[str]:
-    """What plans with their proofs took, and what did not hold."""
+def _checks(rows: Sequence[Row]) -> Iterable[str]:
+    """What plans with their numerical checks took, and what did not hold."""
     if not rows:
         return
     yield "## Numerical checks"
@@ -138,7 +160,7 @@ def _proofs(rows: Sequence[Row]) -> Iterable[str]:
     for family in FAMILIES:
         for tp in sorted({r["tp"] for r in rows if r["family"] == family}):
             mine = [r for r in rows if r["family"] == family and r["tp"] == tp and r["status"] != "not built"]
-            good = [r for r in mine if _is_proven(r)]
+            good = [r for r in mine if r["is_verified"]]
             seconds = [r["cpu_s"] for r in good] or [0.0]
             memory = [r["peak_bytes"] / 1e9 for r in good] or [0.0]
             only = sum(any(text.startswith("for inference only") for text in r["proof"]) for r in good)
@@ -149,29 +171,44 @@ def _proofs(rows: Sequence[Row]) -> Iterable[str]:
             )
     yield ""
     said: dict[str, dict[str, None]] = {}
-    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
-        name = f"{r['class_name']} {r['release']}".strip()
+    for r in rows:
         if r["status"] == "planned":
-            if r["cpu_s"] > PROOF_SECONDS or r["peak_bytes"] > PROOF_BYTES:
-                said.setdefault(f"{r['cpu_s']:.0f} s, {r['peak_bytes'] / 1e9:.2f} GB", {})[name] = None
             for text in r["proof"]:
-                said.setdefault(text[:300], {})[name] = None
+                said.setdefault(text, {})[_name(r)] = None
         elif r["status"] != "not built":
-            said.setdefault(f"{r['status']}: {r['message'][:300]}", {})[name] = None
+            said.setdefault(f"{r['status']}: {r['message']}", {})[_name(r)] = None
     yield from (f"- {', '.join(models)}: {text}" for text, models in said.items())
     yield ""
 
 
-def _is_proven(row: Row) -> bool:
-    return row["status"] == "planned" and TOO_LARGE not in row["proof"]
+def _problems(rows: Sequence[Row]) -> Iterable[str]:
+    titles = {
+        "refused": "No plan",
+        "crash": "Crashed",
+        "timeout": "Time limit exceeded",
+        "not built": "Models that transformers cannot build at these sizes",
+    }
+    for status, title in titles.items():
+        said: dict[str, dict[str, None]] = {}
+        for r in rows:
+            if r["status"] == status:
+                said.setdefault(r["message"], {})[_name(r)] = None
+        if said:
+            yield f"## {title}"
+            yield ""
+            yield from (f"- {', '.join(types)}: {message}" for message, types in said.items())
+            yield ""
 
 
-def _family(
-    family: str, rows: Sequence[Row], proofs: Mapping[tuple[tuple[str, str, str], int], Row]
-) -> Iterable[str]:
-    tps = sorted({r["tp"] for r in rows})
-    yield f"## {family.capitalize()}"
-    yield ""
+# In the site -----------------------------------------------------------------------------------------
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    """The lines that the site has below: a table for each family, with a line for each model."""
+    checked = {(_key(row), row["tp"]): row for row in rows if row["checked"]}
+    rows = [row for row in rows if not row["checked"]]
+    tps = sorted({row["tp"] for row in rows})
+    yield from ("## All models", "")
     yield (
         f"Values are for tp {', '.join(map(str, tps))}. *Replicated*: percentage of the bytes of matrices "
         "that every rank holds. *Unread*: the part of it that the traced call does not read. *Excess*: bytes "
@@ -180,23 +217,29 @@ def _family(
         f"check, at tp {TP}."
     )
     yield ""
+    for family in FAMILIES:
+        mine = [row for row in rows if row["family"] == family]
+        if any(row["status"] == "planned" for row in mine):
+            yield from _family(family, mine, checked)
+    yield from _why(rows)
+    yield from _many_collectives(rows)
+
+
+def _family(
+    family: str, rows: Sequence[Row], checked: Mapping[tuple[tuple[str, str, str], int], Row]
+) -> Iterable[str]:
+    tps = sorted({row["tp"] for row in rows})
     names = "class, model, parameters, s, GB, replicated, unread, excess, per layer, rounds, verified"
     cells = names.split(", ")
-    yield f"| {' | '.join(cells)} |"
-    yield "|---" * len(cells) + "|"
-    for key in sorted({_key(r) for r in rows}):
-        mine = {r["tp"]: r for r in rows if _key(r) == key}
-        if any(r["status"] == "planned" for r in mine.values()):
-            yield _line([mine.get(tp) for tp in tps], proofs.get((key, TP)))
+    yield from (f"### {family.capitalize()}", "", f"| {' | '.join(cells)} |", "|---" * len(cells) + "|")
+    for key in dict.fromkeys(map(_key, rows)):
+        mine = {row["tp"]: row for row in rows if _key(row) == key}
+        if any(row["status"] == "planned" for row in mine.values()):
+            yield _line([mine.get(tp) for tp in tps], checked.get((key, TP)))
     yield ""
-    yield from _why(rows)
 
 
-def _key(row: Row) -> tuple[str, str, str]:
-    return row["type"], row["class_name"], row["release"]
-
-
-def _line(rows: Sequence[Row | None], proof: Row | None) -> str:
+def _line(rows: Sequence[Row | None], checked: Row | None) -> str:
     first = next(r for r in rows if r and r["status"] == "planned")
     release = first["release"] or f"defaults{', small' if 0 < first['hidden'] < SMALL else ''}"
     cells = (
@@ -207,7 +250,9 @@ def _line(rows: Sequence[Row | None], proof: Row | None) -> str:
         _each(rows, lambda r: f"{r['rank_excess']:.2f}"),
         _each(rows, lambda r: f"{r['per_layer']:.1f}"),
         _each(rows, lambda r: str(r["rounds"])),
-        "" if proof is None else _each([proof], lambda r: f"{r['cpu_s']:.1f} s, {r['peak_bytes'] / 1e9:.2f}"),
+        ""
+        if checked is None
+        else _each([checked], lambda r: f"{r['cpu_s']:.1f} s, {r['peak_bytes'] / 1e9:.2f}"),
     )
     return f"| {first['class_name']} | {release} | {_count(first['parameters'])} | {' | '.join(cells)} |"
 
@@ -222,44 +267,34 @@ def _count(number: int) -> str:
 
 
 def _why(rows: Sequence[Row]) -> Iterable[str]:
+    """Parameters that stay replicated, of models in which they are more than 1%."""
     said: dict[tuple[str, str, str], list[str]] = {}
-    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
-        if r["status"] != "planned" or r["replicated"] <= KEPT:
-            continue
+    for r in rows:
         reasons: dict[str, list[str]] = {}
-        for name, reason in r["kept"].items() if r["replicated"] - r["unread"] > KEPT else ():
+        for name, reason in r["kept"].items():
             reasons.setdefault(reason, []).append(name)
         if r["unread"] > KEPT:
-            reasons["the traced call does not read it"] = list(r.get("unread_names", ()))
+            reasons["the traced call does not read it"] = list(r["unread_names"])
         for reason, names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
             what = ", ".join(f"`{n}`" for n in names[:2]) + more
-            said.setdefault((f"{r['class_name']} {r['release']}".strip(), what, reason[:200]), []).append(
-                str(r["tp"])
-            )
-    if said:
-        yield "Reasons why more than 1% is replicated:"
-        yield ""
+            said.setdefault((_name(r), what, reason[:200]), []).append(str(r["tp"]))
+    yield from ("## Reasons why more than 1% is replicated", "", "| model | tp | parameters | reason |")
+    yield "|---|---|---|---|"
     for (model, what, reason), tps in said.items():
-        yield f"- {model} (tp {', '.join(tps)}): {what}: {reason}"
-    if said:
-        yield ""
+        yield f"| {cell(model)} | {', '.join(tps)} | {cell(what)} | {cell(reason)} |"
+    yield ""
 
 
-def _problems(rows: Sequence[Row]) -> Iterable[str]:
-    titles = {
-        "refused": "No plan",
-        "crash": "Crashed",
-        "timeout": "Time limit exceeded",
-        "not built": "Models that transformers cannot build at these sizes",
-    }
-    for status, title in titles.items():
-        said: dict[str, dict[str, None]] = {}
-        for r in rows:
-            if r["status"] == status:
-                said.setdefault(r["message"][:300], {})[f"{r['class_name']} {r['release']}".strip()] = None
-        if said:
-            yield f"## {title}"
-            yield ""
-            yield from (f"- {', '.join(types)}: {message}" for message, types in said.items())
-            yield ""
+def _many_collectives(rows: Sequence[Row]) -> Iterable[str]:
+    """Where the collectives of a layer are, of decoders with more than two."""
+    yield f"## Decoders with more than two collectives per layer, at tp {TP}"
+    yield ""
+    said: dict[str, list[str]] = {}
+    for r in rows:
+        if r["collectives"]:
+            places = [f"`{where}` x {count}" for where, count in r["collectives"].items()]
+            said.setdefault(", ".join(places), []).append(_name(r))
+    yield from ("| models | collectives |", "|---|---|")
+    yield from (f"| {cell(', '.join(models))} | {cell(places)} |" for places, models in said.items())
+    yield ""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .full_size import Measured, Sized, measure_planning
-from .full_size_page import KEPT, PER_LAYER
-from .sweep import rows_in
+from .sweep import append
 
 SECONDS = 120
 """Limit for one model at one tp, of a core."""
@@ -27,7 +26,7 @@ MEMORY = 6 * 2**30
 
 def run(
     todo: Iterable[tuple[Sized, int]],
-    results: Path | None,
+    results: Path,
     tell: Callable[[dict[str, Any]], None],
     check: bool,
 ) -> None:
@@ -35,43 +34,8 @@ def run(
     _warm_up()
     for model, tp in todo:
         row = in_fork(model, tp, check)
-        if results is not None:
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        append(results, row)
         tell(row)
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file: of each model and tp, with a proof or without, the last one."""
-    return list({run_of(row): row for row in rows_in(results)}.values())
-
-
-def keep(rows: Iterable[dict[str, Any]], target: Path) -> None:
-    """Write rows, one in a line, without what no page needs of them."""
-    ordered = sorted(rows, key=run_of)
-    target.write_text("".join(f"{json.dumps(_needed(row))}\n" for row in ordered))
-
-
-def _needed(row: dict[str, Any]) -> dict[str, Any]:
-    """A row in which long lists are empty where they say nothing of note."""
-    lists = {
-        "unread_names": row["unread"] > KEPT,
-        "kept": row["replicated"] > KEPT,
-        "collectives": row["per_layer"] > PER_LAYER,
-        "notes": False,
-        "stages": False,
-    }
-    return {key: value if lists.get(key, True) else type(value)() for key, value in row.items()}
-
-
-def key_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    """The ``key`` of the model of a row."""
-    return row["family"], row["type"], row["release"], row["class_name"]
-
-
-def run_of(row: dict[str, Any]) -> tuple[str, str, str, str, int, bool]:
-    """What a row is of: the model, the number of ranks, whether the plan was to be proven."""
-    return *key_of(row), row["tp"], row["checked"]
 
 
 def _warm_up() -> None:

@@ -10,7 +10,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from .overrides import LEFT_OUT, OVERRIDES
+from .left_out import LEFT_OUT
+from .overrides import OVERRIDES
 from .shrink import config_class, tiny_config
 
 _BACKBONES = ("albert", "bart", "bert", "deberta-v2", "gpt2", "llama", "mixtral", "qwen2", "roberta", "t5")

@@ -282,17 +282,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """By model type: arguments of the config that take the place of what introspection gives."""
 
-LEFT_OUT: dict[str, str] = {
-    "gemma3n": "ImportError: its vision tower is a timm model, and timm is not installed",
-    "gemma4_assistant": (
-        "ValueError: a draft head all of whose layers reuse the keys and values of another model; "
-        "transformers' own config refuses layers that are all shared when the text model is built"
-    ),
-    "gemma4_unified_assistant": (
-        "ValueError: a draft head that is called with the hidden states, keys and values of another model; "
-        "transformers' own config refuses layers that are all shared when the text model is built"
-    ),
-}
-"""By model type: why no model of it can be built or run here."""
-
-__all__ = ["LEAVE", "LEFT_OUT", "OVERRIDES"]
+__all__ = ["LEAVE", "OVERRIDES"]

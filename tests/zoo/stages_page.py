@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-Row = Mapping[str, Any]
+from .kept_rows import KeptRows, Row, cell, origin
 
-
-def write_page(results: Path, page: Path) -> None:
-    """Write the page from a file of JSON lines."""
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    page.write_text("\n".join(_page(rows)) + "\n")
+ROWS = KeptRows(
+    "stages",
+    ("family", "type", "asked_pp", "tp"),
+    {"pp": 0, "status": "", "message": "", "sent": {}, "generated": "", "untrained": "", "seconds": 0.0},
+)
 
 
-def _page(rows: Sequence[Row]) -> Iterable[str]:
-    import torch
-    import transformers
-
+def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
+    """The lines of the page in the repository; ``table`` says where the table is."""
     yield "# Coverage of pipeline stages"
     yield ""
     yield (
         "`scripts/coverage stages` writes this page. It divides a tiny random model of every causal and "
-        f"sequence-to-sequence type of transformers {transformers.__version__} (torch "
-        f"{torch.__version__.partition('+')[0]}) into two stages, and into three stages of two ranks each if "
-        "the type can have six layers (otherwise into two). The stages are simulated one after another. A "
+        "sequence-to-sequence type of transformers into two stages, and into three stages of two ranks each "
+        "if the type can have six layers (otherwise into two). The stages are simulated one after another. A "
         "prefill and a decoding step must equal the unsharded model to 1e-9, and six new tokens must be the "
-        "same with greedy decoding and with two beams."
+        f"same with greedy decoding and with two beams. {origin(rows)} {table}"
     )
     for family in dict.fromkeys(row["family"] for row in rows):
-        for asked, tp in dict.fromkeys((row["asked_pp"], row["tp"]) for row in rows):
+        for asked, tp in sorted({(row["asked_pp"], row["tp"]) for row in rows}):
             mine = [r for r in rows if (r["family"], r["asked_pp"], r["tp"]) == (family, asked, tp)]
-            yield from _section(f"{family}: {asked} stages, {tp} rank{'s' if tp > 1 else ''} each", mine)
+            if mine:
+                title = f"{family}: {asked} stages, {tp} rank{'s' if tp > 1 else ''} each"
+                yield from ("", f"## {title}", "")
+                yield from _section(mine)
 
 
-def _section(title: str, rows: Sequence[Row]) -> Iterable[str]:
+def _section(rows: Sequence[Row]) -> Iterator[str]:
     good = [r for r in rows if r["status"] == "equal"]
     same = [r for r in good if r["generated"] == "same"]
     trained = sum(not r["untrained"] for r in good)
     one = sum(set(r["sent"].values()) == {1} for r in good)
-    yield from ("", f"## {title}", "")
     yield (
         f"{len(good)} of {len(rows)} types can be divided into stages with equal outputs; {one} of them send "
         f"one tensor across each cut. {len(same)} generate the same tokens. Of the others, "
@@ -52,27 +48,44 @@ def _section(title: str, rows: Sequence[Row]) -> Iterable[str]:
     fewer = sum(r["pp"] != r["asked_pp"] for r in rows)
     if fewer:
         yield f"{fewer} were divided into two stages because their model has two layers."
-    others = [r for r in rows if _why_not(r)]
+    others = [(row["type"], reason) for row in rows if (reason := _why_not(row))]
     if others:
         yield from ("", "| type | reason |", "|---|---|")
-    for row in others:
-        reason = _why_not(row).replace("|", "\\|")
-        yield f"| `{row['type']}` | {reason} |"
+        yield from (f"| `{name}` | {cell(reason)} |" for name, reason in others)
 
 
 def _why_not(row: Row) -> str:
     generates = row["generated"].startswith(("same", "unsupported"))
-    untrained = row.get("untrained", "")
-    return "; ".join(
-        part
-        for part in (
-            row["message"],
-            "" if generates else row["generated"],
-            f"not trained: {untrained}" if untrained else "",
-        )
-        if part
-    )
+    untrained = f"not trained: {row['untrained']}" if row["untrained"] else ""
+    parts = (row["message"], "" if generates else row["generated"], untrained)
+    return "; ".join(filter(None, parts))
 
 
 def _count(rows: Sequence[Row], status: str) -> int:
     return sum(r["generated"].startswith(status) for r in rows)
+
+
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines that the site has below: a line for each type and number of stages."""
+    yield from ("## All types", "")
+    yield "*Sent*: tensors that cross each cut. *Seconds*: of the plan, its check and the generation."
+    yield ""
+    yield from (
+        "| type | family | stages | tp | outputs | sent | generated | trained | seconds |",
+        "|---" * 9 + "|",
+    )
+    for row in rows:
+        sent = ", ".join(f"{cut}: {count}" for cut, count in row["sent"].items())
+        is_trained = row["status"] == "equal" and not row["untrained"]
+        cells = (
+            row["type"],
+            row["family"],
+            row["pp"],
+            row["tp"],
+            row["status"],
+            sent,
+            cell(row["generated"]),
+            "yes" if is_trained else "no",
+            f"{row['seconds']:.0f}",
+        )
+        yield f"| {' | '.join(map(str, cells))} |"

@@ -6,7 +6,8 @@ import json
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,46 +20,44 @@ Task = TypeVar("Task")
 Row = dict[str, Any]
 
 
-def rows_in(results: Path) -> list[Row]:
-    """The rows of an earlier run, which an interrupted one goes on from."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+def append(results: Path, row: Mapping[str, Any]) -> None:
+    """Append a row with the versions and the date, in one write, which other processes' cannot break."""
+    stamp = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    with results.open("ab", buffering=0) as file:
+        file.write((json.dumps({**row, **stamp}) + "\n").encode())
 
 
 def sweep(
     tasks: Sequence[Task],
-    run: Callable[[Task], Iterable[Row]],
+    run: Callable[[Task], Row | None],
     tell: Callable[[Row], str],
     jobs: int,
-    results: Path | None,
+    results: Path,
     alone: Sequence[Task] = (),
-) -> list[Row]:
+) -> None:
     """Run all tasks.
 
     Args:
         tasks: of the pool.
-        run: gives the rows of one; a function of a module.
-        tell: a row as a line.
+        run: gives the row of one, or None if there is none; a function of a module.
+        tell: a row as text.
         jobs: processes.
-        results: a file, to which rows are appended as they come; None: they are only printed.
+        results: a file, to which rows are appended as they come.
         alone: tasks that start processes of their own, which a pool's may not; they run here.
     """
     began = time.perf_counter()
-    found: list[Row] = []
     quiet()
-    if results is not None:
-        results.parent.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("fork").Pool(jobs, quiet, maxtasksperchild=20) as pool:
-        for number, rows in enumerate(chain(pool.imap_unordered(run, tasks), map(run, alone)), 1):
-            rows = list(rows)
-            found += rows
-            if results is not None:
-                with results.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in rows)
-            for row in rows:
+        for number, row in enumerate(chain(pool.imap_unordered(run, tasks), map(run, alone)), 1):
+            if row is not None:
+                append(results, row)
                 click.echo(tell(row))
             seconds = time.perf_counter() - began
             click.echo(f"[{number}/{len(tasks) + len(alone)}, {seconds:.0f} s]", err=True)
-    return found
 
 
 def quiet() -> None:

@@ -13,9 +13,10 @@ from places import ROOT
 from torch import nn
 from transformers import PreTrainedConfig
 
+from .left_out import LEFT_OUT
 from .measure import measure
 from .models import FAMILIES, build, types
-from .overrides import LEFT_OUT, OVERRIDES
+from .overrides import OVERRIDES
 from .shrink import config_class
 
 MAX_PARAMETERS = 1_500_000
