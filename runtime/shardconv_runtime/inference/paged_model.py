@@ -361,7 +361,7 @@ def _share_keys_by_groups() -> None:
     """Have transformers' attention share keys among the heads of a group in ``AttentionByRequest``.
 
     With a mask it copies keys and values for each head (5.23 and 5.24), since kernels of GPUs cannot take
-    both a mask and groups. That of CPUs can. Versions without this function go on copying.
+    both a mask and groups. That of CPUs can. Earlier versions go on copying.
     """
     found = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
     if found is None:
@@ -410,8 +410,10 @@ class AttentionByRequest(TorchFunctionMode):
         that has no mask.
         """
         masks, keys = inputs.get("attention_mask"), inputs.get("cu_seq_lens_k")
-        if device.type != "cpu" or torch.compiler.is_compiling() or masks is None or not keys:
+        if device.type != "cpu" or torch.compiler.is_compiling() or masks is None or keys is None:
             return None
+        if isinstance(keys, Tensor):  # in 5.17, if the layers are of one kind
+            keys = {"": keys}
         if isinstance(masks, Tensor):
             masks = dict.fromkeys(keys, masks)
         queries = inputs["cu_seq_lens_q"].tolist()
