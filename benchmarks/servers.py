@@ -237,6 +237,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--answers", type=int, default=8, help="at least so many for each number of clients")
     parser.add_argument("--tokens", type=int, default=48, help="most new tokens")
     parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of servers")
     parser.add_argument(
         "--small", action="store_true", help="few clients and tokens, shardconv at one rank only"
     )
@@ -264,7 +265,10 @@ def main() -> None:
             port = free.getsockname()[1]
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         rows = []
-        for server in servers(options, source, converted, port)[: 1 if options.small else None]:
+        chosen = servers(options, source, converted, port)[: 1 if options.small else None]
+        for server in chosen:
+            if not any(part in server.name for part in options.only):
+                continue
             rows += rows_of(server, options, tokenizer, port, root / "log")
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         notes = [
