@@ -379,7 +379,8 @@ class AttentionByRequest(TorchFunctionMode):
 
     For scaled dot product attention, transformers (5.17 to 5.24) computes the scores of each token with the
     keys of all requests, and masks those of other requests: for 64 requests 64 times as many as are needed.
-    Each block of the mask, with the same queries and keys, gives the same results.
+    Each block of the mask, with the same queries and keys, gives the same results. Short requests share a
+    block, since a call of the kernel takes as long as some thousand scores, and threads wait for each other.
 
     Args:
         queries: where the queries of each request begin, and where the last ones end.
@@ -390,17 +391,20 @@ class AttentionByRequest(TorchFunctionMode):
         super().__init__()
         self._queries = queries
         self._keys = keys
+        self._blocks = {address: _blocks(queries, ends) for address, ends in keys.items()}
         self._token: Token[bool] | None = None
 
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
         self._token = _by_request.set(True)
+        if len(self._queries) > 2:  # a mode costs microseconds for each operator
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._token is not None
+        if len(self._queries) > 2:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
         _by_request.reset(self._token)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], device: torch.device) -> Self | None:
@@ -432,11 +436,25 @@ class AttentionByRequest(TorchFunctionMode):
             return func(*args, **kwargs)  # another mask, for example one with a bias
         query, key, value = args
         results = []
-        for (start, end), (first, last) in zip(pairwise(self._queries), pairwise(keys), strict=True):
+        for start, end, first, last in self._blocks[mask.data_ptr()]:
             kwargs["attn_mask"] = mask[..., start:end, first:last]
             own = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
             results.append(func(*own, **kwargs))
         return torch.cat(results, dim=-2)
+
+
+SHARED_SCORES = 2048
+"""Most scores of a block that several requests share."""
+
+
+def _blocks(queries: Sequence[int], keys: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Return where the queries and the keys of each block begin and end: (start, end, first, last)."""
+    found: list[tuple[int, int, int, int]] = []
+    for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
+        if found and (end - found[-1][0]) * (last - found[-1][2]) <= SHARED_SCORES:
+            start, _, first, _ = found.pop()
+        found.append((start, end, first, last))
+    return found
 
 
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:

@@ -56,8 +56,9 @@ def packed(window: int) -> tuple[dict[str, Any], Tensor]:
 
 
 @pytest.mark.parametrize("window", [1, 3])  # 1 is no window, for transformers
-def test_results_are_those_of_all_requests_at_once(window: int) -> None:
+def test_results_are_those_of_all_requests_at_once(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(paged_model, "SHARED_SCORES", 0)
     inputs, mask = packed(window)
     query = torch.randn(1, HEADS, sum(QUERIES), WIDTH, dtype=torch.float64)
     key, value = torch.randn(2, 1, KEY_HEADS, sum(KEYS), WIDTH, dtype=torch.float64)
@@ -77,6 +78,18 @@ def test_results_are_those_of_all_requests_at_once(window: int) -> None:
     assert plain.shape == query.shape
 
 
+def test_short_requests_share_a_block() -> None:
+    """A call of the kernel for each of 64 takes longer than the scores that it saves."""
+    assert paged_model._blocks([0, 1, 2, 3, 4], [0, 900, 1800, 1810, 4000]) == [
+        (0, 1, 0, 900),
+        (1, 3, 900, 1810),
+        (3, 4, 1810, 4000),
+    ]
+    blocks = paged_model._blocks(range(65), range(0, 65 * 50, 50))
+    assert len(blocks) == 11
+    assert (blocks[0], blocks[-1][1::2]) == ((0, 6, 0, 300), (64, 3200))
+
+
 def test_elsewhere_it_is_not_used() -> None:
     inputs, _ = packed(1)
     assert AttentionByRequest.of(inputs, torch.device("meta")) is None
@@ -92,6 +105,7 @@ def test_a_batch_computes_no_scores_between_requests(tmp_path: Any, monkeypatch:
     transformers.LlamaForCausalLM(config).save_pretrained(source)
     shardconv.convert(source, out, tp=1, check=False)
     counted = Counted()
+    monkeypatch.setattr(paged_model, "SHARED_SCORES", 0)
     call = paged_model.PagedModel._call
 
     def recorded(self: Any, inputs: Any) -> Any:
