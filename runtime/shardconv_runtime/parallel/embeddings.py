@@ -28,9 +28,6 @@ from .user_hooks import PLACED
 ARGUMENT = "inputs_embeds"
 """Name of the argument of transformers' models for embeddings in place of ids."""
 
-GETTER = "get_input_embeddings"
-"""Name of the method of transformers' models that returns their embedding."""
-
 _WHY_NO_GRADIENT = (
     f"{ARGUMENT} that require gradients were given to a model whose ranks each have a part of that gradient; "
     f"pass input_ids, or {ARGUMENT}.detach() where only the model is trained"
@@ -57,11 +54,8 @@ def attach_embeddings(
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, None] = {}
     for part in model.modules():
-        # A placeholder copies its layer when it is asked for an attribute that is not its own.
-        if not hasattr(type(part), GETTER) and GETTER not in vars(part):
-            continue
         try:
-            found[getattr(part, GETTER)()] = None
+            found[part.get_input_embeddings()] = None  # type: ignore[operator]
         except (AttributeError, NotImplementedError):  # a part without one
             continue
     for module in found:

@@ -81,7 +81,7 @@ class Placeholder(nn.Module):
         except AttributeError:
             if "_replaced" not in self.__dict__:  # its class was called, which derives from the module's
                 raise
-            if not self._has_own:
+            if not self._has_own and hasattr(self._replaced, name):  # a failed search copies nothing
                 self.__dict__.update(_replaced=_with_own_attributes(self._replaced), _has_own=True)
             return getattr(self._replaced, name)
 
