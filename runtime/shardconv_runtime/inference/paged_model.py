@@ -353,6 +353,9 @@ class PagedModel:
         return output
 
 
+Block = tuple[int, int, int, int]
+"""Where the queries begin and end, and where the keys do."""
+
 _by_request: ContextVar[bool] = ContextVar("by_request", default=False)
 
 
@@ -383,26 +386,25 @@ class AttentionByRequest(TorchFunctionMode):
     block, since a call of the kernel takes as long as some thousand scores, and threads wait for each other.
 
     Args:
-        queries: where the queries of each request begin, and where the last ones end.
-        keys: the same of keys, by the address of the mask of a kind of layers.
+        blocks: the address of the mask of a kind of layers -> its blocks, see ``_blocks``.
     """
 
-    def __init__(self, queries: Sequence[int], keys: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, blocks: Mapping[int, Sequence[Block]]) -> None:
         super().__init__()
-        self._queries = queries
-        self._keys = keys
-        self._blocks = {address: _blocks(queries, ends) for address, ends in keys.items()}
+        self._blocks = blocks
+        # A mode costs microseconds for each operator.
+        self._is_mode = any(len(each) > 1 for each in blocks.values())
         self._token: Token[bool] | None = None
 
     def __enter__(self) -> Self:
         self._token = _by_request.set(True)
-        if len(self._queries) > 2:  # a mode costs microseconds for each operator
+        if self._is_mode:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._token is not None
-        if len(self._queries) > 2:
+        if self._is_mode:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         _by_request.reset(self._token)
 
@@ -422,7 +424,7 @@ class AttentionByRequest(TorchFunctionMode):
             masks = dict.fromkeys(keys, masks)
         queries = inputs["cu_seq_lens_q"].tolist()
         _share_keys_by_groups()
-        return cls(queries, {masks[name].data_ptr(): keys[name].tolist() for name in masks})
+        return cls({masks[name].data_ptr(): _blocks(queries, keys[name].tolist()) for name in masks})
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -431,12 +433,12 @@ class AttentionByRequest(TorchFunctionMode):
         mask = kwargs.get("attn_mask")
         if func is not scaled_dot_product_attention or mask is None or len(args) != 3:
             return func(*args, **kwargs)
-        keys = self._keys.get(mask.data_ptr())
-        if keys is None or mask.shape != (1, 1, self._queries[-1], keys[-1]):
+        blocks = self._blocks.get(mask.data_ptr())
+        if blocks is None or mask.shape != (1, 1, blocks[-1][1], blocks[-1][3]):
             return func(*args, **kwargs)  # another mask, for example one with a bias
         query, key, value = args
         results = []
-        for start, end, first, last in self._blocks[mask.data_ptr()]:
+        for start, end, first, last in blocks:
             kwargs["attn_mask"] = mask[..., start:end, first:last]
             own = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
             results.append(func(*own, **kwargs))
@@ -447,9 +449,14 @@ SHARED_SCORES = 2048
 """Most scores of a block that several requests share."""
 
 
-def _blocks(queries: Sequence[int], keys: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return where the queries and the keys of each block begin and end: (start, end, first, last)."""
-    found: list[tuple[int, int, int, int]] = []
+def _blocks(queries: Sequence[int], keys: Sequence[int]) -> list[Block]:
+    """Return the blocks of a packed call.
+
+    Args:
+        queries: where the queries of each request begin, and where the last ones end.
+        keys: the same of keys.
+    """
+    found: list[Block] = []
     for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
         if found and (end - found[-1][0]) * (last - found[-1][2]) <= SHARED_SCORES:
             start, _, first, _ = found.pop()
