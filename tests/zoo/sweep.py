@@ -16,8 +16,9 @@ import click
 import torch
 import transformers
 
+from .kept_rows import Row
+
 Task = TypeVar("Task")
-Row = dict[str, Any]
 
 
 def append(results: Path, row: Mapping[str, Any]) -> None:

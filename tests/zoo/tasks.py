@@ -107,22 +107,22 @@ def _limit(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise _OutOfTimeError
 
-    timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
-    for number, timer in timers.items():
-        signal.signal(number, stop)
-        signal.setitimer(timer, seconds if number == signal.SIGPROF else ON_THE_CLOCK * seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, ON_THE_CLOCK * seconds)
     try:
         yield
     finally:
-        for timer in timers.values():
-            signal.setitimer(timer, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _generation(task: Task) -> Iterator[Result]:
-    tp = task.tps[0]
+    tp, seconds = task.tps[0], 2 * task.seconds
     about = {"family": task.family, "type": task.type, "tp": tp}
     try:
-        with _limit(2 * task.seconds):
+        with _limit(seconds):
             model = build(task.family, task.type)
             plan = solve_plan(specification(model), SolveOptions(tp))
             for cache in CACHES:
@@ -130,9 +130,8 @@ def _generation(task: Task) -> Iterator[Result]:
                 status, _, message = generates(plan, model, cache).partition(": ")
                 result = Result(**about, variant=f"generate, {cache} cache", status=status, message=message)
                 yield replace(result, seconds=time.process_time() - start)
-    except (Exception, _OutOfTimeError) as error:
-        is_late = isinstance(error, _OutOfTimeError)
-        late = f"took more than {2 * task.seconds} s"
-        message = late if is_late else f"{type(error).__name__}: {error}"[:300]
-        status = "refused" if is_late else "unsupported"
-        yield Result(**about, variant="generate", status=status, message=message)
+    except _OutOfTimeError:
+        yield Result(**about, variant="generate", status="refused", message=f"took more than {seconds} s")
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"[:300]
+        yield Result(**about, variant="generate", status="unsupported", message=message)
