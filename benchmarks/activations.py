@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from convert import describe, render
+from convert import describe, render, show
 from observing import Saved
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
@@ -97,10 +97,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row(tp, name) for tp in options.tp for name in FORMS]
     about = describe(replace(SHAPE, layers=DEPTHS[1]))
-    text = render(rows, [f"llama, {about} ({DEPTHS[0]} beside them), bfloat16; {TOKENS} tokens"])
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    note = f"llama, {about} ({DEPTHS[0]} beside them), bfloat16; {TOKENS} tokens"
+    show(render(rows, [note]), options.markdown)
 
 
 if __name__ == "__main__":

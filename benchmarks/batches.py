@@ -10,7 +10,7 @@ same settings. Prompts have 8 to 64 random tokens (``--prompt``). With ``--compi
 - *Tokens/s* counts new tokens, from the call to its return.
 - *First token* is the median over requests, from the call.
 - *Peak* is the resident memory of a call above its start, in the process where it is largest.
-- *Same tokens* counts the requests whose tokens are those of transformers' uncompiled call.
+- *Same tokens* counts the requests whose tokens are those of transformers' call.
 - Calls take turns; the first of each is not timed. Numbers are medians, with the lowest and the highest.
 
     python benchmarks/batches.py [--sizes 1,16,64] [--tokens 32] [--rounds 5] [--markdown FILE]
@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,14 @@ import inference_rank
 import torch
 import torch.distributed as dist
 import transformers
-from convert import describe, render, spread, tell
+from convert import describe, render, show, spread, versions
 from disk import machine
 from inference import SAVE
 from measured import Phase
-from serving_rank import PAGE_SIZE
-from synthetic import Shape
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from serving_rank import PAGE_SIZE, PAGE_TOKENS, config
+from synthetic import DEMO_CHECKPOINT, Shape
+from transformers import ContinuousBatchingConfig
 
-CHECKPOINT = Path(__file__).resolve().parents[1] / "scripts" / "demo_checkpoint.py"
 OURS, THEIRS = "shardconv", "transformers"
 EVEN = Shape(hidden=512, intermediate=1536, heads=8, kv_heads=4, vocab=49152, layers=32)
 TIME_LIMIT_S = 1800
@@ -59,18 +57,19 @@ def prompts(size: int, longest: int, vocab: int) -> list[list[int]]:
 
 def answer(model: Any, asked: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """Call ``generate_batch`` once, and return what was measured and the tokens."""
-    config = ContinuousBatchingConfig(
-        **{PAGE_SIZE: 32}, num_blocks=576, max_batch_tokens=512, default_compile_level=int(options.compiled)
+    pages = ContinuousBatchingConfig(
+        **{PAGE_SIZE: PAGE_TOKENS},
+        num_blocks=576,
+        max_batch_tokens=512,
+        default_compile_level=int(options.compiled),
     )
-    greedy = GenerationConfig(max_new_tokens=options.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     gc.collect()
     inference_rank.barrier()
     phase = Phase.begin()
-    begin = time.perf_counter()
     found = model.generate_batch(
         asked,
-        generation_config=greedy,
-        continuous_batching_config=config,
+        generation_config=config(options.tokens),
+        continuous_batching_config=pages,
         record_timestamps=True,
         persistent_manager=True,
     )
@@ -80,7 +79,7 @@ def answer(model: Any, asked: list[list[int]], options: argparse.Namespace) -> d
         raise RuntimeError(f"{len(answers)} answers to {len(asked)} requests")
     return {
         "seconds": measured["phase_s"],
-        "first": statistics.median(each.timestamps[0] - begin for each in answers),
+        "first": statistics.median(each.timestamps[0] - phase.start for each in answers),
         "peak": measured["peak_above"],
         "tokens": [each.generated_tokens for each in answers],
     }
@@ -109,18 +108,14 @@ def run_rank(options: argparse.Namespace) -> None:
                 try:
                     calls[name].append(answer(models[name], asked, options))
                 except Exception as error:  # on all ranks, or this run ends
-                    errors[name] = inference_rank._why(error)
-                if inference_rank.is_first():
-                    took = errors.get(name) or f"{calls[name][-1]['seconds']:.2f} s"
-                    tell(f"{size} requests, round {number}, {name}: {took}")
+                    errors[name] = inference_rank.why(error)
+                took = errors.get(name) or f"{calls[name][-1]['seconds']:.2f} s"
+                inference_rank.tell(f"{size} requests, round {number}, {name}: {took}")
         for name, model in models.items():
             model.destroy_cached_continuous_batching_manager()
-            tokens = [call.pop("tokens") for call in calls[name]]
-            row: dict[str, Any] = {"size": size, "name": name}
-            found.append(row | ({"error": errors[name]} if name in errors else {"calls": calls[name][1:]}))
-            found[-1]["tokens"] = tokens[-1] if tokens else []
-    rank = os.environ.get("RANK", "0")
-    (options.result / f"rank-{rank}.json").write_text(json.dumps(found))
+            what = {"error": errors[name]} if name in errors else {"calls": calls[name][1:]}
+            found.append({"size": size, "name": name, **what})
+    (options.result / f"rank-{inference_rank.rank()}.json").write_text(json.dumps(found))
     inference_rank.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -147,7 +142,8 @@ def table(model: str, tp: int, ranks: list[list[dict[str, Any]]], num_new: int) 
         if name == OURS and "calls" in theirs:
             ratios = [a["seconds"] / b["seconds"] for a, b in zip(calls, theirs["calls"], strict=True)]
             row["ratio to transformers"] = spread(ratios, 3)
-            same = [a == b for a, b in zip(of_ranks[0]["tokens"], theirs["tokens"], strict=True)]
+            tokens = (found[-1]["tokens"] for found in (calls, theirs["calls"]))
+            same = [a == b for a, b in zip(*tokens, strict=True)]
             row["same tokens"] = f"{sum(same)} of {size}"
     return rows
 
@@ -192,27 +188,22 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="shardconv-") as scratch:
         root, begin = Path(scratch), time.monotonic()
-        subprocess.run([sys.executable, CHECKPOINT, root / "bfloat16"], check=True)
+        subprocess.run([sys.executable, DEMO_CHECKPOINT, root / "bfloat16"], check=True)
         small = transformers.AutoModelForCausalLM.from_pretrained(root / "bfloat16", dtype=torch.float32)
         small.save_pretrained(root / "SmolLM2")
         subprocess.run([sys.executable, "-c", SAVE, json.dumps(EVEN.config()), root / "llama"], check=True)
         rows = []
         for model, tp in (("SmolLM2", 1), ("SmolLM2", 2), ("llama", 2)):
-            if str(tp) not in options.tps.split(","):
-                continue
-            rows += table(model, tp, launch(root / model, tp, options), options.tokens)
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+            if str(tp) in options.tps.split(","):
+                rows += table(model, tp, launch(root / model, tp, options), options.tokens)
         notes = [
-            f"{machine(root)}, CPython {sys.version.split()[0]}, {versions}",
+            f"{machine(root)}, {versions('torch', 'transformers')}",
             f"SmolLM2-135M-Instruct, and a llama of {describe(EVEN)}; float32, {options.threads} "
             f"thread(s) for each rank, prompts of {options.prompt // 8} to {options.prompt} tokens, "
             f"{options.tokens} new ones, {options.rounds} rounds",
             f"load of the machine {load:.1f} before; {time.monotonic() - begin:.0f} s in all",
         ]
-    text = render(rows, notes)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(render(rows, notes), options.markdown)
 
 
 if __name__ == "__main__":

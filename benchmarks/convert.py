@@ -32,6 +32,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,19 @@ def render(rows: Sequence[dict[str, str]], notes: Iterable[str]) -> str:
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
 
 
+def show(text: str, markdown: Path | None) -> None:
+    """Print the tables of a benchmark, and write them to a file if one was named."""
+    print(text)
+    if markdown:
+        markdown.write_text(text + "\n")
+
+
+def versions(*names: str) -> str:
+    """The installed versions of Python and of packages."""
+    found = (f"{name} {version(name)}" for name in names)
+    return f"CPython {sys.version.split()[0]}, {', '.join(found)}"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -336,10 +350,7 @@ def main() -> None:
         bench = Bench(Path(scratch), ["--memory", options.memory] if options.memory else [])
         bench.note(machine(bench.scratch))
         bench.note(f"budget of the converter: {options.memory or 'its default'}")
-        text = render(table(bench, options), bench.notes)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+        show(render(table(bench, options), bench.notes), options.markdown)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from convert import render
+from convert import render, show
 from disk import evict, files_of, machine, require_room, sync_files
 from fsdp_loading_rank import IN_PARTS, SPLIT, THEIRS
 from shardconv_runtime.format import manifest, plan_json
@@ -153,10 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardconv-", dir=options.directory) as scratch:
         make = table if options.sparse is None else sparse_table
         rows = make(Path(scratch), options)
-        text = render(rows, [machine(Path(scratch)), f"tp {options.tp} x dp {options.dp}"])
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+        show(render(rows, [machine(Path(scratch)), f"tp {options.tp} x dp {options.dp}"]), options.markdown)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from convert import CACHES, SHARD_BYTES, describe, render, spread, tell
+from convert import CACHES, SHARD_BYTES, describe, render, show, spread, tell, versions
 from disk import evict, machine, read_all, require_room, resident_share
 from synthetic import Shape, shape_of_size, write_checkpoint
 
@@ -329,21 +328,18 @@ def _command(options: argparse.Namespace) -> str:
 
 def main() -> None:
     options = parse_arguments()
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
     texts = []
     for name in options.tables:
         with tempfile.TemporaryDirectory(prefix="shardconv-", dir=options.directory) as scratch:
             bench = Bench(Path(scratch), options.threads)
             bench.note(f"`{_command(options)}`")
-            bench.note(f"{machine(bench.scratch)}, CPython {sys.version.split()[0]}, {versions}")
+            bench.note(f"{machine(bench.scratch)}, {versions('torch', 'transformers', 'safetensors')}")
             start, load = time.monotonic(), os.getloadavg()[0]
             rows = TABLES[name](bench, options)
             bench.note(f"load of the machine {load:.1f} before; {time.monotonic() - start:.0f} s in all")
             texts.append(render(rows, bench.notes))
     text = "\n\n".join(texts)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(text, options.markdown)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def join() -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def is_first() -> bool:
-    """Whether this process is rank 0."""
-    return os.environ.get("RANK", "0") == "0"
+def rank() -> int:
+    """Of this process."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def barrier() -> None:
@@ -120,8 +120,7 @@ def _tensor_parallel() -> Any:
 
 def rank_paths(directory: Path) -> list[Path]:
     """The weight files that this rank of a converted directory needs."""
-    rank = int(os.environ.get("RANK", "0"))
-    folders = (f"rank-{rank:05}-of-{world_size():05}", "common")
+    folders = (f"rank-{rank():05}-of-{world_size():05}", "common")
     return sorted(path for folder in folders for path in (directory / folder).glob("*.safetensors"))
 
 
@@ -294,7 +293,7 @@ def measure_steps(converted: Path, source: Path, options: argparse.Namespace) ->
         subjects = load_pair(converted, source, mode)
         for row, make, count in rows(mode, prompt, options):
             found[f"{mode}: {row}"] = _interleaved(subjects, make, count)
-            _tell(f"{mode}, {row}")
+            tell(f"{mode}, {row}")
     return found
 
 
@@ -309,7 +308,7 @@ def _interleaved(subjects: dict[str, Subject], make: Callable[[Subject], Step], 
             steps[name] = _warmed_up(make(subject), outputs, name)
             found[name] = []
         except Exception as error:
-            found[name] = _why(error)
+            found[name] = why(error)
         found[f"{name} first_s"] = time.perf_counter() - start
     for number in range(count):
         for name in sorted(steps, reverse=number % 2 == 1):
@@ -336,14 +335,15 @@ def _seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def _why(error: BaseException) -> str:
+def why(error: BaseException) -> str:
     """The first two lines of an error, in one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}".replace("|", "/")[:200]
 
 
-def _tell(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+def tell(text: str) -> None:
+    """Print a line of progress at rank 0."""
+    if not rank():
         print(text, file=sys.stderr, flush=True)
 
 

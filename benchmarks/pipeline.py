@@ -26,11 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from convert import describe, render, spread, tell
+from convert import describe, render, show, spread, tell, versions
 from disk import evict, files_of, machine, sync_files
 from inference import SAVE
 from pipeline_rank import MICROBATCHES
@@ -161,9 +160,8 @@ def main() -> None:
         sharded, staged, plans = make(shape, options.tp, Path(scratch))
         found = {delay: run(sharded, staged, delay, options) for delay in options.delays}
         trips = ", ".join(f"{delay:g} ms: {r['round_trip_ms']:.2f} ms" for delay, r in found.items())
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         notes = [
-            f"{machine(Path(scratch))}, CPython {sys.version.split()[0]}, {versions}",
+            f"{machine(Path(scratch))}, {versions('torch', 'transformers')}",
             f"llama, float32, {describe(shape)}, 1 thread each rank; {options.requests} requests at once, "
             f"prompts of 8 to {options.prompt} tokens, {options.tokens} new ones; {options.rounds} round(s)",
             *([f"{options.device_ms} ms are slept for each token"] if options.device_ms else []),
@@ -172,10 +170,7 @@ def main() -> None:
         ]
     speeds = speed_table(found, options.tp, options.requests * options.tokens)
     sizes = bytes_table(found[options.delays[0]], options.tp, plans)
-    text = render(speeds, notes) + "\n\n" + render(sizes, [])
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(render(speeds, notes) + "\n\n" + render(sizes, []), options.markdown)
 
 
 if __name__ == "__main__":

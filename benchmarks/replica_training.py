@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from convert import describe, render, spread, tell
+from convert import describe, render, show, spread, tell
 from disk import machine
 from inference import SAVE
 from measured import Phase
@@ -212,10 +212,7 @@ def main() -> None:
             f"llama, float32, {describe(shape)}; {options.batch} x {options.tokens} tokens for each of {DP} "
             "replicas, 1 thread each process",
         ]
-    text = render(table(ranks, DP * options.batch * options.tokens), notes)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(render(table(ranks, DP * options.batch * options.tokens), notes), options.markdown)
 
 
 if __name__ == "__main__":

@@ -23,17 +23,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import openai
 import transformers
-from convert import render, tell
+from convert import render, show, tell, versions
 from disk import machine
+from synthetic import DEMO_CHECKPOINT
 
-CHECKPOINT = Path(__file__).resolve().parents[1] / "scripts" / "demo_checkpoint.py"
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -254,7 +253,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardconv-") as scratch:
         root, begin = Path(scratch), time.monotonic()
         source = root / "model"
-        subprocess.run([sys.executable, CHECKPOINT, source], check=True)
+        subprocess.run([sys.executable, DEMO_CHECKPOINT, source], check=True)
         converted = {}
         for tp in (1,) if options.small else (1, 2):
             converted[tp] = root / f"tp{tp}"
@@ -265,21 +264,15 @@ def main() -> None:
             port = free.getsockname()[1]
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         rows = []
-        chosen = servers(options, source, converted, port)[: 1 if options.small else None]
-        for server in chosen:
-            if not any(part in server.name for part in options.only):
-                continue
-            rows += rows_of(server, options, tokenizer, port, root / "log")
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+        for server in servers(options, source, converted, port)[: 1 if options.small else None]:
+            if any(part in server.name for part in options.only):
+                rows += rows_of(server, options, tokenizer, port, root / "log")
         notes = [
-            f"{machine(root)}, CPython {sys.version.split()[0]}, {versions}",
+            f"{machine(root)}, {versions('torch', 'transformers')}",
             f"SmolLM2-135M-Instruct, float32, {options.cores} cores a server, up to {options.tokens} tokens",
             f"load of the machine {load:.1f} before; {time.monotonic() - begin:.0f} s in all",
         ]
-    text = render(rows, notes)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(render(rows, notes), options.markdown)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from convert import describe, render, spread, tell
+from convert import describe, render, show, spread, tell, versions
 from disk import machine
 from inference import SAVE
 from synthetic import Shape
@@ -114,18 +113,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardconv-") as scratch:
         start, load = time.monotonic(), os.getloadavg()[0]
         found = run(Path(scratch), options)
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         notes = [
-            f"{machine(Path(scratch))}, CPython {sys.version.split()[0]}, {versions}",
+            f"{machine(Path(scratch))}, {versions('torch', 'transformers')}",
             f"llama, float32, {describe(SMALL_SHAPE if options.small else SHAPE)}, tp {TP}, 1 thread each "
             f"rank; {options.requests} requests, one in {options.gap} s on average, prompts of 8 to "
             f"{options.prompt} tokens, 8 to {options.tokens} new ones; {options.rounds} round(s)",
             f"load of the machine {load:.1f} before; {time.monotonic() - start:.0f} s in all",
         ]
-    text = render(table(found, options.requests), notes)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(render(table(found, options.requests), notes), options.markdown)
 
 
 if __name__ == "__main__":

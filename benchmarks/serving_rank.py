@@ -148,7 +148,7 @@ def measure(converted: Path, source: Path, options: argparse.Namespace) -> dict[
             try:
                 answers, seconds = variants[name]()
             except Exception as error:  # on all ranks, or this run ends
-                found["rounds"][name] = inference_rank._why(error)
+                found["rounds"][name] = inference_rank.why(error)
                 continue
             rounds.append({"seconds": seconds, "latencies": [s for _, s in answers.values()]})
             if dist.get_rank() == 0:

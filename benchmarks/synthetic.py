@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+DEMO_CHECKPOINT = Path(__file__).resolve().parents[1] / "scripts" / "demo_checkpoint.py"
+"""The program that writes the demo's checkpoint, a real model, to a directory."""
 NOISE_BYTES = 1 << 26
 BLOCK_BYTES = 1 << 23
 ITEM_BYTES = 2

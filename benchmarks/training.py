@@ -33,12 +33,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from convert import describe, render, spread, tell
+from convert import describe, render, show, spread, tell, versions
 from disk import machine
 from inference import SAVE
 from observing import COLLECTIVES, total
@@ -288,9 +287,8 @@ def main() -> None:
                 memory += lines[0]
                 traffic += lines[1]
                 samples += lines[2]
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
         bench.notes += [
-            f"{machine(bench.scratch)}, CPython {sys.version.split()[0]}, {versions}",
+            f"{machine(bench.scratch)}, {versions('torch', 'transformers')}",
             f"llama, {describe(shape)}; batch {options.batch} x {options.tokens} tokens, {options.threads} "
             "thread(s) each rank; collectives as calls: payload in MB, MB of 1e6 bytes",
             f"load of the machine {load:.1f} before; {time.monotonic() - start:.0f} s in all",
@@ -298,9 +296,7 @@ def main() -> None:
     memory += [absent(job, memory) for job in without_gpus]
     traffic += [absent(job, traffic) for job in without_gpus]
     text = "\n\n".join([render(memory, ()).rstrip(), render(traffic, bench.notes)])
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    show(text, options.markdown)
     if options.json:
         options.json.write_text(json.dumps(samples, indent=1) + "\n")
 
