@@ -36,6 +36,10 @@ GARBAGE_BYTES = 2**28
 SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
 torch.set_num_threads(1)
+if hasattr(os, "SCHED_BATCH"):
+    # Here and in all processes that tests start: threads of gloo that preempt each other poll for most of the
+    # time, see ``comm.process_groups.calm_gloo``.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 hypothesis.settings.register_profile("any machine", deadline=None)  # it may be busy
 hypothesis.settings.load_profile("any machine")
 gc.set_threshold(100_000, 50, 100)  # as it is by default, it takes an eighth of the time

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +28,9 @@ JOIN_TIMEOUT_S = 300
 SETTLE_S = 0.1
 """How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which
 takes the interpreter's lock; a thread that asks for it while the interpreter goes down aborts the process."""
+
+GLOO_LOOP = "gloo_tcp_loop"
+"""Name of a thread in which gloo waits for what other processes send."""
 
 PATIENT_TIMEOUT_S = 30 * 24 * 3600
 """How long a control message may take: a rank may wait for a person at rank 0."""
@@ -65,6 +70,7 @@ def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.Proces
     _settle_at_exit()
     made = _subgroup(group, _ranks(group), "gloo", "loop")
     made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S if timeout_s is None else timeout_s))
+    calm_gloo()
     return made
 
 
@@ -121,7 +127,8 @@ def axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.Proce
 
 
 def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Run a collective in each group. NCCL connects a group in its first one, and fails only then.
+    """Run a collective in each group. NCCL connects a group in its first one, and fails only then. Gloo's
+    loops are calmed.
 
     A default group that is bound to a device would connect when it is started. But groups of some ranks would
     then be split off its communicator, in which all processes take part, not only the members.
@@ -137,11 +144,34 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
         for group in groups:
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
             work.wait(timedelta(seconds=JOIN_TIMEOUT_S))
+        calm_gloo()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise LaunchError(f"rank {dist.get_rank()} cannot communicate with other ranks: {first}") from error
+
+
+def calm_gloo() -> None:
+    """Keep gloo's event loops from preempting other threads as they wake up: ``SCHED_BATCH``, see sched(7).
+
+    A loop polls as long as another thread holds the lock of a connection with events. If it has preempted
+    that thread, it polls for a whole time slice. With two ranks on two idle cores, a sum of 4 kB took 540
+    calls of ``epoll_wait`` and 1.1 ms, and takes 0.3 ms so. The price is paid beside other programs that
+    occupy all cores: a loop waits for its turn, which made steps of 8 ms with one sum up to a tenth slower.
+
+    Loops that were given a policy keep it. Nothing happens where there is no such policy, or where a sandbox
+    forbids to set it.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            is_loop, number = (thread / "comm").read_text().strip() == GLOO_LOOP, int(thread.name)
+            if is_loop and os.sched_getscheduler(number) == os.SCHED_OTHER:
+                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+        except OSError:  # it has ended, or may not
+            continue
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,31 @@ def bound_while_made() -> list[object]:
 def test_a_bound_default_group_is_not_split() -> None:
     """Splitting takes all of its processes; only the members of the new group are here."""
     assert run_processes(2, bound_while_made, start_group=True) == [[None, True]] * 2
+
+
+def policies_of_loops(path: Path) -> tuple[set[int], set[int], set[int]]:
+    """Of gloo's loops after loading, of them if one was given another policy, and of all other threads."""
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    shardconv_runtime.load(path)
+    loops, others = policies()
+    os.sched_setscheduler(min(loops), os.SCHED_IDLE, os.sched_param(0))
+    process_groups.calm_gloo()
+    return set(loops.values()), set(policies()[0].values()), set(others.values())
+
+
+def policies() -> tuple[dict[int, int], dict[int, int]]:
+    loops, others = {}, {}
+    for task in Path("/proc/self/task").glob("*"):
+        is_loop = (task / "comm").read_text().strip() == process_groups.GLOO_LOOP
+        (loops if is_loop else others)[int(task.name)] = os.sched_getscheduler(int(task.name))
+    return loops, others
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies of Linux")
+def test_loops_of_gloo_preempt_nobody(tmp_path: Path) -> None:
+    model = random_llama()
+    path = write_directory(tmp_path / "out", model, llama_plan(model.config, (2,)))
+    for loaded, other, rest in run_processes(2, policies_of_loops, path):
+        assert loaded == {os.SCHED_BATCH}
+        assert other == {os.SCHED_BATCH, os.SCHED_IDLE}
+        assert rest == {os.SCHED_OTHER}
