@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
 """Loading a converted model and computing with it, beside transformers and safetensors.
 
-Two tables. **Loading**: a checkpoint of real shape is converted, and loaded in fresh processes, one for each
+Three tables. **Start**: what a user waits for in a fresh process that has imported torch and the modules of
+the model and has joined its group: the rest of the imports and the first load, then a second one; with and
+without compiled modules on the disk, from a warm and a cold page cache, and beside busy processes.
+
+**Loading**: a checkpoint of real shape is converted, and loaded in fresh processes, one for each
 rank: by the runtime, by ``safetensors.torch.load_file`` (the same files of the same rank), by transformers'
 ``from_pretrained`` unsharded, and by the same with tensor parallelism. Loads are from a cold and from a warm
 page cache, in an order that changes from round to round. Most of them map files, so that seconds are given
@@ -18,6 +22,7 @@ one. Every number is a median, with the lowest and the highest in brackets; rati
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -28,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +52,19 @@ VARIANTS = {
     "unsharded": "from_pretrained, unsharded",
     "tensor parallel": "from_pretrained, tensor parallelism",
 }
+STARTED = ("shardconv", "tensor parallel")
+START_SHAPES = {
+    "wide": Shape(hidden=2048, intermediate=7168, heads=16, kv_heads=8, vocab=32000, layers=14),
+    "deep": Shape(hidden=256, intermediate=512, heads=8, kv_heads=4, vocab=1024, layers=126),
+}
+START_CONDITIONS = {
+    "warm": {},
+    "cold": {"cache": "cold"},
+    "warm, no compiled modules": {"compiled": False},
+    "warm, beside 1 busy process": {"busy": 1},
+    "warm, beside 2 busy processes": {"busy": 2},
+}
+"""Of the files of weights, of Python's modules and of the processors; see ``_started``."""
 TIME_LIMIT_S = 1200
 Sample = dict[str, Any]
 
@@ -78,7 +96,9 @@ class Bench:
             os.sync()
         return out
 
-    def ranks(self, tp: int, *arguments: str, result: int) -> list[Sample]:
+    def ranks(
+        self, tp: int, *arguments: str, result: int, env: Mapping[str, str] | None = None
+    ) -> list[Sample]:
         """The measurements of each rank, which it writes to argument number ``result``."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -88,9 +108,13 @@ class Bench:
         for rank, file in enumerate(files):
             file.unlink(missing_ok=True)
             command = [sys.executable, str(RANK), *arguments[:result], str(file), *arguments[result:]]
-            env = {**_environment(), **_rank_variables(rank, tp, port), "OMP_NUM_THREADS": str(self.threads)}
+            variables = {
+                **_rank_variables(rank, tp, port),
+                "OMP_NUM_THREADS": str(self.threads),
+                **(env or {}),
+            }
             with file.with_suffix(".txt").open("w") as errors:
-                children.append(subprocess.Popen(command, stderr=errors, env=env))
+                children.append(subprocess.Popen(command, stderr=errors, env=_environment() | variables))
         self._wait(children, files)
         return [json.loads(file.read_text()) for file in files]
 
@@ -123,6 +147,82 @@ def _rank_variables(rank: int, tp: int, port: int) -> dict[str, str]:
 
 def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+# ------------------------------------------------------------------------------------------------ start
+
+
+def start_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str]]:
+    """The first and the second load of a process, beside the tensor parallelism of transformers."""
+    shapes = {"small": SMALL_SHAPE} if options.small else START_SHAPES
+    rows = []
+    for tp, (name, shape) in itertools.product(options.tp, shapes.items()):
+        source = _saved(shape, bench.scratch / name)
+        bench.note(f"{name}: llama, float32, {2 * shape.num_bytes / 1e9:.2f} GB, {describe(shape)}")
+        directories = dict(zip(STARTED, (bench.convert(source, tp), source), strict=True))
+        for condition, how in START_CONDITIONS.items():
+            samples: dict[str, list[Sample]] = defaultdict(list)
+            for number in range(options.rounds):
+                for variant in sorted(STARTED, reverse=number % 2 == 1):
+                    sample = _started(bench, variant, directories[variant], tp, **how)
+                    samples[variant].append(sample)
+                    tell(f"{name}, tp {tp}, {condition}: {variant} {sample['first_s']:.2f} s")
+            rows += [_start_row(name, tp, condition, variant, samples) for variant in STARTED]
+        for directory in directories.values():
+            shutil.rmtree(directory)
+    return rows
+
+
+def _started(
+    bench: Bench,
+    variant: str,
+    directory: Path,
+    tp: int,
+    *,
+    cache: str = "warm",
+    compiled: bool = True,
+    busy: int = 0,
+) -> Sample:
+    """One launch; seconds are those of the slowest rank.
+
+    Args:
+        cache: whether the files of weights are in the page cache, warm or cold.
+        compiled: whether Python finds its modules compiled; if not, it compiles all of them, in each process.
+        busy: how many processes compute beside the ranks.
+    """
+    files = sorted(directory.rglob("*.safetensors"))
+    (read_all if cache == "warm" else evict)(files)
+    env = (
+        {}
+        if compiled
+        else {"PYTHONPYCACHEPREFIX": str(bench.scratch / "nothing"), "PYTHONDONTWRITEBYTECODE": "1"}
+    )
+    neighbors = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    try:
+        found = bench.ranks(tp, "start", variant, str(directory), result=3, env=env)
+    finally:
+        for neighbor in neighbors:
+            neighbor.kill()
+            neighbor.wait()
+    return {name: max(sample[name] for sample in found) for name in found[0]}
+
+
+def _start_row(
+    model: str, tp: int, condition: str, variant: str, samples: Mapping[str, Sequence[Sample]]
+) -> dict[str, str]:
+    own, theirs = samples[variant], samples["tensor parallel"]
+    firsts = [a["first_s"] / b["first_s"] for a, b in zip(own, theirs, strict=True)]
+    seconds = [a["second_s"] / b["second_s"] for a, b in zip(own, theirs, strict=True)]
+    return {
+        "model": model,
+        "tp": str(tp),
+        "condition": condition,
+        "loader": VARIANTS[variant],
+        "first load, s": spread([sample["first_s"] for sample in own], 3),
+        "ratio": spread(firsts) if variant == "shardconv" else "",
+        "second load, s": spread([sample["second_s"] for sample in own], 3),
+        "ratio of the second": spread(seconds) if variant == "shardconv" else "",
+    }
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -205,9 +305,7 @@ def steps_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str
     """Prefill and decode: two ranks beside transformers' own two, one rank beside the unsharded model."""
     shape = SMALL_SHAPE if options.small else STEPS_SHAPE
     shape = replace(shape, layers=options.layers or shape.layers)
-    source = bench.scratch / "steps"
-    tell(f"making a float32 model: {describe(shape)}")
-    subprocess.run([sys.executable, "-c", SAVE, json.dumps(shape.config()), str(source)], check=True)
+    source = _saved(shape, bench.scratch / "steps")
     bench.note(
         f"steps: llama, float32, {shape.num_bytes / 2e9:.2f} billion parameters, {describe(shape)}; prompt "
         f"of {options.prompt} tokens, {options.tokens} decoded, batch 1, {bench.threads} thread(s) each rank"
@@ -244,6 +342,13 @@ fields["torch_dtype"] = "float32"
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).float()
 model.save_pretrained(sys.argv[2])
 """
+
+
+def _saved(shape: Shape, path: Path) -> Path:
+    """A float32 model of random weights."""
+    tell(f"making a float32 model: {describe(shape)}")
+    subprocess.run([sys.executable, "-c", SAVE, json.dumps(shape.config()), str(path)], check=True)
+    return path
 
 
 def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
@@ -288,7 +393,7 @@ def _milliseconds(values: Sequence[float] | str) -> str:
 
 # ------------------------------------------------------------------------------------------------- main
 
-TABLES = {"load": load_table, "steps": steps_table}
+TABLES = {"start": start_table, "load": load_table, "steps": steps_table}
 
 
 def parse_arguments() -> argparse.Namespace:

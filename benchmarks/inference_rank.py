@@ -1,5 +1,6 @@
 """What one process of ``inference.py`` measures; it writes a JSON file.
 
+inference_rank.py start VARIANT DIRECTORY RESULT         the first and the second load of a process
 inference_rank.py load VARIANT DIRECTORY RESULT          load a model, and touch every page of it
 inference_rank.py steps CONVERTED SOURCE RESULT OPTIONS  prefill and decode, beside transformers
 
@@ -95,6 +96,25 @@ def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
         return load.load(directory, plan=plan, device="cpu"), seconds
     finally:
         rank_files.read = read
+
+
+def measure_start(variant: str, directory: Path) -> dict[str, float]:
+    """Seconds of the first load of a process, with the imports of this loader, and of a second one."""
+    model_class(directory)
+    join()
+    seconds = []
+    for _ in range(2):
+        barrier()
+        start = time.perf_counter()
+        if variant == "shardconv":
+            import shardconv_runtime
+
+            loaded = shardconv_runtime.load(directory, device="cpu")
+        else:
+            loaded = load_transformers(directory, parallel=True)
+        seconds.append(time.perf_counter() - start)
+        del loaded
+    return {"first_s": seconds[0], "second_s": seconds[1]}
 
 
 def load_safetensors(directory: Path) -> dict[str, Tensor]:
@@ -350,10 +370,11 @@ def tell(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    loading = commands.add_parser("load")
-    loading.add_argument("variant")
-    loading.add_argument("directory", type=Path)
-    loading.add_argument("result", type=Path)
+    starting, loading = commands.add_parser("start"), commands.add_parser("load")
+    for command in (starting, loading):
+        command.add_argument("variant")
+        command.add_argument("directory", type=Path)
+        command.add_argument("result", type=Path)
     loading.add_argument("--plan", type=Path, help="Of a directory that is not converted.")
     steps = commands.add_parser("steps")
     for name in ("converted", "source", "result"):
@@ -364,7 +385,9 @@ def main() -> None:
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    if options.command == "load":
+    if options.command == "start":
+        result = measure_start(options.variant, options.directory)
+    elif options.command == "load":
         result = measure_load(options.variant, options.directory, options.plan)
     else:
         with torch.no_grad():  # as ``generate`` has it
