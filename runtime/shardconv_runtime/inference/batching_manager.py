@@ -20,12 +20,19 @@ from ..comm.agreement import PAGED, agree, exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError, ShardconvError
 from .deadline import raise_lost_rank
-from .paged_model import PagedModel, RequestCheck, attempt
+from .paged_model import PagedModel, RequestCheck, attempt, in_one_thread
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
 PAGE_SIZE = "page_size" if "page_size" in _names else "block_size"
 """The option of transformers' ``ContinuousBatchingConfig``, which 5.17 has under its earlier name."""
+
+
+def may_draw(manager: Any) -> bool:
+    """Return whether random numbers may choose tokens: of the manager, or of a processor of one request."""
+    config = manager.continuous_batching_config
+    return bool(manager.generation_config.do_sample or config.per_request_processors)
+
 
 _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()
 """The manager whose loop uses a process group: a second one would mix up their collectives."""
@@ -59,9 +66,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         manager._room, manager._refusal = None, None
         manager._check = RequestCheck.of(manager._model.unwrapped)
         if start.world_size > 1:
-            is_sampling = bool(manager.generation_config.do_sample)
             timeout_s = manager.continuous_batching_config.cpu_group_timeout
-            manager.distributed_helper = StepCoordinator(start, timeout_s, is_sampling)
+            manager.distributed_helper = StepCoordinator(start, timeout_s, may_draw(manager))
             manager.is_tp_driver = start.rank == 0
         if start.rank:
             setattr(manager, _name_of_waker(manager), _AlwaysSet())
@@ -201,7 +207,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Return the processor with its cache; an error of one rank is raised on all."""
         if self.batch_processor is not None:
             return super()._create_batch_processor()
-        made, failure = attempt(super()._create_batch_processor)
+        with in_one_thread():  # the cache is filled
+            made, failure = attempt(super()._create_batch_processor)
         try:
             agree(self._start, failure)
             _require_same_sizes(self._start, made.cache)

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -22,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 
@@ -323,8 +322,7 @@ class PagedModel:
             PAGED.reset(token)
 
     def _call(self, inputs: dict[str, Any]) -> Any:
-        with AttentionByRequest.of(inputs, self.unwrapped.device) or nullcontext():
-            return self.unwrapped._call_impl(**inputs)
+        return self.unwrapped._call_impl(**masked_by_request(inputs, self.unwrapped.device))
 
     def _counted_call(self, inputs: dict[str, Any]) -> Any:
         """Return the first call: each layer has to attend through the pages, once."""
@@ -356,12 +354,10 @@ class PagedModel:
 Block = tuple[int, int, int, int]
 """Where the queries begin and end, and where the keys do."""
 
-_by_request: ContextVar[bool] = ContextVar("by_request", default=False)
-
 
 @functools.cache
 def _share_keys_by_groups() -> None:
-    """Have transformers' attention share keys among the heads of a group in ``AttentionByRequest``.
+    """Have transformers' attention share keys among the heads of a group, given a ``MaskByRequest``.
 
     With a mask it copies keys and values for each head (5.23 and 5.24), since kernels of GPUs cannot take
     both a mask and groups. That of CPUs can. Earlier versions go on copying.
@@ -371,78 +367,88 @@ def _share_keys_by_groups() -> None:
         return
 
     @functools.wraps(found)
-    def decided(*args: Any, **kwargs: Any) -> bool:
-        return _by_request.get() or bool(found(*args, **kwargs))
+    def decided(attention_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        return isinstance(attention_mask, MaskByRequest) or bool(found(attention_mask, *args, **kwargs))
 
     sdpa_attention.use_gqa_in_sdpa = decided
 
 
-class AttentionByRequest(TorchFunctionMode):
-    """Computes the attention of each request of a packed call by itself, as a context.
+class MaskByRequest(Tensor):
+    """The mask of a packed call, with which the attention of each request is computed by itself.
 
     For scaled dot product attention, transformers (5.17 to 5.24) computes the scores of each token with the
     keys of all requests, and masks those of other requests: for 64 requests 64 times as many as are needed.
     Each block of the mask, with the same queries and keys, gives the same results. Short requests share a
     block, since a call of the kernel takes as long as some thousand scores, and threads wait for each other.
 
-    Args:
-        blocks: the address of the mask of a kind of layers -> its blocks, see ``_blocks``.
+    All other operators get the plain mask. Those without a mask cost nothing more.
     """
 
-    def __init__(self, blocks: Mapping[int, Sequence[Block]]) -> None:
-        super().__init__()
-        self._blocks = blocks
-        # A mode costs microseconds for each operator.
-        self._is_mode = any(len(each) > 1 for each in blocks.values())
-        self._token: Token[bool] | None = None
-
-    def __enter__(self) -> Self:
-        self._token = _by_request.set(True)
-        if self._is_mode:
-            super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        assert self._token is not None
-        if self._is_mode:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _by_request.reset(self._token)
+    plain: Tensor
+    """``[1, 1, queries, keys]``"""
+    blocks: Sequence[Block]
+    """See ``_blocks``."""
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any], device: torch.device) -> Self | None:
-        """Return a context for the inputs of a packed call; None where it is not used.
+    def of(cls, mask: Tensor, blocks: Sequence[Block]) -> Self:
+        """Return a mask with its blocks; it shares the memory."""
+        made = mask.as_subclass(cls)
+        made.plain, made.blocks = mask, blocks
+        return made
 
-        It is not used on GPUs, where many small kernels may take longer than a large one, nor with attention
-        that has no mask.
-        """
-        masks, keys = inputs.get("attention_mask"), inputs.get("cu_seq_lens_k")
-        if device.type != "cpu" or torch.compiler.is_compiling() or masks is None or keys is None:
-            return None
-        if isinstance(keys, Tensor):  # in 5.17, if the layers are of one kind
-            keys = {"": keys}
-        if isinstance(masks, Tensor):
-            masks = dict.fromkeys(keys, masks)
-        queries = inputs["cu_seq_lens_q"].tolist()
-        _share_keys_by_groups()
-        return cls({masks[name].data_ptr(): _blocks(queries, keys[name].tolist()) for name in masks})
-
+    @classmethod
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         mask = kwargs.get("attn_mask")
-        if func is not scaled_dot_product_attention or mask is None or len(args) != 3:
-            return func(*args, **kwargs)
-        blocks = self._blocks.get(mask.data_ptr())
-        if blocks is None or mask.shape != (1, 1, blocks[-1][1], blocks[-1][3]):
-            return func(*args, **kwargs)  # another mask, for example one with a bias
-        query, key, value = args
+        if func is scaled_dot_product_attention and isinstance(mask, cls) and len(args) == 3:
+            queries, keys = mask.plain.shape[-2:]
+            if (args[0].shape[-2], args[1].shape[-2]) == (queries, keys):
+                return mask._attend(*args, options=kwargs)
+        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, cls))
+        args, kwargs = tree_map(lambda each: each.plain if isinstance(each, cls) else each, (args, kwargs))
+        result = func(*args, **kwargs)
+        return given if _is_same(result, given.plain) else result
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         results = []
-        for start, end, first, last in blocks:
-            kwargs["attn_mask"] = mask[..., start:end, first:last]
+        for start, end, first, last in self.blocks:
+            options["attn_mask"] = self.plain[..., start:end, first:last]
             own = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
-            results.append(func(*own, **kwargs))
-        return torch.cat(results, dim=-2)
+            results.append(scaled_dot_product_attention(*own, **options))
+        return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
+
+
+def _is_same(result: Any, mask: Tensor) -> bool:
+    """Return whether a result is the whole mask, as of ``mask[:, :, :, :keys]``."""
+    return (
+        type(result) is Tensor
+        and result.shape == mask.shape
+        and result.dtype == mask.dtype
+        and result.data_ptr() == mask.data_ptr()
+        and result.stride() == mask.stride()
+    )
+
+
+def masked_by_request(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the inputs of a packed call, with masks that know their requests.
+
+    They are the same on GPUs, where many small kernels may take longer than a large one, and for attention
+    that has no mask.
+    """
+    masks, keys = inputs.get("attention_mask"), inputs.get("cu_seq_lens_k")
+    if device.type != "cpu" or torch.compiler.is_compiling() or masks is None or keys is None:
+        return inputs
+    _share_keys_by_groups()
+    queries = inputs["cu_seq_lens_q"].tolist()
+    if isinstance(masks, Tensor):  # all layers are of one kind
+        [of_all] = keys.values() if isinstance(keys, Mapping) else [keys]
+        return {**inputs, "attention_mask": MaskByRequest.of(masks, _blocks(queries, of_all.tolist()))}
+    made = {
+        kind: MaskByRequest.of(mask, _blocks(queries, keys[kind].tolist())) for kind, mask in masks.items()
+    }
+    return {**inputs, "attention_mask": made}
 
 
 SHARED_SCORES = 2048
@@ -486,6 +492,21 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
     return [name for name in names for _ in range(max(Counter(kinds)[name] for kinds in stages))]
 
 
+@contextmanager
+def in_one_thread() -> Generator[None]:
+    """Compute in this thread alone, so that OpenMP starts no threads for it.
+
+    Batches are computed in another thread, for which OpenMP starts as many again. If there are more of them
+    than cores, all sleep between operators instead of waiting: a token took 1.15 times as long.
+    """
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+
+
 @torch.no_grad()
 def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     """Find the values that a rank's model caches, by a call of one token; all ranks call this.
@@ -503,7 +524,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     token = PAGED.set(True)
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        with ordinary_attention(model):
+        with ordinary_attention(model), in_one_thread():
             output = model._call_impl(input_ids=ids, use_cache=True)
             cache: Any = next((output[name] for name in CACHE_ARGUMENTS if name in output), None)
     finally:

@@ -21,7 +21,7 @@ from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..comm.stage_processes import AsyncTransport, ProcessTransport
 from ..errors import LaunchError
-from .batching_manager import RankBatchingManager
+from .batching_manager import RankBatchingManager, may_draw
 from .step_coordinator import Message, StageCoordinator
 
 # transformers' scheduler if several steps are under way, whose tokens are not known yet.
@@ -125,7 +125,7 @@ class StagedBatchingManager(RankBatchingManager):
         made._flight, made._is_early = deque(), False
         made.num_microbatches = num_microbatches
         timeout_s = made.continuous_batching_config.cpu_group_timeout
-        draws = link.is_last and bool(made.generation_config.do_sample)
+        draws = link.is_last and may_draw(made)
         made.distributed_helper = StageCoordinator(start, timeout_s, draws=draws, most_steps=num_microbatches)
         return made
 

@@ -99,14 +99,8 @@ def serving_config(own: Any) -> GenerationConfig:
     # The processor takes the place of the one that this penalty asks for; the other fields ask for nothing.
     warnings.filterwarnings("ignore", message="Passing `repetition_penalty` with `inputs_embeds`")
     cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[RepetitionPenaltyLogitsProcessor] = RequestProcessor
-    return GenerationConfig(
-        do_sample=True,
-        repetition_penalty=2.0,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=own.eos_token_id or -1,
-    )
+    # The greatest score is the token that it chose. Drawing it would take a number for each other token.
+    return GenerationConfig(do_sample=False, repetition_penalty=2.0, eos_token_id=own.eos_token_id or -1)
 
 
 def processor_of(manager: Any) -> RequestProcessor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ import torch
 import transformers
 from batches import batch, prompts
 from checkpoints import VOCAB
+from distributed import run_processes
 from shardconv_runtime.inference import paged_model
-from shardconv_runtime.inference.paged_model import AttentionByRequest
+from shardconv_runtime.inference.paged_model import MaskByRequest, masked_by_request
 from small_models import small_config
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from transformers.generation.continuous_batching.utils import build_attention_mask
 from transformers.integrations import sdpa_attention
 
@@ -29,17 +30,22 @@ QUERIES, KEYS = (1, 4, 1, 3), (7, 4, 1, 9)
 HEADS, KEY_HEADS, WIDTH = 6, 2, 8
 
 
-class Counted(TorchFunctionMode):
-    """Records the sizes of attention: (queries, keys, heads of keys)."""
+class Counted:
+    """Records the sizes of attention as it is computed: (queries, keys, heads of keys)."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.sizes: list[tuple[int, int, int]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is scaled_dot_product_attention:
-            self.sizes.append((args[0].shape[-2], args[1].shape[-2], args[1].shape[1]))
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> None:
+        self.profile = torch.profiler.profile(record_shapes=True)
+        self.profile.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.profile.__exit__(*error)
+        for event in self.profile.events():
+            if event.name == "aten::scaled_dot_product_attention":
+                query, key = event.input_shapes[:2]
+                self.sizes.append((query[-2], key[-2], key[1]))
 
 
 def packed(window: int) -> tuple[dict[str, Any], Tensor]:
@@ -63,19 +69,30 @@ def test_results_are_those_of_all_requests_at_once(window: int, monkeypatch: pyt
     query = torch.randn(1, HEADS, sum(QUERIES), WIDTH, dtype=torch.float64)
     key, value = torch.randn(2, 1, KEY_HEADS, sum(KEYS), WIDTH, dtype=torch.float64)
     want = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    apart = AttentionByRequest.of(inputs, torch.device("cpu"))
-    assert apart is not None
+    apart = masked_by_request(inputs, torch.device("cpu"))["attention_mask"]
     counted = Counted()
-    with counted, apart:
-        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        biased = scaled_dot_product_attention(query, key, value, attn_mask=mask + 1.0, enable_gqa=True)
-        plain = scaled_dot_product_attention(query, query, query)
+    with counted:
+        found = scaled_dot_product_attention(query, key, value, attn_mask=apart, enable_gqa=True)
+        biased = scaled_dot_product_attention(query, key, value, attn_mask=apart + 1.0, enable_gqa=True)
+        whole = scaled_dot_product_attention(query, query, query, attn_mask=apart[..., : query.shape[-2]])
     assert counted.sizes[:4] == [(q, k, KEY_HEADS) for q, k in zip(QUERIES, KEYS, strict=True)]
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-    # Another mask than that of the batch, and attention without one, are left as they are.
+    # With another mask than that of the batch, all is computed at once.
     assert counted.sizes[4:] == [(sum(QUERIES), sum(KEYS), KEY_HEADS), (sum(QUERIES), sum(QUERIES), HEADS)]
     torch.testing.assert_close(biased, want, rtol=1e-12, atol=1e-12)
-    assert plain.shape == query.shape
+    assert whole.shape == query.shape
+
+
+def test_other_operators_get_the_plain_mask() -> None:
+    inputs, mask = packed(1)
+    apart = masked_by_request({**inputs, "attention_mask": {"full_attention": mask}}, torch.device("cpu"))
+    found = apart["attention_mask"]["full_attention"]
+    assert type(found) is MaskByRequest
+    assert found.shape == mask.shape
+    assert found.data_ptr() == mask.data_ptr()
+    assert found[:, :, :, : mask.shape[-1]] is found  # the whole mask is still the mask of the batch
+    for other in (found + 0, found[..., 1:], found.float(), torch.where(found == 0, found, 1.0)):
+        assert type(other) is Tensor
 
 
 def test_short_requests_share_a_block() -> None:
@@ -92,9 +109,9 @@ def test_short_requests_share_a_block() -> None:
 
 def test_elsewhere_it_is_not_used() -> None:
     inputs, _ = packed(1)
-    assert AttentionByRequest.of(inputs, torch.device("meta")) is None
-    assert AttentionByRequest.of({**inputs, "attention_mask": None}, torch.device("cpu")) is None
-    assert not paged_model._by_request.get()
+    assert masked_by_request(inputs, torch.device("meta")) is inputs
+    without = {**inputs, "attention_mask": None}
+    assert masked_by_request(without, torch.device("cpu")) is without
 
 
 def test_a_batch_computes_no_scores_between_requests(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +138,28 @@ def test_a_batch_computes_no_scores_between_requests(tmp_path: Any, monkeypatch:
     shares = "cache" in inspect.signature(sdpa_attention.sdpa_attention_forward).parameters
     want = config.num_key_value_heads if shares else config.num_attention_heads
     assert {heads for *_, heads in counted.sizes} == {want}
+
+
+def threads_of_a_manager(path: Path) -> list[int]:
+    """How many threads this process has, before and after a cache of 1 MB is made and filled."""
+    torch.set_num_threads(2)
+    model = shardconv_runtime.load(path)
+    counts = [len(os.listdir("/proc/self/task"))]
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    manager = model.init_continuous_batching(continuous_batching_config=pages)
+    manager.batch_processor = manager._create_batch_processor()
+    counts.append(len(os.listdir("/proc/self/task")))
+    torch.zeros(2**20).add_(1)
+    return [*counts, len(os.listdir("/proc/self/task"))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_no_threads_are_started_beside_those_of_the_loop(llama_dir: Path, tmp_path: Path) -> None:
+    """The guard of a gain: with more threads than cores, those of OpenMP sleep between operators."""
+    shardconv.convert(llama_dir, tmp_path / "out", tp=1, check=False)
+    [(before, after, computed)] = run_processes(1, threads_of_a_manager, tmp_path / "out")
+    assert after == before
+    assert computed == before + 1  # which shows that they would be counted
 
 
 def test_what_was_found_of_a_model_is_kept(llama_dir: Path, tmp_path: Path) -> None:

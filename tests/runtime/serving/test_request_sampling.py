@@ -186,7 +186,8 @@ def test_other_processors_beside_it_are_an_error(model: Any) -> None:
     config = serving_config(SimpleNamespace(eos_token_id=None))
     manager = model.init_continuous_batching(config, continuous_batching_config=pages)
     assert isinstance(processor_of(manager), RequestProcessor)
-    config.top_k = 4
+    assert not manager.generation_config.do_sample  # what the processor chose is not drawn once more
+    config.do_sample, config.top_k = True, 4
     manager = model.init_continuous_batching(config, continuous_batching_config=pages)
     with pytest.raises(ShardconvError, match="chooses tokens by RequestProcessor, ContinuousBatchingTopK"):
         processor_of(manager)
