@@ -30,7 +30,7 @@ SETTLE_S = 0.1
 takes the interpreter's lock; a thread that asks for it while the interpreter goes down aborts the process."""
 
 GLOO_LOOP = "gloo_tcp_loop"
-"""Name of a thread in which gloo waits for what other processes send; it has none with torch 2.11."""
+"""Name of a thread in which gloo waits for what other processes send; it has none before torch 2.13."""
 
 PATIENT_TIMEOUT_S = 30 * 24 * 3600
 """How long a control message may take: a rank may wait for a person at rank 0."""
@@ -161,7 +161,7 @@ def calm_gloo() -> None:
     occupy all cores: a loop waits for its turn, which made steps of 8 ms with one sum up to a tenth slower.
 
     Loops that were given a policy keep it. Nothing happens where there is no such policy, where a sandbox
-    forbids to set it, or with torch 2.11, where loops cannot be told from other threads.
+    forbids to set it, or before torch 2.13, where loops cannot be told from other threads.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return

@@ -107,7 +107,7 @@ def policies() -> tuple[dict[int, int], dict[int, int]]:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies of Linux")
-@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="torch 2.11 does not name the loops")
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="earlier ones do not name the loops")
 def test_loops_of_gloo_preempt_nobody(tmp_path: Path) -> None:
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (2,)))
