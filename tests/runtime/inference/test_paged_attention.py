@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +20,7 @@ from small_models import small_config
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.generation.continuous_batching.utils import build_attention_mask
-from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import shardconv
 
@@ -135,7 +134,7 @@ def test_a_batch_computes_no_scores_between_requests(tmp_path: Any, monkeypatch:
     longest = max(map(len, prompts())) + 16
     assert max(keys for _, keys, _ in counted.sizes) <= longest
     # Attention of 5.17 that reads pages is another function, which copies keys for each head.
-    shares = "cache" in inspect.signature(sdpa_attention.sdpa_attention_forward).parameters
+    shares = "paged|sdpa" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
     want = config.num_key_value_heads if shares else config.num_attention_heads
     assert {heads for *_, heads in counted.sizes} == {want}
 
