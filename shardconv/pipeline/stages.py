@@ -14,6 +14,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_json import of_sequence
+from shardconv_runtime.parallel.default_modes import in_one_thread
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 from torch.distributions import Distribution
@@ -68,7 +69,9 @@ def solve_plan(
         SolveError: if the model cannot be traced, its plan failed the check, or memory ran out.
     """
     try:
-        with _no_collection(), _without_validation(), _one_thread():
+        # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
+        # while they wait. On two cores they double the CPU time.
+        with _no_collection(), _without_validation(), in_one_thread():
             return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
@@ -112,21 +115,6 @@ def _without_validation() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Disable threads inside of operators.
-
-    The models are small, and each simulated rank is a thread with its own pool, whose threads spin while they
-    wait. On two cores they double the CPU time.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _solved(

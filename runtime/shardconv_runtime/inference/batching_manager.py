@@ -19,23 +19,23 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from ..comm.agreement import PAGED, agree, exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError, ShardconvError
+from ..parallel.default_modes import in_one_thread
 from .deadline import raise_lost_rank
-from .paged_model import PagedModel, RequestCheck, attempt, in_one_thread
+from .paged_model import PagedModel, RequestCheck, attempt
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
 PAGE_SIZE = "page_size" if "page_size" in _names else "block_size"
 """The option of transformers' ``ContinuousBatchingConfig``, which 5.17 has under its earlier name."""
 
+_running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()
+"""The manager whose loop uses a process group: a second one would mix up their collectives."""
+
 
 def may_draw(manager: Any) -> bool:
     """Return whether random numbers may choose tokens: of the manager, or of a processor of one request."""
     config = manager.continuous_batching_config
     return bool(manager.generation_config.do_sample or config.per_request_processors)
-
-
-_running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()
-"""The manager whose loop uses a process group: a second one would mix up their collectives."""
 
 
 class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
@@ -207,7 +207,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Return the processor with its cache; an error of one rank is raised on all."""
         if self.batch_processor is not None:
             return super()._create_batch_processor()
-        with in_one_thread():  # the cache is filled
+        with in_one_thread():  # the cache is filled; see ``cached_heads``
             made, failure = attempt(super()._create_batch_processor)
         try:
             agree(self._start, failure)

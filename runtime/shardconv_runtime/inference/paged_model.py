@@ -20,16 +20,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_map
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations import sdpa_attention
 
 from ..comm.agreement import PAGED
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
+from ..parallel.default_modes import in_one_thread
 from ..parallel.row_ids import is_recorded, require_in_table
+from .masks_by_request import masked_by_request
 
 # Checks that a model computes the same from pages: its first prompts are computed both ways.
 #
@@ -351,125 +350,6 @@ class PagedModel:
         return output
 
 
-Block = tuple[int, int, int, int]
-"""Where the queries begin and end, and where the keys do."""
-
-
-@functools.cache
-def _share_keys_by_groups() -> None:
-    """Have transformers' attention share keys among the heads of a group, given a ``MaskByRequest``.
-
-    With a mask it copies keys and values for each head (5.23 and 5.24), since kernels of GPUs cannot take
-    both a mask and groups. That of CPUs can. Earlier versions go on copying.
-    """
-    found = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
-    if found is None:
-        return
-
-    @functools.wraps(found)
-    def decided(attention_mask: Any, *args: Any, **kwargs: Any) -> bool:
-        return isinstance(attention_mask, MaskByRequest) or bool(found(attention_mask, *args, **kwargs))
-
-    sdpa_attention.use_gqa_in_sdpa = decided
-
-
-class MaskByRequest(Tensor):
-    """The mask of a packed call, with which the attention of each request is computed by itself.
-
-    For scaled dot product attention, transformers (5.17 to 5.24) computes the scores of each token with the
-    keys of all requests, and masks those of other requests: for 64 requests 64 times as many as are needed.
-    Each block of the mask, with the same queries and keys, gives the same results. Short requests share a
-    block, since a call of the kernel takes as long as some thousand scores, and threads wait for each other.
-
-    All other operators get the plain mask. Those without a mask cost nothing more.
-    """
-
-    plain: Tensor
-    """``[1, 1, queries, keys]``"""
-    blocks: Sequence[Block]
-    """See ``_blocks``."""
-
-    @classmethod
-    def of(cls, mask: Tensor, blocks: Sequence[Block]) -> Self:
-        """Return a mask with its blocks; it shares the memory."""
-        made = mask.as_subclass(cls)
-        made.plain, made.blocks = mask, blocks
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        mask = kwargs.get("attn_mask")
-        if func is scaled_dot_product_attention and isinstance(mask, cls) and len(args) == 3:
-            queries, keys = mask.plain.shape[-2:]
-            if (args[0].shape[-2], args[1].shape[-2]) == (queries, keys):
-                return mask._attend(*args, options=kwargs)
-        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, cls))
-        args, kwargs = tree_map(lambda each: each.plain if isinstance(each, cls) else each, (args, kwargs))
-        result = func(*args, **kwargs)
-        return given if _is_same(result, given.plain) else result
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        results = []
-        for start, end, first, last in self.blocks:
-            options["attn_mask"] = self.plain[..., start:end, first:last]
-            own = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
-            results.append(scaled_dot_product_attention(*own, **options))
-        return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
-
-
-def _is_same(result: Any, mask: Tensor) -> bool:
-    """Return whether a result is the whole mask, as of ``mask[:, :, :, :keys]``."""
-    return (
-        type(result) is Tensor
-        and result.shape == mask.shape
-        and result.dtype == mask.dtype
-        and result.data_ptr() == mask.data_ptr()
-        and result.stride() == mask.stride()
-    )
-
-
-def masked_by_request(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the inputs of a packed call, with masks that know their requests.
-
-    They are the same on GPUs, where many small kernels may take longer than a large one, and for attention
-    that has no mask.
-    """
-    masks, keys = inputs.get("attention_mask"), inputs.get("cu_seq_lens_k")
-    if device.type != "cpu" or torch.compiler.is_compiling() or masks is None or keys is None:
-        return inputs
-    _share_keys_by_groups()
-    queries = inputs["cu_seq_lens_q"].tolist()
-    if isinstance(masks, Tensor):  # all layers are of one kind
-        [of_all] = keys.values() if isinstance(keys, Mapping) else [keys]
-        return {**inputs, "attention_mask": MaskByRequest.of(masks, _blocks(queries, of_all.tolist()))}
-    made = {
-        kind: MaskByRequest.of(mask, _blocks(queries, keys[kind].tolist())) for kind, mask in masks.items()
-    }
-    return {**inputs, "attention_mask": made}
-
-
-SHARED_SCORES = 2048
-"""Most scores of a block that several requests share."""
-
-
-def _blocks(queries: Sequence[int], keys: Sequence[int]) -> list[Block]:
-    """Return the blocks of a packed call.
-
-    Args:
-        queries: where the queries of each request begin, and where the last ones end.
-        keys: the same of keys.
-    """
-    found: list[Block] = []
-    for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
-        if found and (end - found[-1][0]) * (last - found[-1][2]) <= SHARED_SCORES:
-            start, _, first, _ = found.pop()
-        found.append((start, end, first, last))
-    return found
-
-
 def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
     """Return the kinds of attention of a model's layers; none if all are of one kind."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
@@ -492,21 +372,6 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
     return [name for name in names for _ in range(max(Counter(kinds)[name] for kinds in stages))]
 
 
-@contextmanager
-def in_one_thread() -> Generator[None]:
-    """Compute in this thread alone, so that OpenMP starts no threads for it.
-
-    Batches are computed in another thread, for which OpenMP starts as many again. If there are more of them
-    than cores, all sleep between operators instead of waiting: a token took 1.15 times as long.
-    """
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
-
-
 @torch.no_grad()
 def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     """Find the values that a rank's model caches, by a call of one token; all ranks call this.
@@ -524,6 +389,8 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     token = PAGED.set(True)
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        # Batches are computed in another thread, for which OpenMP starts as many again. If there are more of
+        # them than cores, all sleep between operators instead of waiting: a token took 1.15 times as long.
         with ordinary_attention(model), in_one_thread():
             output = model._call_impl(input_ids=ids, use_cache=True)
             cache: Any = next((output[name] for name in CACHE_ARGUMENTS if name in output), None)

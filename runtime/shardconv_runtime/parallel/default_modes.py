@@ -1,11 +1,11 @@
-"""Functions that do not depend on the modes of torch that their caller has set."""
+"""Modes of torch in which functions run, whatever their caller has set."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -30,3 +30,15 @@ def in_default_modes(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return called
+
+
+@contextmanager
+def in_one_thread() -> Iterator[None]:
+    """Compute in this thread alone: operators start no threads of their own, and wait for none."""
+    torch = sys.modules["torch"]  # see above; who computes has imported it
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)

@@ -14,8 +14,8 @@ import transformers
 from batches import batch, prompts
 from checkpoints import VOCAB
 from distributed import run_processes
-from shardconv_runtime.inference import paged_model
-from shardconv_runtime.inference.paged_model import MaskByRequest, masked_by_request
+from shardconv_runtime.inference import masks_by_request, paged_model
+from shardconv_runtime.inference.masks_by_request import MaskByRequest, masked_by_request
 from small_models import small_config
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -63,7 +63,7 @@ def packed(window: int) -> tuple[dict[str, Any], Tensor]:
 @pytest.mark.parametrize("window", [1, 3])  # 1 is no window, for transformers
 def test_results_are_those_of_all_requests_at_once(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(paged_model, "SHARED_SCORES", 0)
+    monkeypatch.setattr(masks_by_request, "SHARED_SCORES", 0)
     inputs, mask = packed(window)
     query = torch.randn(1, HEADS, sum(QUERIES), WIDTH, dtype=torch.float64)
     key, value = torch.randn(2, 1, KEY_HEADS, sum(KEYS), WIDTH, dtype=torch.float64)
@@ -96,12 +96,12 @@ def test_other_operators_get_the_plain_mask() -> None:
 
 def test_short_requests_share_a_block() -> None:
     """A call of the kernel for each of 64 takes longer than the scores that it saves."""
-    assert paged_model._blocks([0, 1, 2, 3, 4], [0, 900, 1800, 1810, 4000]) == [
+    assert masks_by_request._blocks([0, 1, 2, 3, 4], [0, 900, 1800, 1810, 4000]) == [
         (0, 1, 0, 900),
         (1, 3, 900, 1810),
         (3, 4, 1810, 4000),
     ]
-    blocks = paged_model._blocks(range(65), range(0, 65 * 50, 50))
+    blocks = masks_by_request._blocks(range(65), range(0, 65 * 50, 50))
     assert len(blocks) == 11
     assert (blocks[0], blocks[-1][1::2]) == ((0, 6, 0, 300), (64, 3200))
 
@@ -121,7 +121,7 @@ def test_a_batch_computes_no_scores_between_requests(tmp_path: Any, monkeypatch:
     transformers.LlamaForCausalLM(config).save_pretrained(source)
     shardconv.convert(source, out, tp=1, check=False)
     counted = Counted()
-    monkeypatch.setattr(paged_model, "SHARED_SCORES", 0)
+    monkeypatch.setattr(masks_by_request, "SHARED_SCORES", 0)
     call = paged_model.PagedModel._call
 
     def recorded(self: Any, inputs: Any) -> Any:
