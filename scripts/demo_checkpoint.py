@@ -6,9 +6,9 @@ small Llama with random weights.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -76,4 +76,6 @@ def random_model() -> transformers.PreTrainedModel:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory")
+    main(parser.parse_args().directory)
