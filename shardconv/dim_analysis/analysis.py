@@ -107,6 +107,9 @@ class Analysis:
     handed_out: list[int] = field(default_factory=list)
     """Results of the encoder, and outputs of the base model that the model itself does not read. They are
     replicated, since a caller may ask for them and pass them in again."""
+    read_by_losses: list[int] = field(default_factory=list)
+    """Results inside of modules that compute a loss if they are given labels. They are replicated, with full
+    gradients, where the module's own code has them, since the trace does not show how a loss reads them."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed only from parameters."""
     from_stack: set[int] = field(default_factory=set)

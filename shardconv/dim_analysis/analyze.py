@@ -11,6 +11,7 @@ import torch
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import nn
 
+from ..inputs.label_forms import loss_arguments
 from ..tracing.functions import sources
 from ..tracing.opaque import OPAQUE
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
@@ -110,10 +111,10 @@ def with_calls_alike(analysis: Analysis, fqns: Collection[str]) -> Analysis:
 
 
 def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
-    """Return the analysis in which results of parts of the model that a caller may ask for are replicated.
+    """Return the analysis in which results of parts of the model that other code may read are replicated.
 
-    These are results of the encoder, if the model takes them as an argument, and outputs of the base model
-    that the model itself does not read, such as a pooler's.
+    These are results of the encoder, if the model takes them as an argument, outputs of the base model that
+    the model itself does not read, such as a pooler's, and what a loss may be computed from.
 
     Args:
         analysis: the analysis of the model.
@@ -128,7 +129,25 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     for mark in _marks_of(analysis, model, getattr(model, "base_model", model)):
         if mark.is_output and mark.target not in read:
             handed_out.append(mark.target)
-    return replace(analysis, handed_out=handed_out)
+    return replace(analysis, handed_out=handed_out, read_by_losses=list(_read_by_losses(analysis, model)))
+
+
+def _read_by_losses(analysis: Analysis, model: nn.Module) -> Iterator[int]:
+    """Yield what modules that take labels return, as their own code has it.
+
+    Labels are not part of the trace: a collective at the output of such a module would run after its code has
+    computed a loss.
+    """
+    taking = {name for name, module in model.named_modules() if loss_arguments(module)}
+    calls = analysis.tape.calls
+    for event in analysis.tape.events:
+        if (
+            isinstance(event, Mark)
+            and event.is_output
+            and calls[event.call].fqn in taking
+            and event.source in analysis.dims
+        ):
+            yield event.source
 
 
 def _marks_of(analysis: Analysis, model: nn.Module, part: nn.Module) -> Iterator[Mark]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..arguments import ExampleInputs
 from ..tracing.tape import Tape, tensors_read
@@ -75,8 +76,13 @@ class TraceInputs:
 
     def to(self, dtype: torch.dtype) -> TraceInputs:
         """Return the inputs with this dtype for floating point tensors."""
-        tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
-        return replace(self, tensors=tensors)
+
+        def cast(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if is_float else value
+
+        # A cache among the options is one leaf, and stays.
+        return replace(self, tensors=tree_map(cast, self.tensors), options=tree_map(cast, self.options))
 
 
 def trace_inputs(

@@ -122,9 +122,12 @@ class NumericCheck:
             plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
         if proof.wrong_gradient:
             plan = inference_only(plan, proof.wrong_gradient)
-        if proof.wrong_labels:
-            notes = (*notes, f"labels are refused: with them, {proof.wrong_labels}")
-            plan = replace(plan, left_out=(*plan.left_out, "labels"))
+        labels = ", ".join(proof.labels.names)
+        if proof.labels.wrong:
+            notes = (*notes, f"{labels}: a loaded model refuses labels: with them, {proof.labels.wrong}")
+            plan = replace(plan, left_out=(*plan.left_out, *proof.labels.names))
+        elif labels:
+            notes = (*notes, f"{labels}: a loss was not compared; no form of labels was found for this code")
         return replace(
             plan,
             notes=(*plan.notes, *notes, *(each.note for each in proof.wrong)),

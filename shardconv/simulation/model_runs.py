@@ -150,6 +150,14 @@ def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> l
     return outputs_of_calls(model, inputs, precision, 1)[0]
 
 
+def raw_outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> Any:
+    """Return what a model returns in evaluation. See ``outputs_of``."""
+    inputs = inputs.to(precision.dtype)
+    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
+        return model(**inputs.tensors, **inputs.options)
+
+
 def outputs_of_calls(
     model: nn.Module, inputs: TraceInputs, precision: Precision, calls: int, *, or_fewer: bool = False
 ) -> list[list[Tensor]]:

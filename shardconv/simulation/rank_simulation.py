@@ -35,6 +35,7 @@ from .model_runs import (
     largest_difference,
     outputs_of,
     outputs_of_calls,
+    raw_outputs_of,
     usable_gradients,
 )
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
@@ -237,6 +238,24 @@ class Simulation:
             Unprovable: if it fails.
         """
         return self._reference(inputs)[0]
+
+    def returned(self, inputs: TraceInputs) -> tuple[dict[str, Tensor], nn.Module]:
+        """Return the tensors that the unsharded model returns, by name, and the model after this call.
+
+        Tensors inside of containers (states of layers, caches) are left out. The model is a copy of its own,
+        since calls with labels may write to the config.
+
+        Raises:
+            Unprovable: if it fails.
+        """
+        model = self._new_unsharded(self._precision)
+        try:
+            result = raw_outputs_of(model, inputs, self._precision)
+        except Exception as error:
+            require_memory(error)
+            raise Unprovable(str(error)) from error
+        named = dict(result) if isinstance(result, Mapping) else {}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}, model
 
     def agrees_when_padded(self, inputs: TraceInputs) -> bool:
         """Return whether the unsharded model computes the same for each token with and without padding at the

@@ -150,7 +150,8 @@ class _AxisGradients:
                 self.costs.append(((tid,), [0.0, sum_cost]))
         for a, b in (*folded.ties, *analysis.repeats):
             self._same((a, b))
-        self.fixed += [(tid, 0) for tid in self.tape.outputs if self._is_variable(tid)]
+        outputs = (*self.tape.outputs, *analysis.read_by_losses)
+        self.fixed += [(tid, 0) for tid in outputs if self._is_variable(tid)]
 
     def solve(self) -> list[int]:
         """Return the tensors whose gradients are partial.

@@ -24,6 +24,7 @@ from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import Tensor, nn
 
+from ..inputs.label_forms import PROBLEM_TYPES, LabelForm, label_forms, loss_arguments
 from ..inputs.trace_inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
 from ..simulation.streamed_weights import USUAL, Draw, RandomWeights
@@ -351,6 +352,60 @@ Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
+class LabelsProof:
+    """The results of calls with labels."""
+
+    names: tuple[str, ...] = ()
+    """Arguments that must be refused, or that were not compared; empty if all is right."""
+    wrong: str = ""
+    """Why a call with them is wrong; empty if it was not compared, since its code takes no known form of
+    labels."""
+
+
+def _with_labels(case: Case) -> Iterator[tuple[Case, LabelForm]]:
+    """Yield calls of the unsharded model that return a loss: one form of labels for each loss of its code.
+
+    The config of a classifier of transformers chooses among losses. If it does not, the first labels do, and
+    the code writes the choice to the config.
+    """
+    try:
+        returned, _ = case.simulation.returned(case.inputs)
+    except Unprovable:
+        return
+    chosen = None
+    for kind in (None, *PROBLEM_TYPES):
+        if kind is not None and (chosen is None or kind == chosen):
+            continue
+        tried = case if kind is None else _with_problem_type(case, kind)
+        forms = list(label_forms(case.model, case.inputs, returned))
+        if kind in PROBLEM_TYPES[1:]:  # others would be broadcast to the logits
+            forms = [form for form in forms if form.is_for_each_logit]
+        for form in forms:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # for example, of labels that are broadcast
+                    outputs, model = tried.simulation.returned(form.inputs)
+            except Unprovable:
+                continue
+            loss = outputs.get("loss")
+            if loss is not None and loss.isfinite().all():
+                if kind is None and _problem_type(case.model) is None:
+                    chosen = _problem_type(model)
+                yield tried, form
+                break
+
+
+def _problem_type(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "problem_type", None)
+
+
+def _with_problem_type(case: Case, kind: str) -> Case:
+    model = copy.deepcopy(case.model)
+    model.config.problem_type = kind  # type: ignore[union-attr]
+    return case.with_model(model)
+
+
+@dataclass(frozen=True)
 class Proof:
     """The results for a plan whose outputs are right."""
 
@@ -362,8 +417,8 @@ class Proof:
     """Arguments for embeddings in place of ids."""
     wrong: tuple[Wrong, ...]
     """Implementations for which the plan is wrong."""
-    wrong_labels: str = ""
-    """Why a call with labels is wrong; empty if it is right, or the model takes none."""
+    labels: LabelsProof
+    """Calls with labels, from gathered logits."""
 
 
 def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
@@ -397,13 +452,13 @@ class _Proof:
         """Compare everything, in one run if possible."""
         self.tell("outputs, loss and gradients")
         loss = self._holds_with_labels()
-        wrong_labels = ""
+        labels = LabelsProof()
         if not loss:
             training = self.case.plan.training
             if training is not None and training.parallel_loss:
                 plan = replace(self.case.plan, training=replace(training, parallel_loss=False))
                 self.case = replace(self.case, plan=plan)
-            wrong_labels = self._wrong_labels()
+            labels = self._compare_labels()
         if not loss or self.calls == 1:  # some models return no cache in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
@@ -411,8 +466,8 @@ class _Proof:
         inputs = self._shown_at_once()
         is_new = loss or inputs is not self.case.inputs
         if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
-            return replace(self._one_by_one(loss, problem), wrong_labels=wrong_labels)
-        return Proof(problem, loss, self.arguments, self._wrong_others(), wrong_labels)
+            return self._one_by_one(loss, problem, labels)
+        return Proof(problem, loss, self.arguments, self._wrong_others(), labels)
 
     def _holds_with_labels(self) -> bool:
         """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
@@ -427,20 +482,29 @@ class _Proof:
         self.calls = outcome.calls
         return not outcome.gradients
 
-    def _wrong_labels(self) -> str:
-        """Say why the model's own loss, from gathered logits, is wrong; empty if it is right.
+    def _compare_labels(self) -> LabelsProof:
+        """Compare the model's own loss, from gathered logits, in every form of labels that its code takes.
 
         Code that runs with labels only is not on the tape. It may ask a layer for its size, for example.
         """
-        if self.case.plan.tp == 1 or "labels" not in forward_signature(self.case.model).parameters:
-            return ""
-        try:
-            simulate(self.case, self.case.inputs.with_labels(), logits=Logits.GATHERED)
-        except (Unprovable, KeyError):
-            return ""  # the unsharded model takes other labels than tokens, or none
-        except ShardconvError as error:
-            return str(error).partition(". Nothing was written")[0]
-        return ""
+        names = tuple(loss_arguments(self.case.model))
+        if self.case.plan.tp == 1 or not names:
+            return LabelsProof()
+        self.tell("labels")
+        compared: list[str] = []
+        for case, form in _with_labels(self.case):
+            try:
+                outcome = simulate(case, form.inputs, gradients=self.has_gradients, logits=Logits.GATHERED)
+                wrong = outcome.gradients or ""
+            except Unprovable:
+                continue  # it fails in the precision of the comparison
+            except ShardconvError as error:
+                wrong = str(error).partition(". Nothing was written")[0]
+            if wrong:
+                given = {**form.inputs.tensors, **form.inputs.options}
+                return LabelsProof(names=tuple(n for n in names if n in given), wrong=wrong)
+            compared.append(form.name)
+        return LabelsProof(names=() if compared else names)
 
     def _shown_at_once(self) -> TraceInputs | None:
         """Return the inputs with which eager implementations, embeddings and local logits passed one run.
@@ -466,7 +530,7 @@ class _Proof:
             return inputs if outcome.calls >= self.calls else None
         return None
 
-    def _one_by_one(self, loss: bool, problem: str) -> Proof:
+    def _one_by_one(self, loss: bool, problem: str, labels: LabelsProof) -> Proof:
         """Compare each separately. With a loss, the gradients without one have not been compared yet."""
         self.tell("implementations and inputs one by one")
         simulate(self.case, logits=Logits.OWN)
@@ -474,7 +538,7 @@ class _Proof:
         problem = problem or (self._wrong_gradient(self.case.inputs) if loss else "")
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)
-        return Proof(problem, loss, arguments, (*wrong, *self._wrong_others()))
+        return Proof(problem, loss, arguments, (*wrong, *self._wrong_others()), labels)
 
     def _wrong_others(self) -> tuple[Wrong, ...]:
         return wrong_others(self.case) if self.case.plan.tp > 1 else ()
