@@ -53,18 +53,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     """
 
     def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
-        if args.bf16 or args.fp16 or args.fsdp or args.deepspeed or args.gradient_checkpointing:
-            raise PlanError(
-                "bf16, fp16, fsdp, deepspeed and gradient_checkpointing would wrap the model a second time; "
-                "load with data_parallel=DataParallel(param_dtype=...), call checkpoint_activations"
-            )
-        if args.load_best_model_at_end or args.auto_find_batch_size:
-            raise PlanError(
-                "load_best_model_at_end and auto_find_batch_size would load the model again; "
-                "trainer.state.best_model_checkpoint names the best checkpoint, whose model/ load takes"
-            )
-        if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-            raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
+        _require_supported(args)
         if (mesh.mesh_dim_names or ())[-1:] != ("tp",) or mesh.size() != args.world_size:
             on_cpus = mesh.device_type == "cpu" and not args.use_cpu
             raise PlanError(
@@ -75,6 +64,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if mesh.size() > mesh["tp"].size() and not is_sharded:
             raise PlanError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
         self.mesh = mesh
+        self._counts_own_tokens = False
         # Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -99,7 +89,18 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
     def get_tp_size(self) -> int:
         """Return the number of processes with the same data, by which the Trainer counts tokens."""
-        return self.mesh["tp"].size()
+        return 1 if self._counts_own_tokens else self.mesh["tp"].size()
+
+    @property
+    def gather_function(self) -> Any:
+        """The function that collects predictions; it returns each sample once."""
+        return self._gather_function
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None:
+        # Trainers of sequence-to-sequence models set the one of accelerate, which gives each sample tp times.
+        is_of_all = function == self.accelerator.gather
+        self._gather_function = self.accelerator.gather_for_metrics if is_of_all else function
 
     def create_accelerator_and_postprocess(self) -> None:
         """Leave the model unchanged, distribute the data over replicas, and count each sample once."""
@@ -116,17 +117,24 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
                 return given  # load has prepared it
             if not isinstance(given, DataLoader):
                 return prepare_other(given, **how)
+            replica = self.args.process_index // tp
+            seeding = given.worker_init_fn
+            if isinstance(seeding, partial) and "rank" in seeding.keywords:
+                # The workers of all processes of a replica draw the same numbers for one sample.
+                given.worker_init_fn = partial(seeding, rank=replica)
             return prepare_data_loader(
                 given,
                 accelerator.device,
                 num_processes=self.mesh.size() // tp,
-                process_index=self.args.process_index // tp,
+                process_index=replica,
+                split_batches=accelerator.split_batches,
                 put_on_device=True,
                 rng_types=["generator"],
                 dispatch_batches=False,
                 even_batches=accelerator.even_batches,
-                use_seedable_sampler=True,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
                 data_seed=self.args.data_seed,
+                non_blocking=accelerator.non_blocking,
             )
 
         def clipped(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -152,7 +160,16 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
 
-    # The Trainer lacks public hooks for the next four, which are checked for below.
+    # The Trainer lacks public hooks for the next five, which are checked for below.
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # The Trainer divides by the number of processes with the same data, whether it has added their counts
+        # up or not.
+        self._counts_own_tokens = not self.args.average_tokens_across_devices
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self._counts_own_tokens = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -178,6 +195,55 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Do nothing: the caller has loaded the model from the checkpoint."""
         _require_weights_of(self.model, Path(resume_from_checkpoint) / "model")
+
+
+_WRAPS = "it would wrap the model a second time; "
+_DATA_PARALLEL = "load with data_parallel=DataParallel(param_dtype=...)"
+_BEST = (
+    "it would load the model again; trainer.state.best_model_checkpoint names the best checkpoint, whose "
+    "model/ load takes"
+)
+_CASTS = "it would cast the weights that are trained; load with dtype=, and evaluate that model"
+_RECOMPUTES = f"{_WRAPS}call checkpoint_activations of shardconv_runtime"
+_COMPILES = "the model is not compiled by it; call model.compile() after load"
+REFUSED: Mapping[str, str] = {
+    "bf16": _WRAPS + _DATA_PARALLEL,
+    "fp16": _WRAPS + _DATA_PARALLEL,
+    "fsdp": _WRAPS + _DATA_PARALLEL,
+    "deepspeed": _WRAPS + _DATA_PARALLEL,
+    "parallelism_config": "the mesh says how the processes share the model and the data; leave it out",
+    "activation_checkpointing": _RECOMPUTES,
+    "gradient_checkpointing": _RECOMPUTES,
+    "bf16_full_eval": _CASTS,
+    "fp16_full_eval": _CASTS,
+    "torch_compile": _COMPILES,
+    "torch_compile_backend": _COMPILES,
+    "torch_compile_mode": _COMPILES,
+    "use_liger_kernel": "its kernels read the full weights of the head; leave it out",
+    "load_best_model_at_end": _BEST,
+    "auto_find_batch_size": f"{_BEST}, and each process would find another size",
+    "eval_use_gather_object": "objects would be collected from each process of a replica; leave it out",
+    "enable_jit_checkpoint": "each process would save when it is told to, and wait for the others; use steps",
+    "push_to_hub": "it uploads while processes write; call shardconv push with CHECKPOINT/model",
+}
+"""Options of ``TrainingArguments`` that are refused if they are set -> the reason and the remedy."""
+
+
+def _require_supported(args: TrainingArguments) -> None:
+    """Check that no option is set of which the result would be another one than that of one process.
+
+    Raises:
+        PlanError: one is.
+    """
+    chosen = [name for name in REFUSED if getattr(args, name, None)]
+    if chosen:
+        raise PlanError("; ".join(f"{name}: {REFUSED[name]}" for name in chosen))
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise PlanError(
+            "accelerator_config dispatch_batches: rank 0 would give each process other samples; leave it out"
+        )
 
 
 def _require_weights_of(model: Any, saved: Path) -> None:
@@ -222,6 +288,7 @@ OVERRIDDEN = (
     "create_accelerator_and_postprocess",
     "get_tp_size",
     "save_model",
+    "_get_num_items_in_batch",
     "_track_num_input_tokens",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
