@@ -114,7 +114,8 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     """Return the analysis in which results of parts of the model that other code may read are replicated.
 
     These are results of the encoder, if the model takes them as an argument, outputs of the base model that
-    the model itself does not read, such as a pooler's, and what a loss may be computed from.
+    the model itself does not read, such as a pooler's, and tensors of which a loss may be
+    computed.
 
     Args:
         analysis: the analysis of the model.

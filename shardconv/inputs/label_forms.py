@@ -1,7 +1,7 @@
 """Make labels for models that compute a loss, in the forms that their code may take.
 
-What labels look like follows from what the model returns: a class for each row of logits, a number in place
-of it, or a number for each logit. Forms that the model's code does not take are for the caller to leave out.
+The forms follow from the tensors that the model returns: a class for each row of logits, a number in place of
+it, or a number for each logit. Forms that the model's code does not take are for the caller to leave out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def label_forms(model: nn.Module, inputs: TraceInputs, returned: Mapping[str, Te
     Args:
         model: a model that takes labels.
         inputs: the inputs of a call without.
-        returned: what the unsharded model returns in that call, by name: global ``[B, ...]``.
+        returned: the outputs of the unsharded model in that call, by name: global ``[B, ...]``.
     """
     names = [name for name in loss_arguments(model) if name not in inputs.tensors]
     makers = {name: list(_values(name, inputs, returned)) for name in names}

@@ -151,7 +151,7 @@ def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> l
 
 
 def raw_outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> Any:
-    """Return what a model returns in evaluation. See ``outputs_of``."""
+    """Return the output of a model in evaluation, unchanged. See ``outputs_of``."""
     inputs = inputs.to(precision.dtype)
     with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank

@@ -452,16 +452,15 @@ class _Proof:
         """Compare everything, in one run if possible."""
         self.tell("outputs, loss and gradients")
         loss = self._holds_with_labels()
-        labels = LabelsProof()
         if not loss:
             training = self.case.plan.training
             if training is not None and training.parallel_loss:
                 plan = replace(self.case.plan, training=replace(training, parallel_loss=False))
                 self.case = replace(self.case, plan=plan)
-            labels = self._compare_labels()
         if not loss or self.calls == 1:  # some models return no cache in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
+        labels = LabelsProof() if loss else self._compare_labels(self.has_gradients and not problem)
         self.tell("other implementations and inputs")
         inputs = self._shown_at_once()
         is_new = loss or inputs is not self.case.inputs
@@ -482,8 +481,11 @@ class _Proof:
         self.calls = outcome.calls
         return not outcome.gradients
 
-    def _compare_labels(self) -> LabelsProof:
+    def _compare_labels(self, gradients: bool) -> LabelsProof:
         """Compare the model's own loss, from gathered logits, in every form of labels that its code takes.
+
+        Args:
+            gradients: compare its gradients too.
 
         Code that runs with labels only is not on the tape. It may ask a layer for its size, for example.
         """
@@ -494,7 +496,7 @@ class _Proof:
         compared: list[str] = []
         for case, form in _with_labels(self.case):
             try:
-                outcome = simulate(case, form.inputs, gradients=self.has_gradients, logits=Logits.GATHERED)
+                outcome = simulate(case, form.inputs, gradients=gradients, logits=Logits.GATHERED)
                 wrong = outcome.gradients or ""
             except Unprovable:
                 continue  # it fails in the precision of the comparison

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,8 +42,8 @@ from .overrides import OVERRIDES
 from .training import FLOOR, TOLERANCE, line, with_eager_experts, without_dropout
 
 SPANS = "question answering"
-CHOICES: Mapping[str, tuple[int, ...]] = {SPANS: (2,)}
-"""Task -> the numbers of labels that are tried; others are tried with ``NUM_LABELS``."""
+COUNTED = ("classification", "segmentation", "detection", "xvector")
+"""Words in the names of tasks whose heads have as many outputs as labels. Others have a size of their own."""
 NUM_LABELS = (1, 301)
 """One is a regression; with many, the last layer is worth sharding, and no rank count divides them."""
 TASKS = {
@@ -52,8 +52,6 @@ TASKS = {
     if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")
 }
 """What heads are for -> the name of transformers' table of their classes."""
-WITHOUT_LABELS = ("causal lm", "seq to seq causal lm", "masked lm")
-"""Tasks whose labels are tokens, whatever the number of labels: the size of the head is the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,9 @@ class Judged:
 
 def numbers_of_labels(head: Head) -> tuple[int, ...]:
     """The numbers of labels with which a head is tried."""
-    return (0,) if head.task in WITHOUT_LABELS else CHOICES.get(head.task, NUM_LABELS)
+    if head.task == SPANS:
+        return (2,)
+    return NUM_LABELS if any(word in head.task for word in COUNTED) else (0,)
 
 
 def judge(task: tuple[Head, int, int]) -> dict[str, Any]:

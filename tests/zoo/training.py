@@ -352,7 +352,7 @@ def without_dropout(model: Module) -> Module:
     """
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
-            for name, value in list(vars(owner).items()) if owner is not None else ():
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
                 is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
                 if is_dropout and type(value) is float:
                     setattr(owner, name, 0.0)

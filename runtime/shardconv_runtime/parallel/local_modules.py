@@ -150,12 +150,13 @@ def _convert(target: _Target) -> nn.Module:
     if target.entry.norm is not None:
         module = ShardedNorm(target.entry.norm, module, target.comm, target.training)
     _check_rows(target)
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        # The padding id is a row id too, and must be one of the local table.
+    padding = getattr(module, "padding_idx", None)
+    if isinstance(padding, int):
+        # The padding id is a row id too, and must be one of the local table. Other embeddings than torch's give
+        # its function an attribute of this name, too.
         layouts = [step.layout for step in target.entry.inputs if isinstance(step, LocalRowsStep)]
         if layouts:
-            row = RowIds(target.comm, layouts[0]).local(module.padding_idx)
-            module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
+            module.padding_idx = RowIds(target.comm, layouts[0]).local(padding)  # type: ignore[assignment]
     attach(module, target.entry, target.comm, signature, target.training, name=target.fqn)
     return module
 

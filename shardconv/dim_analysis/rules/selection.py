@@ -144,7 +144,9 @@ def embedding(b: Builder, op: Op, args: Arguments) -> None:
     dims = [*b.tensor(ids), width]
     mark = b.mark_of.get(ids)
     enters = mark is not None and mark.call == op.call and not mark.is_output and op.call in b.lookup_calls
-    if mark is None or not enters or not b.is_parameter(table):
+    # Out-of-shard ids look up row 0, and would count where the gradient of a row is divided by its frequency.
+    counts = bool(args["scale_grad_by_freq"])
+    if mark is None or not enters or not b.is_parameter(table) or counts:
         b.block_dim(rows)
         b.set(target, dims, b.partial(table))
         return
