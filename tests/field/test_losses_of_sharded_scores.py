@@ -1,4 +1,4 @@
-"""A loss that a model computes of scores that its last layer has shards of: each rank has that of one process.
+"""A loss that a model computes of scores whose layer is sharded: each rank has that of one process.
 
 Elsewhere heads with few outputs were sharded like any matrix, and losses taken of the shards.
 https://github.com/vllm-project/vllm/pull/20682

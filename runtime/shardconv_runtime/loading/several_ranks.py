@@ -30,6 +30,7 @@ from ..training.optimizer_guards import (
     look_for_infinities_over_ranks,
     take_norms_over_ranks,
 )
+from ..training.shared_draws import compare_draws
 
 # The ranks of a model must get the same inputs: with different ones they would compute nonsense.
 #
@@ -130,6 +131,7 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
         take_norms_over_ranks()
         look_for_infinities_over_ranks()
         guard_optimizers()
+        compare_draws(model, start)
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 

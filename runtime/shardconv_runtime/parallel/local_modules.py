@@ -152,8 +152,8 @@ def _convert(target: _Target) -> nn.Module:
     _check_rows(target)
     padding = getattr(module, "padding_idx", None)
     if isinstance(padding, int):
-        # The padding id is a row id too, and must be one of the local table. Other embeddings than torch's give
-        # its function an attribute of this name, too.
+        # The padding id is a row id too, and must be one of the local table. Embeddings that are not torch's
+        # give its function an attribute of this name, too.
         layouts = [step.layout for step in target.entry.inputs if isinstance(step, LocalRowsStep)]
         if layouts:
             module.padding_idx = RowIds(target.comm, layouts[0]).local(padding)  # type: ignore[assignment]
