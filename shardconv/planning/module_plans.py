@@ -136,6 +136,9 @@ def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: in
     reached, region = _region(analysis, holders, set(leaves(analysis.dims[mark.target][dim])))
     if any(tape.tensors[t].kind != "value" for t in region):
         return False  # for example, it is added to a replicated tensor
+    marks = [e for e in tape.events if isinstance(e, Mark) and e is not mark and e.target in region]
+    if any(e.source not in region for e in marks):
+        return False  # it is added to a result of another module, which has a gather of its own
     contracted = {x for c in analysis.contractions for d in c.dims for x in leaves(d)}
     blocked = any(x.blocked for x in reached)
     replayed = any(set(r.outputs) & region for r in tape.replays)

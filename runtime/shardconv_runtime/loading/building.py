@@ -217,7 +217,8 @@ class ModelBuilder:
             else:
                 compile_stage(model, start, place.link, same_bits=place.ranks.world_size > 1)
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
-            guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
+            training, check_inputs = self.wanted.training, self.check_inputs
+            guard(model, start, ranks, comm, training=training, check_inputs=check_inputs)
         if self.wanted.data_parallel is not None:
             compare_replicas(model, self.all_ranks)
         settle_hooks(model)

@@ -24,6 +24,7 @@ from ..parallel.refusals import refuse_changes
 from ..parallel.user_hooks import watch_hooks
 from ..saving.save import save_pretrained
 from ..saving.stored_model import named_tensors
+from ..training.direct_use import refuse_direct_use
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import (
     guard_optimizers,
@@ -96,12 +97,21 @@ class _Comparison:
                 require_same_inputs(self._start, given)
 
 
-def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool, check_inputs: bool) -> None:
+def guard(
+    model: nn.Module,
+    start: Launch,
+    stage: Launch,
+    comm: Communicator,
+    *,
+    training: bool,
+    check_inputs: bool,
+) -> None:
     """Guard a model, in place.
 
     Args:
         model: the complete model of this rank, already compiled if it is to be.
-        start: the ranks.
+        start: the ranks of all stages.
+        stage: the ranks of the stages of this process; ``start`` without stages.
         comm: the communicator of the model.
         training: the model was loaded for training.
         check_inputs: compare the inputs of every call.
@@ -131,7 +141,10 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
         take_norms_over_ranks()
         look_for_infinities_over_ranks()
         guard_optimizers()
-        compare_draws(model, start)
+        if stage.world_size > 1:
+            compare_draws(model, stage)
+        if found.stage is None:
+            refuse_direct_use(model, found.plan, comm)
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 

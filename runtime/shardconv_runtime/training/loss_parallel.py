@@ -52,6 +52,36 @@ def predicts_next(loss_type: str | None) -> bool:
     return _maker(loss_type) is causal_lm_loss
 
 
+def is_replaced(loss_type: str | None) -> bool:
+    """Return whether other code has put a loss in place of the one that a model of this kind was built with.
+
+    Libraries replace torch's or transformers' functions, before or after a model is loaded; their function
+    needs the full logits.
+    """
+    return (
+        F.cross_entropy is not _CROSS_ENTROPY
+        or loss_utils.fixed_cross_entropy is not _FIXED_CROSS_ENTROPY
+        or LOSS_OF_TYPE.get(loss_type, loss_utils.ForCausalLMLoss)
+        is not loss_utils.LOSS_MAPPING.get(loss_type, loss_utils.ForCausalLMLoss)
+    )
+
+
+def _own(module: Any, name: str) -> Any:
+    """Return a function of a module; None if other code has replaced it already."""
+    function = getattr(module, name)
+    is_own = function.__module__ == module.__name__ and not hasattr(function, "__wrapped__")
+    return function if is_own else None
+
+
+_CROSS_ENTROPY = _own(F, "cross_entropy")
+_FIXED_CROSS_ENTROPY = _own(loss_utils, "fixed_cross_entropy")
+LOSS_OF_TYPE = {
+    kind: loss if loss.__module__.startswith("transformers.") else None
+    for kind, loss in loss_utils.LOSS_MAPPING.items()
+}
+"""transformers' losses as they were when this module was imported."""
+
+
 def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss] | None:
     original = loss_utils.LOSS_MAPPING.get(loss_type, loss_utils.ForCausalLMLoss)
     if original is loss_utils.ForCausalLMLoss:
@@ -186,28 +216,38 @@ def attach_loss(model: Any, gather: LogitsGather, returned: str | None, head: nn
     if loss is None:
         raise PlanError(f"the loss of a {type(model).__name__} cannot be computed from sharded logits")
     hooks = _LossHooks(model, gather, returned, head)
-    model.loss_function = _Loss(model.loss_function, loss, gather)
+    model.loss_function = _Loss(getattr(model, "loss_type", None), loss, gather)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
 
 
 def read_logits(model: Any) -> None:
     """Let the call that is going on return full logits, though it has labels: its forward reads them."""
-    if isinstance(model.loss_function, _Loss):
-        model.loss_function.gather.is_skipped = False
+    loss = _loss_of(model)
+    if loss is not None:
+        loss.gather.is_skipped = False
 
 
 class _Loss:
-    """Replaces the model's loss function."""
+    """Replaces the model's loss function, unless other code replaces it again."""
 
-    def __init__(self, of_full: Loss, of_local: Loss, gather: LogitsGather) -> None:
-        self._of_full = of_full
+    def __init__(self, loss_type: str | None, of_local: Loss, gather: LogitsGather) -> None:
+        self.loss_type = loss_type
         self._of_local = of_local
         self.gather = gather
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self.gather.was_used = True
-        return (self._of_local if self.gather.is_skipped else self._of_full)(*args, **kwargs)
+        if self.gather.is_skipped:
+            return self._of_local(*args, **kwargs)
+        of_full: Loss = loss_utils.LOSS_MAPPING.get(self.loss_type, loss_utils.ForCausalLMLoss)
+        return of_full(*args, **kwargs)
+
+
+def _loss_of(model: Any) -> _Loss | None:
+    """Return the loss of sharded logits, also from inside of a stage's loss; None if another is in place."""
+    loss = getattr(model.loss_function, "own", model.loss_function)
+    return loss if isinstance(loss, _Loss) else None
 
 
 class _LossHooks:
@@ -225,7 +265,14 @@ class _LossHooks:
         labels = kwargs.get("labels")
         if labels is None and self._position is not None and self._position < len(args):
             labels = args[self._position]
-        self._gather.is_skipped = labels is not None
+        loss = _loss_of(module)
+        is_other = loss is None or is_replaced(loss.loss_type)
+        if is_other and labels is not None and self._returned == LOCAL:
+            raise PlanError(
+                "another loss, which needs the full logits, was put in place of the model's own in a model "
+                "that was loaded with gather_logits=False; load it with gather_logits=True"
+            )
+        self._gather.is_skipped = labels is not None and not is_other
         self._gather.was_used = self._gather.was_called = False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -305,7 +305,7 @@ class StageLoss:
     """
 
     def __init__(self, own: Any, link: StageLink) -> None:
-        self._own = own
+        self.own = own
         self._link = link
         self.num_items: float | None = None
         """The divisor of the sum over the tokens of a microbatch; None: the number of these tokens."""
@@ -321,7 +321,7 @@ class StageLoss:
             is_sum = kwargs.get("num_items_in_batch") is not None
             if self.num_items is not None and not is_sum:
                 kwargs["num_items_in_batch"] = self.num_items
-            loss: Tensor = self._own(*args, **kwargs)
+            loss: Tensor = self.own(*args, **kwargs)
             return loss * self.num_parts if is_sum else loss
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         wide = any(value.dtype == torch.float64 for value in given)

@@ -1,0 +1,98 @@
+"""Weights of the head and of embeddings that code multiplies by itself, past the layer that they belong to.
+
+A rank has some rows of them, so such code computes a loss of a part of the vocabulary. The gradients tell: a
+weight has one though its layer never ran, or in rows that the layer never looked up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..comm.collectives import Communicator
+from ..errors import PlanError
+from ..format.dims import axes_of
+from ..format.plan import Plan, parameter_plans
+from ..parallel.layers import VocabParallelEmbedding
+
+
+def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
+    """Raise an error in a backward pass in which a sharded head or embedding was used past its layer.
+
+    Rows are looked at in the backward passes 1, 2, 4, 8 ... of a weight.
+
+    Args:
+        model: the complete model of this rank, for training.
+        plan: its plan.
+        comm: the ranks.
+    """
+    entries = parameter_plans(plan)
+    aliases = dict(plan.tied)
+    head = plan.logits.module if plan.logits is not None else None
+    users: dict[nn.Parameter, _Uses] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, VocabParallelEmbedding) and name != head:
+            continue
+        weight, first = f"{name}.weight", aliases.get(f"{name}.weight", f"{name}.weight")
+        parameter = module._parameters.get("weight")
+        if parameter is None or first not in entries or not comm.real(axes_of(entries[first].dims[0])):
+            continue
+        if parameter.requires_grad and not isinstance(parameter, DTensor):  # a DTensor refuses such products
+            users.setdefault(parameter, _Uses()).watch(weight, module)
+    for parameter, uses in users.items():
+        parameter.register_hook(uses.check)  # type: ignore[no-untyped-call]
+
+
+class _Uses:
+    """The calls of the layers of one weight, until it is called as a head: then it may have any gradient."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._ran_as_head = False
+        self._looked_up: Tensor | None = None
+        """Local rows that were looked up in any call, bool ``[rows]``."""
+        self._num_gradients = 0
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Note the calls of a layer with this weight, of this name."""
+        self._names.append(name)
+        module.register_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():  # nothing is noted in compiled code, so nothing can be said
+            self._ran_as_head = True
+            return
+        if not torch.is_grad_enabled() or self._ran_as_head:
+            return
+        if not isinstance(module, VocabParallelEmbedding):
+            self._ran_as_head = True
+            return
+        local, out_of_shard = module.rows(args[0])
+        if self._looked_up is None:
+            self._looked_up = torch.zeros(module.rows.num_rows, dtype=torch.bool, device=local.device)
+        self._looked_up[local[~out_of_shard]] = True
+
+    def check(self, gradient: Tensor) -> None:
+        """Check a gradient of the weight, local ``[rows, width]``; a hook of the parameter.
+
+        Raises:
+            PlanError: it does not come from the layers of the weight alone.
+        """
+        self._num_gradients += 1
+        if self._ran_as_head:
+            return
+        if self._looked_up is None:
+            raise self._error()
+        is_checked = self._num_gradients & (self._num_gradients - 1) == 0
+        if is_checked and gradient[~self._looked_up.to(gradient.device)].any():
+            raise self._error()
+
+    def _error(self) -> PlanError:
+        return PlanError(
+            f"{' and '.join(self._names)}: the gradient does not come from the layer: code multiplied by the "
+            "weight itself, of which each rank has a part of the rows (for example, a fused loss); call the "
+            "layer, or use the model's own loss, see docs/training.md"
+        )
