@@ -21,6 +21,7 @@ from ..loaded import loaded
 from ..parallel.refusals import MARK, require_own_part
 from .clipping import groups_of, norm_of_gradients, require_finite
 from .fsdp import MODELS, models_of
+from .optimizer_trial import TrialError, needs_full_tensors
 
 # ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of the gradients of loaded models.
 #
@@ -77,36 +78,8 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
     return None
 
 
-# Optimizers whose step needs more than an element's own gradient: refused for parts of tensors.
-#
-# Most optimizers treat each element separately, and so are right on a part. Optimizers that compute norms,
-# factors or products of full tensors would silently compute them from this rank's part.
-
-WHOLE_TENSORS = frozenset(
-    (
-        # norms, factors or products of each tensor
-        *(
-            "Adafactor",
-            "AdaLomo",
-            "CAME",
-            "FusedLAMB",
-            "FusedNovoGrad",
-            "LAMB",
-            "LAMB8bit",
-            "LARS",
-            "LARS8bit",
-        ),
-        *("LBFGS", "Lamb", "Muon", "NovoGrad", "SM3", "SOAP", "Shampoo", "StableAdamW"),
-        # projections of each gradient
-        *("APOLLOAdamW", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
-        # a step size that is estimated from all gradients
-        *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD", "Prodigy"),
-    )
-)
-"""Names of their classes, in torch, transformers and elsewhere."""
-
-OPTIONS = {"percentile_clipping": 100, "max_unorm": 0.0}
-"""Options of optimizers of bitsandbytes whose steps depend on norms of tensors, and the values without."""
+# Optimizers whose step needs more than an element's own gradient are refused for parts of tensors. They are
+# recognized by a trial (``optimizer_trial.py``) before their first step.
 
 
 @cache
@@ -115,19 +88,30 @@ def guard_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
+_TRIED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that treat each element by itself."""
+
+_REMEDY = "use an optimizer that treats each element separately, such as AdamW, Adam, SGD or Adagrad"
+
+
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _check_state(optimizer)
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    given = getattr(optimizer, "args", None)
-    option = next((n for n, without in OPTIONS.items() if getattr(given, n, without) != without), None)
-    if not names & WHOLE_TENSORS and option is None:
+    if torch.compiler.is_compiling():
         return
-    if _models(optimizer):
-        what = f"{type(optimizer).__name__} with {option}" if option else type(optimizer).__name__
+    _check_state(optimizer)
+    if optimizer in _TRIED or not _models(optimizer):
+        return
+    name = type(optimizer).__name__
+    try:
+        if needs_full_tensors(optimizer):
+            raise PlanError(
+                f"{name} computes its step from full tensors, and each rank holds parts of them; {_REMEDY}"
+            )
+    except TrialError as error:
         raise PlanError(
-            f"{what} computes its step from full tensors, and each rank holds parts of them; use an "
-            "optimizer that treats each element separately, such as AdamW, Adam, SGD or Adagrad"
-        )
+            f"{name} could not be tried on small parameters ({error}), so it may compute its step from full "
+            f"tensors, of which each rank holds parts; {_REMEDY}"
+        ) from error
+    _TRIED.add(optimizer)
 
 
 def _models(optimizer: Optimizer) -> list[nn.Module]:
@@ -144,8 +128,6 @@ _MARKING: WeakSet[Optimizer] = WeakSet()
 
 
 def _check_state(optimizer: Optimizer) -> None:
-    if torch.compiler.is_compiling():
-        return
     marks = [group.pop(MARK, None) for group in optimizer.param_groups]
     if optimizer in _MARKING and not any(marks):
         return
