@@ -126,8 +126,17 @@ def own_scaler(model: Any) -> Tensor:
     return train(model, scaler=ShardedGradScaler("cpu", scale, growth_interval=2, process_group=group))
 
 
-class Prodigy(torch.optim.SGD):
-    """By its name."""
+class Estimating(torch.optim.SGD):
+    """Its rate is estimated from all gradients, as those of D-Adaptation."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=float(group["lr"] / norm))
 
 
 class Clipping(torch.optim.SGD):
@@ -138,7 +147,7 @@ class Clipping(torch.optim.SGD):
 
 
 def estimated(model: Any) -> Tensor:
-    return train(model, Prodigy, scaler=GradScaler("cpu", 1.0))
+    return train(model, Estimating, scaler=GradScaler("cpu", 1.0))
 
 
 def by_percentiles(model: Any) -> Tensor:

@@ -88,6 +88,10 @@ def guard_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
+OPTIONS = {"percentile_clipping": 100, "max_unorm": 0.0}
+"""Options of optimizers of bitsandbytes whose steps depend on norms of tensors, and the values without. They may
+have no effect in a trial, since they compare a gradient with a hundred earlier ones."""
+
 _TRIED: WeakSet[Optimizer] = WeakSet()
 """Optimizers that treat each element by itself."""
 
@@ -100,9 +104,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _check_state(optimizer)
     if optimizer in _TRIED or not _models(optimizer):
         return
-    name = type(optimizer).__name__
+    name, given = type(optimizer).__name__, getattr(optimizer, "args", None)
+    option = next((n for n, without in OPTIONS.items() if getattr(given, n, without) != without), None)
+    name += f" with {option}" if option else ""
     try:
-        if needs_full_tensors(optimizer):
+        if option or needs_full_tensors(optimizer):
             raise PlanError(
                 f"{name} computes its step from full tensors, and each rank holds parts of them; {_REMEDY}"
             )
