@@ -93,17 +93,46 @@ def of_states_alone(model: Any) -> Tensor:
     return result(model, model.model(IDS).last_hidden_state.square().mean())
 
 
-RIGHT = (own_function, patched_torch, patched_transformers, other_entry, its_own_again, of_states_alone)
+def hooked_weight(model: Any) -> Tensor:
+    model.get_input_embeddings().weight.register_hook(
+        lambda gradient: gradient * (torch.arange(len(gradient)) > 5)[:, None]
+    )
+    return result(model, model(IDS, labels=IDS).loss)
+
+
+def gradient_of_tokens(model: Any) -> Tensor:
+    """Only the row of one token is trained."""
+    model(IDS, labels=IDS).loss.backward()
+    table, token = model.get_input_embeddings(), torch.tensor([9])
+    local, elsewhere = table.rows(token) if hasattr(table, "rows") else (token, token < 0)
+    row = table.weight.grad.new_zeros(table.weight.shape[1])
+    if not elsewhere.any():
+        row += table.weight.grad[local[0]]
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(row)
+    return row
+
+
+RIGHT = (
+    own_function,
+    patched_torch,
+    patched_transformers,
+    other_entry,
+    its_own_again,
+    of_states_alone,
+    gradient_of_tokens,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_they_get_full_logits_or_are_refused(tied: bool, tmp_path: Path) -> None:
     plain = save_causal("llama", tmp_path / "model", tie_word_embeddings=tied)
     shardconv.convert(plain, tmp_path / "out", tp=2)
-    uses = (*RIGHT, of_the_heads_weight)
+    uses = (*RIGHT, of_the_heads_weight, hooked_weight)
     found = of_ranks(tmp_path / "out", uses, training=True)
     require_same(RIGHT, of_one(plain, RIGHT, training=True), found[: len(RIGHT)], 1e-5)
-    require_refused((of_the_heads_weight,), found[len(RIGHT) :], "lm_head")
+    require_refused((of_the_heads_weight,), found[-2:-1], "lm_head")
+    require_refused((hooked_weight,), found[-1:], "embed_tokens")
     if not tied:
         local = of_ranks(tmp_path / "out", (own_function, patched_torch), training=True, gather_logits=False)
         require_refused((own_function, patched_torch), local, "gather_logits=True")

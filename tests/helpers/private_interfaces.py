@@ -38,6 +38,7 @@ MODULES = {
 
 NAMES = {
     # torch: tensors, operators
+    "torch.Tensor._backward_hooks": "whether a user has put a hook on a sharded embedding",
     "torch.Tensor._cdata": "also of storages: which memory tensors share",
     "torch.Tensor._is_view": "whether a hook was given a view",
     "torch.Tensor._make_wrapper_subclass": "tensors without bytes",
@@ -54,6 +55,10 @@ NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether others keep activations in another way",
     "torch._C._functorch.is_functorch_wrapped_tensor": "values of vmap are left alone",
     "torch.utils._python_dispatch._disable_current_modes": "real tensors are made while a trace goes on",
+    # torch: distributed checkpoints
+    "torch.distributed.checkpoint.state_dict._verify_options": "refuses what takes parts for full tensors",
+    "torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict": "the same for saving",
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": "the same for loading",
     # torch: modules
     "torch.nn.Module._call_impl": "what a compiled model compiles",
     "torch.nn.Module._compiled_call_impl": "whether the user has compiled a model",

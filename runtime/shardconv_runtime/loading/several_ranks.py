@@ -24,6 +24,7 @@ from ..parallel.refusals import refuse_changes
 from ..parallel.user_hooks import watch_hooks
 from ..saving.save import save_pretrained
 from ..saving.stored_model import named_tensors
+from ..training.dcp_refusals import refuse_distributed_checkpoints
 from ..training.direct_use import refuse_direct_use
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import (
@@ -141,6 +142,7 @@ def guard(
         take_norms_over_ranks()
         look_for_infinities_over_ranks()
         guard_optimizers()
+        refuse_distributed_checkpoints()
         if stage.world_size > 1:
             compare_draws(model, stage)
         if found.stage is None:

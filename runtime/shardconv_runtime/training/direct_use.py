@@ -41,20 +41,22 @@ def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
         if parameter is None or first not in entries or not comm.real(axes_of(entries[first].dims[0])):
             continue
         if parameter.requires_grad and not isinstance(parameter, DTensor):  # a DTensor refuses such products
-            users.setdefault(parameter, _Uses()).watch(weight, module)
-    for parameter, uses in users.items():
-        parameter.register_hook(uses.check)  # type: ignore[no-untyped-call]
+            if parameter not in users:
+                users[parameter] = _Uses(parameter)
+            users[parameter].watch(weight, module)
 
 
 class _Uses:
     """The calls of the layers of one weight, until it is called as a head: then it may have any gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
         self._names: list[str] = []
         self._ran_as_head = False
         self._looked_up: Tensor | None = None
         """Local rows that were looked up in any call, bool ``[rows]``."""
         self._num_gradients = 0
+        parameter.register_hook(self.check)  # type: ignore[no-untyped-call]
 
     def watch(self, name: str, module: nn.Module) -> None:
         """Note the calls of a layer with this weight, of this name."""
@@ -65,7 +67,16 @@ class _Uses:
         if torch.compiler.is_compiling():  # nothing is noted in compiled code, so nothing can be said
             self._ran_as_head = True
             return
-        if not torch.is_grad_enabled() or self._ran_as_head:
+        if not torch.is_grad_enabled():
+            return
+        if len(self._parameter._backward_hooks or ()) > 1:
+            raise PlanError(
+                f"{' and '.join(self._names)}: a hook of the parameter would be given the gradient of this "
+                "rank's rows, which are not the tokens of these numbers; change the parameter's grad after "
+                "the backward pass: the embedding's rows(ids) returns this rank's rows of token ids, and "
+                "which ids are on other ranks"
+            )
+        if self._ran_as_head:
             return
         if not isinstance(module, VocabParallelEmbedding):
             self._ran_as_head = True

@@ -89,10 +89,10 @@ def guard_optimizers() -> None:
 
 
 OPTIONS = {"percentile_clipping": 100, "max_unorm": 0.0}
-"""Options of optimizers of bitsandbytes whose steps depend on norms of tensors, and the values without. They may
-have no effect in a trial, since they compare a gradient with a hundred earlier ones."""
+"""Options of optimizers of bitsandbytes whose steps depend on norms of tensors, and the values without. They
+may have no effect in a trial, since they compare a gradient with a hundred earlier ones."""
 
-_TRIED: WeakSet[Optimizer] = WeakSet()
+TRIED: WeakSet[Optimizer] = WeakSet()
 """Optimizers that treat each element by itself."""
 
 _REMEDY = "use an optimizer that treats each element separately, such as AdamW, Adam, SGD or Adagrad"
@@ -102,7 +102,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     _check_state(optimizer)
-    if optimizer in _TRIED or not _models(optimizer):
+    if optimizer in TRIED or not _models(optimizer):
         return
     name, given = type(optimizer).__name__, getattr(optimizer, "args", None)
     option = next((n for n, without in OPTIONS.items() if getattr(given, n, without) != without), None)
@@ -117,7 +117,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{name} could not be tried on small parameters ({error}), so it may compute its step from full "
             f"tensors, of which each rank holds parts; {_REMEDY}"
         ) from error
-    _TRIED.add(optimizer)
+    TRIED.add(optimizer)
 
 
 def _models(optimizer: Optimizer) -> list[nn.Module]:
