@@ -46,6 +46,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 @in_default_modes
+@agreement.named_call("add_adapter")
 def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int = 0) -> Any:
     """Add a new adapter to a loaded model; call it on every rank of the job.
 
@@ -158,6 +159,7 @@ def guard_adapters(wrapper: Any) -> Any:
     return wrapper
 
 
+@agreement.named_call("save_pretrained")
 def _save_pretrained(
     wrapper: Any,
     save_directory: str | os.PathLike[str],
