@@ -45,7 +45,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 LAYOUT = "leave (its layer|layers) out .*LoRA needs no other layout"
 TOKENS = "adds tokens, not parameters of layers"
 WEIGHTS = "from the weights of the model whenever it loads the adapter.*merge it in one process"
-AROUND = "runs code of its own around the model.*use LoRA"
+AROUND = "runs its code around the model.*use LoRA"
 
 
 @dataclass(frozen=True)

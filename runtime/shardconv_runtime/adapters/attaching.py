@@ -211,7 +211,7 @@ def _why_not_trained(adapter: Adapter, added: Collection[nn.Module]) -> str:
 
 
 def token_remedy(adapter: Adapter) -> str:
-    """Return what can be done instead of training rows of an embedding; empty if an adapter has none."""
+    """Return a remedy for an adapter that trains rows of an embedding; empty if it trains none."""
     names = ("trainable_token_indices", "token_indices")
     if not any(getattr(adapter.config, name, None) for name in names):
         return ""
@@ -273,7 +273,7 @@ def _with_adapter(
     is_plain = type(wrapper.base_model).forward is peft().tuners.tuners_utils.BaseTuner.forward
     if not is_plain and adapter_kind(adapter) not in _OWN_LOSSES:
         raise SourceError(
-            f"{adapter}: {adapter_kind(adapter)} runs code of its own around the model, which no plan knows; "
+            f"{adapter}: {adapter_kind(adapter)} runs its code around the model, which no plan knows; "
             "use LoRA or another adapter of layers"
         )
     if getattr(config, "target_modules_to_tie", None):

@@ -260,7 +260,7 @@ def locate(
 def _listed(repo_id: str, hub: Hub) -> dict[str, int] | None:
     """Return the files of a repository -> bytes; None if it cannot be listed, as without a network.
 
-    The client then takes what its cache has, or says what is wrong.
+    The client then reads its cache, or names the problem.
     """
     if hub.local_files_only:
         return None

@@ -27,7 +27,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._waits: dict[int, tuple[float, float, str]] = {}
-        """Number of a wait -> when to give its hint, when it began, and what waits."""
+        """Number of a wait -> when to give its hint, when it began, and its call."""
         self._lock = threading.Lock()
         self._number = 0
         self._process = 0
@@ -72,7 +72,7 @@ _watcher = _Watcher()
 
 @contextmanager
 def hinting(rank: int, call: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Log a hint if what runs within this context waits for other ranks for long.
+    """Log a hint if the code within this context waits for other ranks for long.
 
     Args:
         rank: this rank.
