@@ -319,8 +319,8 @@ def _require_all(spec: ModelSpec, missing: Iterable[str], wrapped: str | None = 
         base = MODEL_MAPPING.get(type(spec.config), None)
         if isinstance(base, type) and base is not spec.model_class and not any(map(_starts(inner), names)):
             remedy = (
-                f"if it was saved without its head, name the class without one in config.json, "
-                f'"architectures": ["{base.__name__}"]; otherwise {remedy}'
+                f"if it was saved without its head, name {base.__name__}, the class without one, in "
+                f"config.json; otherwise {remedy}"
             )
         raise SourceError(f"the checkpoint of {spec.name} lacks {_count(names)}: {_some(names)}; {remedy}")
 
