@@ -23,9 +23,7 @@ def test_the_class_without_a_head_is_named(tmp_path: Path) -> None:
     tensors = load_file(file)
     head = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     save_file(head, file, metadata={"format": "pt"})
-    with pytest.raises(
-        SourceError, match="lm_head.weight; if it was saved without its head, name LlamaModel"
-    ):
+    with pytest.raises(SourceError, match="if it was saved without its head, name LlamaModel"):
         shardconv.convert(tmp_path / "base", tmp_path / "out", tp=2, check=False)
     path = tmp_path / "base" / "config.json"
     path.write_text(path.read_text().replace("LlamaForCausalLM", "LlamaModel"))
