@@ -12,9 +12,10 @@ from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
 from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
-from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
+from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.small_files import told_left_out
 from shardconv_runtime.hub.hub_errors import without_library_logging
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
@@ -89,6 +90,7 @@ def converted(
         origin = origin_of(spec)
         progress.stage("finding the weights in the checkpoint")
         notes += remarks(spec.directory) if spec.directory is not None else ()
+        notes += told_left_out(files_left_out(spec))
         checkpoint = lazy_weights(spec, notes.append, with_unused=weights.keep_unused)
         origin = replace(origin, unused=checkpoint.unused)
         spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors

@@ -22,7 +22,13 @@ from shardconv_runtime.adapters.adapter_names import (
     naming_errors,
     peft,
 )
-from shardconv_runtime.adapters.attaching import Adapter, attach, read_config
+from shardconv_runtime.adapters.attaching import (
+    Adapter,
+    adapter_kind,
+    attach,
+    read_config,
+    token_remedy,
+)
 from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format import plan_json as codec
@@ -124,17 +130,31 @@ def planned(
     adaptation = Adaptation(base, adapter)
     try:
         plan = solve_plan(spec, options, progress=tell, adaptation=adaptation)
-    except SolveError:
+    except SolveError as error:
         if not options.sequence_parallel:
-            raise
-        plan = solve_plan(
-            spec, replace(options, sequence_parallel=False), progress=tell, adaptation=adaptation
-        )
+            raise _naming(adapter, error) from error
+        try:
+            plan = solve_plan(
+                spec, replace(options, sequence_parallel=False), progress=tell, adaptation=adaptation
+            )
+        except SolveError as other:
+            raise _naming(adapter, other) from other
         why = plan.inference_only or "with the adapter, activations cannot be sharded over the sequence"
         plan = replace(plan, notes=(*plan.notes, f"no form for sequence parallelism: {why}"))
     if plan.stages is not None and base.stages is not None:
         plan = replace(plan, stages=replace(plan.stages, memory=base.stages.memory))
+    if plan.inference_only and not base.inference_only:
+        plan = replace(plan, inference_only=f"with {adapter_kind(adapter)}, {plan.inference_only}")
     return replace(plan, fused=(), memory=base.memory)
+
+
+def _naming(adapter: Adapter, error: SolveError) -> SolveError:
+    """Return the error of a model with an adapter, with the adapter and what can be done about it."""
+    kind = adapter_kind(adapter)
+    other = "" if kind == "LORA" else "; LoRA needs no other layout of the model"
+    if remedy := token_remedy(adapter):
+        other = f"; {remedy}"
+    return SolveError(f"{adapter} ({kind}): {error}{other}")
 
 
 def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:

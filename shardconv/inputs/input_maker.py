@@ -290,9 +290,10 @@ class InputMaker:
             tensors = {n: torch.stack([t.roll(k, 0) for k in shifts], 1) for n, t in tensors.items()}
         if choice.repeats:
             self.token_maker.end(tensors[self.tokens])
-            tensors[DECODER_IDS] = tensors[self.tokens].clone()
+            tensors[DECODER_IDS] = self.token_maker.within_decoder(tensors[self.tokens].clone())
         elif DECODER_IDS in self.parameters:
-            tensors[DECODER_IDS] = self.token_maker.ids(self._decoder_length(), self.seed + 1)
+            ids = self.token_maker.ids(self._decoder_length(), self.seed + 1)
+            tensors[DECODER_IDS] = self.token_maker.within_decoder(ids)
         if choice.streams:
             generated = DECODER_IDS if DECODER_IDS in self.parameters else self.tokens
             length = tensors[generated].shape[1]

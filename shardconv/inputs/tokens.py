@@ -113,6 +113,15 @@ class TokenMaker:
         plain = next((i for i in range(min(3, rows - 1), rows) if i not in special), rows - 1)
         return ids.masked_fill(torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long)), plain)
 
+    def within_decoder(self, ids: Tensor) -> Tensor:
+        """Return the ids; those beyond the table of the decoder, which may be smaller, are replaced."""
+        try:
+            rows = _num_rows(self.model.get_decoder().get_input_embeddings())  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            rows = self._smallest_vocabulary()
+        first = 3  # lower ids begin, pad or end a text
+        return ids if rows <= first else torch.where(ids < rows, ids, first + ids % (rows - first))
+
     def ids_of_part(self, name: str, length: int) -> Tensor:
         """Return random ids, int64 ``[B, S]``, for the part of the model that ``name`` begins with."""
         part = getattr(self.config, f"{name.removesuffix('_input_ids')}_config", None)

@@ -21,6 +21,7 @@ from shardconv_runtime.format.plan import (
 )
 from torch import nn
 
+from ..planning.solution import inference_only
 from ..solving.solve import Given
 from ..tracing.tape import starred
 
@@ -66,7 +67,7 @@ class AdaptedModel:
         return Given(self.base.mesh, parameters, unread)
 
     def planned(self, plan: Plan) -> Plan:
-        """Return the plan if it keeps the shards of the model.
+        """Return the plan if it keeps the shards of the model, for inference only if ranks cannot train it.
 
         Raises:
             SolveError: if a parameter of the model would have to be laid out in another way.
@@ -80,7 +81,7 @@ class AdaptedModel:
         for name, entry in parameter_plans(plan).items():
             if name in self.attached.base_names and name not in given.unread:
                 _require_kept(name, given.parameters[name], entry)
-        return plan
+        return inference_only(plan, self.attached.not_trained) if self.attached.not_trained else plan
 
     def with_copied_modules(self, plan: Plan) -> Plan:
         """Extend the plan from copies that the adapter makes of modules to the modules themselves.

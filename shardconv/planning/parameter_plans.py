@@ -98,7 +98,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
             entry = _row_bias(solution, model, shown, entry, by_name)
             if entry.grad_axes or entry.partial:
                 owners = {n.rpartition(".")[0] for n in (shown, *(a for a in aliases if aliases[a] == shown))}
-                entry = replace(entry, grad_levels=_levels(solution, by_name[shown], owners))
+                entry = replace(entry, grad_levels=_levels(solution, model, by_name[shown], owners))
             known[shown] = entry
         entries.setdefault((starred(name), entry), []).append(name)
     return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
@@ -132,24 +132,38 @@ def _layout(solution: Solution, tid: int | None, tensor: Tensor) -> ParameterPla
     return ParameterPlan((), dims, dtype, partial, reason, grad_axes=solution.gradients.axes(tid))
 
 
-def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
+def _levels(solution: Solution, model: nn.Module, tid: int, owners: Collection[str]) -> int:
     """Return how many levels above a parameter's module is the innermost module that runs whenever it is
     read.
 
     Args:
         solution: the solution.
+        model: the global model, on meta.
         tid: the parameter.
         owners: the modules that own it (several if it is tied). Each may read it.
     """
     tape = solution.analysis.tape
-    own = tape.tensors[tid].name.split(".")[:-1]
-    kept = len(own)
+    called = {call.fqn for call in tape.calls}
+    own = tape.tensors[tid].name.rpartition(".")[0]
+    # A module that layers share has a name in each of them, and code of a layer reads it under that name.
+    names = [name for name in owners if model.get_submodule(name) is model.get_submodule(own)]
+    levels = 0
     for event in tape.events:
         if isinstance(event, Op) and tid in event.inputs:
             running = tape.calls[tape.training_call(event.call)].fqn
             if not any(prefix in owners for prefix in prefixes(running)):
-                same = [a == b for a, b in zip(own, running.split("."), strict=False)]
-                kept = min(kept, (*same, False).index(False))
+                levels = max(levels, min(_levels_above(name, running, called) for name in names))
+    return levels
+
+
+def _levels_above(owner: str, running: str, called: Collection[str]) -> int:
+    """Return how many levels above a module is the innermost module that is called and runs when another one
+    does."""
+    own = owner.split(".")
+    same = [a == b for a, b in zip(own, running.split("."), strict=False)]
+    kept = (*same, False).index(False)
+    while kept and ".".join(own[:kept]) not in called:  # a list of layers is not called
+        kept -= 1
     return len(own) - kept
 
 

@@ -54,6 +54,7 @@ from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import LEAF, Conflict, Node, cut, factors, find, leaves, split
 from ..tracing.fold import Folded
 from .axis_variables import SolverInput
+from .elimination import Infeasible
 from .mesh_axis_problem import solve_axis
 
 # Pin the layouts of parameters to another plan, and let related parameters follow.
@@ -222,12 +223,18 @@ def solve(
         pins: leaves with a fixed choice: the leaves of all parameters, or none.
 
     Raises:
-        Infeasible: if the pinned choices contradict the constraints.
+        SolveError: if the pinned choices contradict the constraints.
     """
     given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
-    first = best = _solve(given, tp, SAVING_WEIGHTS[0], pins or {})
     if pins:
-        return best
+        try:
+            return _solve(given, tp, SAVING_WEIGHTS[0], pins)
+        except Infeasible as error:
+            raise SolveError(
+                "with the adapter, a layer cannot be computed from the parts that ranks have of its weight; "
+                "leave out layers of its target modules"
+            ) from error
+    first = best = _solve(given, tp, SAVING_WEIGHTS[0])
 
     least = _fraction_without(given, given.may_be_sharded)
     enough = MAX_REPLICATED if least < MAX_REPLICATED else least + MIN_GAIN

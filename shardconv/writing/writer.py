@@ -281,7 +281,7 @@ def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
     entries = []
     for path in files_to_copy(root, code=spec.trust_remote_code):
         file = root / path
-        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
         if spec.dequantize and path == Path("config.json"):
             config = plain_config(file.read_text(encoding="utf-8"))
             (directory / path).write_text(config, encoding="utf-8")

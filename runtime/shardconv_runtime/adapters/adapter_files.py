@@ -18,6 +18,7 @@ from ..format import plan_json
 from ..format.fingerprint import check_code
 from ..format.manifest import sha256_checksum
 from ..format.plan import Plan
+from ..parallel.build import stored_tensors
 from .adapter_names import ANY_NAME, CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME, naming_errors, peft
 from .attaching import Adapter, read_config
 
@@ -95,17 +96,25 @@ def saved_names(wrapper: Any, name: str, fqns: Iterable[str]) -> list[str]:
     Raises:
         SourceError: peft fails.
     """
-    prefix = _prefix(wrapper)
     markers = {fqn: torch.empty(0) for fqn in fqns}
     with naming_errors(f"the adapter {name!r}"):
-        state = _state(wrapper, name, {prefix + fqn: marker for fqn, marker in markers.items()})
+        state = _state(wrapper, name, markers)
     chosen = {id(marker) for marker in state.values()}
     return [fqn for fqn, marker in markers.items() if id(marker) in chosen]
 
 
-def _state(wrapper: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _state(wrapper: Any, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the tensors, by FQN in the model, that peft saves with an adapter, by its names."""
+    prefix = _prefix(wrapper)
+    named = {prefix + fqn: tensor for fqn, tensor in tensors.items()}
+    # Layers may share a tensor that the wrapper has under a name of its own, such as a bank of vectors.
+    inner = reversed(list(stored_tensors(wrapper.get_base_model())))
+    inside = {id(tensor): fqn for fqn, tensor in inner if fqn in tensors}  # the first name of each
+    for outside, tensor in stored_tensors(wrapper):
+        if id(tensor) in inside:
+            named.setdefault(outside, tensors[inside[id(tensor)]])
     found: dict[str, Tensor] = peft().get_peft_model_state_dict(
-        wrapper, state_dict=tensors, adapter_name=name, save_embedding_layers=False
+        wrapper, state_dict=named, adapter_name=name, save_embedding_layers=False
     )
     return found
 
@@ -135,7 +144,7 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     prefix = _prefix(wrapper)
     with naming_errors(f"the adapter {name!r}"):
-        state = _state(wrapper, name, {prefix + fqn: tensor for fqn, tensor in tensors.items()})
+        state = _state(wrapper, name, tensors)
         state |= {prefix + fqn: tensors[fqn] for fqn in more}
         config = copy.deepcopy(wrapper.peft_config[name])
         config.inference_mode = True

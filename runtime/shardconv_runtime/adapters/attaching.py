@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,6 +64,8 @@ class Attached:
     the adapters came. Copies of a new adapter have the model's values and are not in ``tensors``."""
     replaced: frozenset[str]
     """Names in ``tensors`` of tensors that belong to the model."""
+    not_trained: str = ""
+    """Why parts of the adapters on ranks cannot be trained; empty if they can."""
 
     def copied_modules(self) -> dict[str, str]:
         """Return the FQNs of copies of modules -> the FQN of the module that each copy replaces.
@@ -138,7 +141,7 @@ def attach(
                 wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable)
             _tie_copies(model, name, adapter)
             copied |= base.copies()
-            with base.kept(adapter):
+            with base.kept(adapter), base.watched():
                 if adapter.directory is not None:
                     with naming_errors(str(adapter)):
                         result = wrapper.load_adapter(
@@ -155,7 +158,9 @@ def attach(
                         )
             _tie_copies(model, name, adapter)
             base.require_unchanged(adapter)
+            base.require_nothing_derived(adapter)
         wrapper.set_adapter(next(iter(adapters)), inference_mode=not trainable)
+        wrapper.train(model.training)  # the library makes dropouts in training mode
         stored = dict(stored_tensors(model))
         added = {name: tensor.detach() for name, tensor in stored.items() if not base.has(tensor)}
     names = {id(tensor): name for name, tensor in reversed(before.items())}
@@ -170,7 +175,52 @@ def attach(
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise SourceError(f"{name}: no file of the adapter has it; it is not complete")
-    return Attached(wrapper, base_names, {**tensors, **replaced}, copies, frozenset(replaced))
+    added_modules = [module for module in model.modules() if id(module) not in modules]
+    reasons = (_why_not_trained(adapter, added_modules) for adapter in adapters.values())
+    not_trained = next(filter(None, reasons), "")
+    return Attached(wrapper, base_names, {**tensors, **replaced}, copies, frozenset(replaced), not_trained)
+
+
+_OWN_LOSSES = {
+    "ADALORA": "AdaLoRA adds a loss of its full matrices and prunes by their norms, and a rank has parts of "
+    "them; train LoRA, or train AdaLoRA in one process"
+}
+"""Kinds of adapters whose wrapper only adds to the loss -> why they are not trained. Such a wrapper calls the
+model and does nothing else in evaluation."""
+
+
+def _why_not_trained(adapter: Adapter, added: Collection[nn.Module]) -> str:
+    """Say why parts of an adapter on ranks cannot be trained; empty if they can.
+
+    Args:
+        adapter: the adapter.
+        added: the modules that the library added to the model.
+    """
+    if why := _OWN_LOSSES.get(adapter_kind(adapter)):
+        return why
+    # Masks of dropout modules are right on shards. Code of the library that draws itself may choose rows of a
+    # local weight, or whether a layer takes part at all.
+    known = {module.p for module in added if isinstance(module, nn.modules.dropout._DropoutNd)}
+    for name, value in adapter.config.to_dict().items():
+        if "dropout" in name and isinstance(value, float) and value and value not in known:
+            return (
+                f"{name}={value} of {adapter_kind(adapter)} draws random numbers for the full weights; set "
+                "it to 0, or train in one process"
+            )
+    return ""
+
+
+def token_remedy(adapter: Adapter) -> str:
+    """Return a remedy for an adapter that trains rows of an embedding; empty if it trains none."""
+    names = ("trainable_token_indices", "token_indices")
+    if not any(getattr(adapter.config, name, None) for name in names):
+        return ""
+    return "train the whole embedding with modules_to_save, or merge the adapter in one process with peft"
+
+
+def adapter_kind(adapter: Adapter) -> str:
+    """Return peft's name for the kind of an adapter."""
+    return str(getattr(adapter.config.peft_type, "value", adapter.config.peft_type))
 
 
 def _num_common(one: str, other: str) -> int:
@@ -214,9 +264,17 @@ def _with_adapter(
         except SourceError as error:
             raise _changes_the_model(adapter) if watch.read_by and is_saved else error from error
     if watch.read_by and not is_saved:
+        if remedy := token_remedy(adapter):
+            raise SourceError(f"{adapter}: it begins with rows of an embedding, which is sharded; {remedy}")
         raise SourceError(
             f"{adapter}: it is initialized from the weights of the model ({watch.read_by}), which are "
             "sharded; initialize it in one process with peft, save it, and adapt that"
+        )
+    is_plain = type(wrapper.base_model).forward is peft().tuners.tuners_utils.BaseTuner.forward
+    if not is_plain and adapter_kind(adapter) not in _OWN_LOSSES:
+        raise SourceError(
+            f"{adapter}: {adapter_kind(adapter)} runs its code around the model, which no plan knows; "
+            "use LoRA or another adapter of layers"
         )
     if getattr(config, "target_modules_to_tie", None):
         raise SourceError(
@@ -290,10 +348,12 @@ def _has_values(tensor: Tensor) -> bool:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the first operator that read the memory, except copies of full tensors, which get no bytes."""
 
-    def __init__(self, memory: dict[int, Tensor]) -> None:
+    def __init__(self, memory: dict[int, Tensor], derived: set[StorageWeakRef]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         """Address -> the tensor without bytes; copies are added."""
+        self.derived = derived
+        """Storages that were computed from the memory; more are added."""
         self.read_by = ""
 
     def __torch_dispatch__(
@@ -304,9 +364,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             copied = _without_bytes(args[0])
             self.memory[_address(copied)] = read[0]
             return copied
-        if read and not self.read_by and not _reads_no_values(func):
+        result = func(*args, **(kwargs or {}))
+        if _reads_no_values(func):
+            return result
+        if read and not self.read_by:
             self.read_by = str(func.overloadpacket).removeprefix("aten.")
-        return func(*args, **(kwargs or {}))
+        if read or any(_storage(x) in self.derived for x in tree_leaves((args, kwargs))):
+            self.derived.update(storage for x in tree_leaves(result) if (storage := _storage(x)) is not None)
+        return result
+
+
+def _storage(value: Any) -> StorageWeakRef | None:
+    """Return what tells the memory of a tensor with bytes from all others, also once it is freed."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        return None
+    return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _address(value: Any) -> int:
@@ -339,6 +411,8 @@ class _BaseWithoutBytes:
         """Address of a proxy, or of a copy of one -> the original."""
         self.replaced: dict[int, Tensor] = {}
         """Id of an original tensor -> the tensor of a saved adapter that replaces it."""
+        self.derived: set[StorageWeakRef] = set()
+        """Memory that was computed from proxies."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -381,7 +455,7 @@ class _BaseWithoutBytes:
     @contextmanager
     def watched(self) -> Iterator[_Watch]:
         """Note the operators that read the proxies within this context."""
-        with _Watch(self.memory) as watch:
+        with _Watch(self.memory, self.derived) as watch:
             yield watch
 
     def has(self, tensor: Tensor) -> bool:
@@ -402,6 +476,21 @@ class _BaseWithoutBytes:
         for proxy in self.proxies.values():
             if proxy._version or any(proxy.stride()):
                 raise _changes_the_model(adapter)
+
+    def require_nothing_derived(self, adapter: Adapter) -> None:
+        """Raise ``SourceError`` if something that an adapter keeps was computed from the proxies.
+
+        Its file has other tensors, and the library computes these from the weights each time.
+        """
+        for fqn, module in self.model.named_modules() if self.derived else ():
+            kept = {**vars(module), **module._parameters, **module._buffers}
+            for name, value in kept.items():
+                if any(_storage(tensor) in self.derived for tensor in tree_leaves(value)):
+                    raise SourceError(
+                        f"{adapter}: peft computes {fqn}.{name} ({adapter_kind(adapter)}) from the weights "
+                        "of the model whenever it loads the adapter, and a rank has parts of them; merge it "
+                        "in one process with peft, and convert the result"
+                    )
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
         """Return the tables and names of parameters and persistent buffers of the model's modules."""

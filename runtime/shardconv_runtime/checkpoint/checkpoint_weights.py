@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedModel
 
 from ..errors import SourceError, brief
 from ..format.names import natural_key
@@ -314,10 +314,19 @@ def _require_all(spec: ModelSpec, missing: Iterable[str], wrapped: str | None = 
             "the state dict of the model inside of the wrapper"
         )
     if names:
-        raise SourceError(
-            f"the checkpoint of {spec.name} lacks {_count(names)}: {_some(names)}; "
-            "download it again, or correct config.json"
-        )
+        remedy = "download it again, or correct config.json"
+        inner = f"{getattr(spec.model_class, 'base_model_prefix', '')}."
+        base = MODEL_MAPPING.get(type(spec.config), None)
+        if isinstance(base, type) and base is not spec.model_class and not any(map(_starts(inner), names)):
+            remedy = (
+                f"if it was saved without its head, name {base.__name__}, the class without one, in "
+                f"config.json; otherwise {remedy}"
+            )
+        raise SourceError(f"the checkpoint of {spec.name} lacks {_count(names)}: {_some(names)}; {remedy}")
+
+
+def _starts(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
 
 
 def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.hf_api import RepoFile
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..errors import SourceError, brief
 from ..format.header import dtype_name
-from ..format.small_files import EXAMPLE_NAME
+from ..format.small_files import EXAMPLE_NAME, choose_files, sizes_in
 from ..hub.hub_errors import bounded, explain
 from ..hub.remote_files import RemoteFile, remote_files
 from ..hub_options import Hub
+from ..parallel.model_config import CONFIG
 from .model_directory import (
     LAYOUTS,
     Index,
@@ -177,6 +180,8 @@ class ModelSpec:
     """The ``quantization_config`` of a quantized checkpoint; ``config`` describes the unquantized model."""
     dequantize: bool = False
     """Convert such a checkpoint to unquantized weights."""
+    sizes: Mapping[str, int] | None = None
+    """The files of a Hub repository -> bytes; None for those of the directory."""
 
     @property
     def class_name(self) -> str:
@@ -199,7 +204,7 @@ def is_custom(cls: type) -> bool:
 # From the user's path or Hub id to a local directory, downloading it if needed.
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*", EXAMPLE_NAME)
-"""Files of a model repository, other than weights and code, that may be needed at run time."""
+"""Files of a model repository that are asked for if it cannot be listed, as the client may have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +217,8 @@ class Located:
     """The commit of a Hub repository."""
     remote: tuple[RemoteFile, ...] = ()
     """The weight files that stay on the Hub."""
+    sizes: Mapping[str, int] | None = None
+    """The files of the repository -> bytes; None for a local directory, or if it cannot be listed."""
 
 
 def locate(
@@ -232,15 +239,37 @@ def locate(
     if (local := model_directory(model, need_weights=need_weights)) is not None:
         return Located(local)
     text = os.fspath(model)
-    directory = _download(text, hub, SMALL_FILES + (("*.py",) if code else ()))
+    sizes = _listed(text, hub)
+    if sizes is None:
+        small = SMALL_FILES + (("*.py",) if code else ())
+    else:
+        indices = [name for name in sizes if name.endswith(".index.json")]
+        chosen = choose_files(sizes, code=code).copied
+        small = tuple(map(glob.escape, {CONFIG, *chosen, *indices}))
+    directory = _download(text, hub, small)
     commit = directory.name
     if not need_weights:
-        return Located(directory, commit)
+        return Located(directory, commit, sizes=sizes)
     names = wanted_weights(directory)
     if stream and not hub.local_files_only and (remote := _remote(text, commit, directory, names, hub)):
-        return Located(directory, commit, remote)
+        return Located(directory, commit, remote, sizes)
     _download(text, replace(hub, revision=commit), names)
-    return Located(directory, commit)
+    return Located(directory, commit, sizes=sizes)
+
+
+def _listed(repo_id: str, hub: Hub) -> dict[str, int] | None:
+    """Return the files of a repository -> bytes; None if it cannot be listed, as without a network.
+
+    The client then reads its cache, or names the problem.
+    """
+    if hub.local_files_only:
+        return None
+    try:
+        with bounded():
+            entries = HfApi(token=hub.token).list_repo_tree(repo_id, recursive=True, revision=hub.revision)
+            return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+    except Exception:  # including errors of the HTTP library
+        return None
 
 
 def _remote(
@@ -328,7 +357,22 @@ def resolve(
         index=index,
         quantization=quantization,
         dequantize=quantization is not None and dtype is not None,
+        sizes=located.sizes,
     )
+
+
+def files_left_out(spec: ModelSpec) -> dict[str, str]:
+    """Return the files of a model that are neither its weights nor copied with them -> why."""
+    if spec.directory is None:
+        return {}
+    weights = {_path_in(spec.directory, file) for file in spec.weight_files}
+    sizes = sizes_in(spec.directory) if spec.sizes is None else spec.sizes
+    left_out = choose_files(sizes, code=spec.trust_remote_code).left_out
+    return {path: why for path, why in left_out.items() if path not in weights}
+
+
+def _path_in(directory: Path, file: WeightFile) -> str:
+    return file.name if isinstance(file, RemoteFile) else file.relative_to(directory).as_posix()
 
 
 def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, need_weights: bool) -> ModelSpec:

@@ -304,7 +304,8 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
             for name, header in headers.items():
                 if header.dtype not in TORCH_NAME:
                     raise SourceError(
-                        f"{file}: {name} has the dtype {header.dtype}, which torch does not have"
+                        f"{file}: {name} has the dtype {header.dtype}, which shardconv does not read; save "
+                        "it in another one, or remove it if the model does not use it"
                     )
                 tensors[name] = stored(file, start, header)
         else:

@@ -6,6 +6,7 @@ Errors that only some ranks can have are gathered from all ranks before the mode
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import socket
@@ -23,6 +24,7 @@ from ..errors import LaunchError
 from ..format.header import dtype_name
 from .mesh import Launch, can_capture, rank
 from .process_groups import control_group
+from .waiting import hinting
 
 # Values of rank 0 on every rank.
 
@@ -91,6 +93,34 @@ def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
     received = state.to(start.device)
     dist.broadcast(received, group_src=0, group=start.group)
     return received.cpu()
+
+
+# The call of the user that control messages belong to.
+#
+# If ranks make different calls, the messages of one would be read as those of the other.
+
+_CALL: ContextVar[str] = ContextVar("CALL", default="")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def named_call(name: str) -> Callable[[_Function], _Function]:
+    """Return a decorator: control messages of the function have its name, unless it runs in another call."""
+
+    def decorated(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _CALL.get():
+                return function(*args, **kwargs)
+            token = _CALL.set(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _CALL.reset(token)
+
+        return cast(_Function, call)
+
+    return decorated
 
 
 T = TypeVar("T")
@@ -162,30 +192,40 @@ def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = No
     return outcome[0]
 
 
-def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]:
+def exchange(start: Launch, value: T, timeout_s: float | None = None, call: str = "") -> list[T]:
     """Return the value of each rank, on every rank; only the own one in a job of one process.
 
     Args:
         start: the ranks.
         value: picklable, small.
         timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
+        call: the call of the user, if it runs in no other one.
 
     Raises:
-        LaunchError: a rank did not answer.
+        LaunchError: a rank did not answer, or is in another call.
     """
     if start.control is None:
         return [value]
     timeout_s = AGREE_TIMEOUT_S if timeout_s is None else timeout_s
-    values: list[Any] = [None] * start.world_size
+    call = _CALL.get() or call
+    messages: list[Any] = [None] * start.world_size
     try:
-        dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
-        dist.all_gather_object(values, value, group=start.control)
+        with hinting(start.rank, call or "a message to all ranks", timeout_s):
+            dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+            dist.all_gather_object(messages, (call, value), group=start.control)
     except RuntimeError as failure:
         raise LaunchError(
             f"rank {start.rank}: another rank did not answer within {timeout_s:.0f} s or ended; "
             f"its own output says why ({str(failure).splitlines()[0]})"
         ) from failure
-    return values
+    calls = [name for name, _ in messages]
+    for other, name in enumerate(calls):
+        if name and calls[0] and name != calls[0]:
+            raise LaunchError(
+                f"rank {other} is in {name} while rank 0 is in {calls[0]}, and ranks compute and save "
+                "together; make the same calls in the same order on all ranks"
+            )
+    return [value for _, value in messages]
 
 
 # Whether the ranks call a method of their model alike.
@@ -205,7 +245,7 @@ def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> N
         LaunchError: they do not, or a rank does not call it.
     """
     digests = {name: digest(value) for name, value in given.items()}
-    compare_calls(method, exchange(start, digests, start.timeout_s))
+    compare_calls(method, exchange(start, digests, start.timeout_s, method))
 
 
 def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
@@ -215,7 +255,8 @@ def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
         LaunchError: on all ranks; they do not, or a rank does not call it.
     """
     summaries = {name: _summary(value) for name, value in given.items()}
-    calls = exchange(start, summaries, CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s)
+    timeout_s = CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s
+    calls = exchange(start, summaries, timeout_s, "a call of the model")
     remedy = (
         "its ranks compute one result together: give all of them the same (a sampler shares data out over "
         "replicas, not over the ranks of one; shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"

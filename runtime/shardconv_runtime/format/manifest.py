@@ -68,7 +68,7 @@ class FileEntry:
     """The checksum of some blocks of a shard, see ``samples``; empty in older directories."""
 
     def __post_init__(self) -> None:
-        if problem := _path_problem(self.path):
+        if problem := path_problem(self.path):
             fail("path", f"{self.path[:200]!r}: {problem}")
         if self.path in (MANIFEST_NAME, PLAN_NAME):
             fail("path", f"{self.path} is not listed in the manifest")
@@ -271,7 +271,7 @@ def resolve(directory: str | os.PathLike[str], path: str) -> Path:
     Raises:
         CheckpointError: the path, or a link on it, leads out of the directory.
     """
-    if problem := _path_problem(path):
+    if problem := path_problem(path):
         raise CheckpointError(f"{path!r}: {problem}")
     try:
         root = Path(directory).resolve()
@@ -363,7 +363,14 @@ def _is_file(path: Path) -> bool:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _path_problem(path: str) -> str:
+def is_reserved(path: str) -> bool:
+    """Return whether a path in a converted directory is for files that are made there."""
+    top = path.split("/")[0]
+    is_of_weights = _RANK_DIRECTORY.fullmatch(top) is not None or top == COMMON_DIRECTORY
+    return is_of_weights or path.casefold() in (MANIFEST_NAME, PLAN_NAME, UNUSED_NAME)
+
+
+def path_problem(path: str) -> str:
     """Return why a path is unsafe or not relative; empty if it is safe."""
     if not path or any(c in '\\:*?"<>|\x7f' or ord(c) < 32 for c in path):
         return 'a path must not be empty, or have a control character or one of \\ : * ? " < > |'

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST_NAME, UNUSED_NAME, FileEntry, Manifest, resolve, sha256_checksum
+from .manifest import (
+    MANIFEST_NAME,
+    UNUSED_NAME,
+    FileEntry,
+    Manifest,
+    is_reserved,
+    path_problem,
+    resolve,
+    sha256_checksum,
+)
 
 # Converted directories of one model in one folder: for other numbers of ranks, and for its stages.
 #
@@ -113,31 +126,109 @@ def stage_of(rank: int, world_size: int, count: int) -> int:
 EXAMPLE_NAME = "example-inputs.tensors"
 """A safetensors file: the example of a call that the user gave. A model that is solved again is called so."""
 
-COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE*",
-    EXAMPLE_NAME,
-)
-"""Files of a model's directory that are copied along with its weights, as glob patterns."""
-
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
-COPIED_CODE = ("*.py",)
-"""Files that are copied too if the model runs its repository's code."""
+SMALL_BYTES = 64 * 2**20
+"""Files of at most this many bytes are copied along with the weights, tokenizers and licenses of any size."""
+
+ALL_BYTES, MOST_FILES = 2**30, 1000
+"""Bytes and number of all copied files; files beyond are left out, those in folders and the largest first."""
+
+_ANY_SIZE = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "LICENSE*", EXAMPLE_NAME)
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.distcp", "*.ot"),
+    *(
+        "*.pdparams",
+        "*.h5",
+        "*.msgpack",
+        "*.gguf",
+        "*.ggml",
+        "*.onnx",
+        "*.onnx_data",
+        "*.nemo",
+        "*.tflite",
+        "*.mlmodel",
+    ),
+    *("*.engine", "*.zip", "*.tar", "*.gz"),
+)
+"""Weights, optimizer states and archives, which are no part of a model without its weights, or are unsafe."""
+
+_OTHER_MODELS = (MANIFEST_NAME, "trainer_state.json")
+"""Files of folders that are converted directories, or checkpoints of the training of this model."""
+
+
+@dataclass(frozen=True)
+class ChosenFiles:
+    """The files of a model's directory that are copied along with its weights, and those that are not."""
+
+    copied: tuple[str, ...]
+    """Paths in the directory, sorted."""
+    left_out: Mapping[str, str]
+    """Path -> why it is not copied. Hidden files and folders, and indices of weights, are not named."""
+
+
+def choose_files(sizes: Mapping[str, int], *, code: bool) -> ChosenFiles:
+    """Choose the files to copy along with the weights: everything small that is not weights.
+
+    A list of names would lose files that tokenizers and processors of other models have.
+
+    Args:
+        sizes: path in the directory, with ``/`` -> bytes.
+        code: the model runs its repository's code.
+    """
+    other_models = {str(PurePosixPath(path).parent) for path in sizes if _name(path) in _OTHER_MODELS} - {"."}
+    wanted: list[str] = []
+    left_out: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for path in sorted(sizes):
+        folders = {str(folder) for folder in PurePosixPath(path).parents}
+        if any(part.startswith(".") or part == "__pycache__" for part in path.split("/")):
+            continue
+        if path.endswith(".index.json") and _is_any(path.removesuffix(".index.json"), _WEIGHTS):
+            continue
+        if folders & other_models:
+            left_out[path] = "of another checkpoint"
+        elif _is_any(path, _WEIGHTS):
+            left_out[path] = "weights or an archive"
+        elif path.endswith(".py") and not code:
+            left_out[path] = "code that the model does not run"
+        elif path == "README.md":
+            left_out[path] = "the model's card"
+        elif path_problem(path) or is_reserved(path) or names.setdefault(path.casefold(), path) != path:
+            left_out[path] = "a name that a converted directory cannot have"
+        elif sizes[path] > SMALL_BYTES and not _is_any(path, _ANY_SIZE):
+            left_out[path] = f"{sizes[path] / 2**20:.0f} MiB"
+        else:
+            wanted.append(path)
+    total = 0
+    copied: list[str] = []
+    for path in sorted(wanted, key=lambda path: ("/" in path, sizes[path])):
+        total += sizes[path]
+        if (total > ALL_BYTES or len(copied) == MOST_FILES) and not _is_any(path, _ANY_SIZE):
+            left_out[path] = f"beyond {ALL_BYTES // 2**20} MiB or {MOST_FILES} files"
+        else:
+            copied.append(path)
+    return ChosenFiles(tuple(sorted(copied)), left_out)
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _is_any(path: str, patterns: Collection[str]) -> bool:
+    """Return whether the name of a file matches one of the patterns."""
+    return any(fnmatchcase(_name(path), pattern) for pattern in patterns)
+
+
+def sizes_in(directory: Path) -> dict[str, int]:
+    """Return the sizes of the files in a directory and its folders, except hidden folders, by path."""
+    found = {}
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(folder, name) for name in names):
+            if file.is_file():
+                found[file.relative_to(directory).as_posix()] = file.stat().st_size
+    return found
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
@@ -147,9 +238,19 @@ def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
         directory: the directory of an ordinary model.
         code: it runs its repository's code.
     """
-    patterns = COPIED + (COPIED_CODE if code else ())
-    found = {file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
-    return sorted(file.relative_to(directory) for file in found)
+    return sorted(map(Path, choose_files(sizes_in(directory), code=code).copied))
+
+
+def told_left_out(left_out: Mapping[str, str]) -> list[str]:
+    """Return a note about files that are not copied; none without any."""
+    if not left_out:
+        return []
+    named = [f"{path} ({why})" for path, why in islice(left_out.items(), _NAMED)]
+    more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+    return [f"files that are not copied: {', '.join(named)}{more}"]
+
+
+_NAMED = 6
 
 
 def entry_of(directory: Path, path: Path) -> FileEntry:

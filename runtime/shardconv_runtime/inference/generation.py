@@ -361,7 +361,7 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
         is_streamed = given.pop("streamer", None) is not None
         draft = vocabulary_of_draft(given.pop(ARGUMENT, None))
         digests = {name: digest(value) for name, value in given.items()}
-        calls = exchange(start, (digests, is_streamed, draft), start.timeout_s)
+        calls = exchange(start, (digests, is_streamed, draft), start.timeout_s, "generate")
         compare_calls("generate", [call for call, _, _ in calls])
         is_streamed, drafts = any(streams for _, streams, _ in calls), [draft for _, _, draft in calls]
         kwargs = with_draft(kwargs, drafts)

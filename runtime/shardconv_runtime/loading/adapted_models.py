@@ -46,6 +46,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 @in_default_modes
+@agreement.named_call("add_adapter")
 def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int = 0) -> Any:
     """Add a new adapter to a loaded model; call it on every rank of the job.
 
@@ -158,6 +159,7 @@ def guard_adapters(wrapper: Any) -> Any:
     return wrapper
 
 
+@agreement.named_call("save_pretrained")
 def _save_pretrained(
     wrapper: Any,
     save_directory: str | os.PathLike[str],
@@ -289,8 +291,8 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
     for fqn, layer in unwrapped(wrapper).named_modules():
         if isinstance(layer, kind):
             try:
-                wrong += [] if _stays_the_same(layer, list(names)) else [fqn]
-            except (PlanError, RuntimeError, AttributeError, TypeError, ValueError):
+                wrong += [] if _stays_the_same(layer, list(names), loaded(wrapper).plan.tp) else [fqn]
+            except (PlanError, RuntimeError, AttributeError, TypeError, ValueError, IndexError):
                 wrong.append(fqn)
     if wrong:
         raise PlanError(
@@ -300,17 +302,27 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
 
 
 @torch.no_grad()
-def _stays_the_same(layer: Any, names: list[str]) -> bool:
-    """Return whether a layer with adapters computes the same once they are merged."""
+def _stays_the_same(layer: Any, names: list[str], tp: int) -> bool:
+    """Return whether a layer with adapters computes the same once they are merged.
+
+    Args:
+        layer: the layer of a rank, with its adapters.
+        names: the adapters to merge.
+        tp: number of ranks, which may have to divide the length of a sequence.
+    """
     base = layer.get_base_layer()
     if hasattr(layer, "parameter_name"):  # a stack of experts: compare shapes, since its layouts are pinned
         shape = getattr(base, layer.parameter_name).shape
         known = [name for name in names if name in layer.lora_A]
         return all(layer.get_delta_weight(name).shape == shape for name in known)
     trial = copy.deepcopy(layer)
-    num_inputs = base.weight.shape[0 if getattr(layer, "fan_in_fan_out", False) else 1]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, num_inputs, generator=generator).to(base.weight)
+    tokens = (1, 2 * tp)  # steps of sequence parallelism are for inputs [B, S, ...]
+    if isinstance(base, nn.Embedding):
+        x = torch.randint(base.weight.shape[0], tokens, generator=generator).to(base.weight.device)
+    else:
+        num_inputs = base.weight.shape[0 if getattr(layer, "fan_in_fan_out", False) else -1]
+        x = torch.randn(*tokens, num_inputs, generator=generator).to(base.weight)
     before = type(trial).forward(trial, x)
     trial.merge(adapter_names=names)
     after = type(trial).forward(trial, x)

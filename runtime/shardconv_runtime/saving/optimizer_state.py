@@ -32,6 +32,7 @@ _SHOWN = 5
 
 
 @in_default_modes
+@agreement.named_call("save_optimizer")
 def save_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -73,6 +74,7 @@ def save_optimizer(
 
 
 @in_default_modes
+@agreement.named_call("load_optimizer")
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,

@@ -52,6 +52,7 @@ from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
 
 @in_default_modes
+@agreement.named_call("save")
 def save(
     model: nn.Module,
     out: str | os.PathLike[str],
@@ -281,6 +282,7 @@ _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index
 """Files of an earlier checkpoint, which would be loaded in place of the new ones, or with them."""
 
 
+@agreement.named_call("save_pretrained")
 def save_pretrained(
     model: nn.Module,
     save_directory: str | os.PathLike[str],

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.waiting import hinting
 from ..errors import PlanError, missing
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
@@ -134,7 +135,9 @@ def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: 
     if local is not None:
         total[0] = torch.linalg.vector_norm(local.to(total.device), order)
     is_wide = any(share.gradient.dtype == torch.float64 for share in shares)
-    return _combined(total, order, groups_of(model)).to(torch.float64 if is_wide else torch.float32)
+    with hinting(source.launch.rank, "clip_grad_norm or grad_norm"):
+        norm = _combined(total, order, groups_of(model))
+    return norm.to(torch.float64 if is_wide else torch.float32)
 
 
 @dataclass(frozen=True)

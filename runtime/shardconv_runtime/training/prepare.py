@@ -322,17 +322,18 @@ def _attach_gates(
     absent: Collection[str],
 ) -> None:
     """Sum the gradients of parameters that ranks share, except parameters of modules on other stages."""
-    gated: dict[str, list[Gated]] = {}
+    gated: dict[nn.Module, dict[tuple[nn.Module, str], Gated]] = {}
     tied = [(alias, name) for alias, name in plan.tied if name in parameters]
     for name, source in [(name, name) for name in parameters] + tied:
         entry = parameters[source]
         gate = GradientGate(comm, entry, entry.grad_axes)
         owner, attribute = owner_of(model, name)
         if not gate.is_open and attribute in owner._parameters and not is_inside(name, absent):
-            around = ".".join(name.split(".")[: -1 - entry.grad_levels])
-            gated.setdefault(around, []).append(Gated(owner, attribute, name, gate))
+            around = model.get_submodule(".".join(name.split(".")[: -1 - entry.grad_levels]))
+            # Layers of an adapter may share a module, which then has a name in each of them.
+            gated.setdefault(around, {}).setdefault((owner, attribute), Gated(owner, attribute, name, gate))
     for module, found in gated.items():
-        attach_gates(model.get_submodule(module), found)
+        attach_gates(module, tuple(found.values()))
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:

@@ -261,7 +261,7 @@ class _StreamHooks:
         if not module.training:
             return
         settings = (getattr(owner, name, 0) for owner, name in self._probabilities)
-        if self._streams.frames or any(value not in (0, None, False) for value in settings):
+        if self._streams.frames or any(map(_is_above_0, settings)):
             if self._is_inside and not self._streams.frames:
                 raise PlanError(
                     f"{self._name} runs without the modules around it, and would draw different random "
@@ -291,7 +291,10 @@ class _StreamHooks:
             self._streams.leave(self._name, self._plan)
         elif self._resting and not torch.compiler.is_compiling():
             before, self._resting = self._resting, ()
-            if not _same(before, states()):
+            # Code with a table of probabilities may compare a number with a 0 in it (peft 0.21: LoHa, LoKr).
+            # All ranks draw that number, and it decides nothing.
+            has_tables = any(isinstance(getattr(owner, name, 0), dict) for owner, name in self._probabilities)
+            if not has_tables and not _same(before, states()):
                 raise PlanError(
                     f"{self._name or 'the model'} drew random numbers without a dropout probability above 0 "
                     "(in an attribute named for it, of the module or its config), so ranks may have drawn "
@@ -307,10 +310,21 @@ def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
             found[id(child), "p"] = child, "p"
         for owner in (child, getattr(child, "config", None)):
             for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if is_number and any(part in name.lower() for part in _RANDOM_NAMES):
+                is_known = _is_number(value) or (
+                    isinstance(value, dict) and bool(value) and all(map(_is_number, value.values()))
+                )
+                if is_known and any(part in name.lower() for part in _RANDOM_NAMES):
                     found[id(owner), name] = owner, name
     return list(found.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_above_0(value: Any) -> bool:
+    """Return whether a probability, or one in a table, is not 0."""
+    return any(value.values()) if isinstance(value, dict) else value not in (0, None, False)
 
 
 def states() -> GeneratorStates:
