@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from ..versions import __version__
 from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer
+from .prompts import token_ids
 from .schemas import (
     COMPLETION_TOKENS,
     BadRequest,
@@ -130,15 +131,12 @@ async def _respond(
 ) -> Response:
     _require_model(served, served.name if body.model is None else body.model)
     is_chat = isinstance(body, ChatRequest)
-    try:
-        prompts = body.token_ids(served.tokenizer)
-    except (UnicodeError, TypeError, ValueError) as error:
-        raise BadRequest(f"the text cannot be made into tokens: {error}") from error
+    prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
     wanted = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
-        body.sampling(defaults),
+        await served.with_grammar(body.sampling(defaults)),
         body.stops,
         frozenset(body.stop_token_ids),
         body.ignore_eos,

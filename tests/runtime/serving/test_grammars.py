@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from shardconv_runtime.serving.grammars import MOST_CHARACTERS, Grammars
 from shardconv_runtime.serving.request_sampling import RequestProcessor
 from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Sampling
-from shardconv_runtime.serving.server import MOST_CHARACTERS, Grammars
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
