@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
 from .schemas import BadRequest, Sampling, TokenLogprob
+from .token_texts import INCOMPLETE, TokenTexts
 
 # The server's counts, in the form that Prometheus reads.
 
@@ -71,8 +73,6 @@ class Metrics:
 
 # From the tokens of an answer to its text, piece by piece.
 
-INCOMPLETE = "\ufffd"
-"""Result of decoding a part of a character's bytes."""
 LONGEST_CHARACTER = 8
 """Tokens after which bytes without a complete character are invalid: a character has at most four bytes."""
 
@@ -176,6 +176,11 @@ class Served:
     compiler_calls: BoundedCalls | None = None
     prompt_calls: BoundedCalls | None = None
     metrics: Metrics = field(default_factory=Metrics)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of single tokens, for logprobs."""
+        return TokenTexts(self.tokenizer)
 
     async def with_grammar(self, sampling: Sampling) -> Sampling:
         """Return how tokens are drawn, with the compiled grammar of the schema if there is one.
