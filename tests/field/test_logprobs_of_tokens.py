@@ -31,7 +31,7 @@ from shardconv_runtime.serving.token_texts import BYTE_OF
 
 def byte_level() -> Any:
     """A token for each byte, and some words; two of the tokens have one text."""
-    rows = {character: byte for character, byte in BYTE_OF.items()}
+    rows = dict(BYTE_OF)
     rows |= {"Ġhello": 256, "Ġworld": 257, "âĤ": 258}  # two of the three bytes of the euro sign
     model = Tokenizer(models.BPE(rows, []))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
