@@ -135,12 +135,8 @@ class BoundedCalls:
             request = pickle.dumps((function, args, self.cpu_s))
         except RecursionError as error:
             raise BadRequest("the request has too many levels") from error
+        connection = self._sent(request)
         try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._server.open()
-        try:
-            _send(connection, request)
             answer = _received(connection)
         except OSError as error:
             connection.close()
@@ -154,6 +150,19 @@ class BoundedCalls:
         if answer[:1] != _RETURNED:
             raise RuntimeError(answer[1:].decode(errors="replace"))
         return answer[1:]
+
+    def _sent(self, request: bytes) -> socket.socket:
+        """Send a request to an idle process that still lives, or a new one; return the connection."""
+        with contextlib.suppress(IndexError):  # none is idle
+            while True:
+                connection = self._idle.pop()
+                with contextlib.suppress(BrokenPipeError):
+                    _send(connection, request)
+                    return connection
+                connection.close()
+        connection = self._server.open()
+        _send(connection, request)
+        return connection
 
     async def awaited(self, function: Callable[..., bytes], *args: Any) -> bytes:
         """Return the value of a function that uses ``call``; other tasks of the loop run meanwhile."""

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from .bounded_calls import MEMORY_BYTES, BoundedCalls, CallEndedError, ForkServer, printed
+from .schema_keywords import ignored_part
 from .schemas import BadRequest
 
 PACKAGE = "xgrammar"
@@ -146,7 +147,7 @@ class Grammars:
             return error
         except CallEndedError:
             return BadRequest(
-                f"the schema cannot be followed: it takes more than {COMPILE_S:g} s or "
+                f"the schema cannot be followed: it takes more than {self._calls.cpu_s:g} s or "
                 f"{MEMORY_BYTES / 2**30:g} GiB to compile, or a pattern in it has too many levels",
                 "response_format",
             )
@@ -208,8 +209,11 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
     def refuse(reason: str) -> BadRequest:
         return BadRequest(f"the schema cannot be followed: {reason}", "response_format")
 
-    if num_levels(json.loads(schema)) > MOST_LEVELS:
+    value = json.loads(schema)
+    if num_levels(value) > MOST_LEVELS:
         raise refuse(f"it has more than {MOST_LEVELS} levels")
+    if (ignored := ignored_part(value)) is not None:
+        raise refuse(f"xgrammar does not support a part of it: {ignored}")
     # One thread: the limit is of processor time, and the process was forked.
     compiler = xgrammar.GrammarCompiler(prepared.info, max_threads=1, cache_enabled=False)
     try:
@@ -218,8 +222,8 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
     except RuntimeError as error:
         raise refuse(_reason(str(error)) or "xgrammar does not support it") from error
     # What xgrammar does not know it leaves out: the answer would be another one than the schema says.
-    if ignored := [_reason(line) for line in printed().splitlines() if "Warning: " in line]:
-        raise refuse(f"xgrammar does not support a part of it: {ignored[0]}")
+    if warnings := [_reason(line) for line in printed().splitlines() if "Warning: " in line]:
+        raise refuse(f"xgrammar does not support a part of it: {warnings[0]}")
     content = grammar.serialize_json()
     if len(content) > MOST_GRAMMAR_BYTES:
         raise refuse(
