@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hostile_requests
 import pytest
 import torch
 import transformers
@@ -397,6 +399,37 @@ def test_nonsense_is_the_clients_fault(serving: Serving, body: bytes) -> None:
         status, found = post(serving, path, body)
         assert status == 400
         assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_hostile_requests_beside_ordinary_ones(serving: Serving) -> None:
+    """Each is refused, the others are answered rightly, and nobody waits. The long form is a crowd."""
+    bodies = [("/v1/completions", body) for body in hostile_requests.completions(random.Random(0))]
+    bodies += [("/v1/chat/completions", body) for body in hostile_requests.chats()]
+
+    def ask(path: str, body: dict[str, Any]) -> tuple[int, str]:
+        status, found = post(serving, path, json.dumps({"model": "tiny", "max_tokens": 30} | body).encode())
+        return status, found["error"]["message"] if "error" in found else ""
+
+    def complete(index: int) -> str:
+        options = {"model": "tiny", "prompt": PROMPTS[index % 3], "max_tokens": 6, "temperature": 0}
+        return str(serving.client.completions.create(**options).choices[0].text)
+
+    want = [serving.continued(prompt, 6).split() for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(bodies)) as pool, ThreadPoolExecutor(1) as other:
+        asked = [pool.submit(ask, *each) for each in bodies]
+        for index in range(8):
+            begin = time.monotonic()
+            assert other.submit(complete, index).result().split() == want[index % 3]
+            assert time.monotonic() - begin < LONGEST_WAIT_S
+        for (_, body), answer in zip(bodies, asked, strict=True):
+            status, message = answer.result()
+            assert status == 400, (body, status, message)
+            assert message
+            assert ".cc" not in message
+
+
+LONGEST_WAIT_S = 4
+"""What one compiler, or one template, took of everybody's time was more."""
 
 
 def test_other_paths(serving: Serving) -> None:

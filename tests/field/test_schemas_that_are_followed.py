@@ -16,44 +16,26 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from hostile_requests import letters, nested
 from shardconv_runtime.serving.bounded_calls import BoundedCalls, CallEndedError, ForkServer
 from shardconv_runtime.serving.grammars import Grammars, prepare_calls
 from shardconv_runtime.serving.request_sampling import NO_TOKEN, SLOW, RequestProcessor
 from shardconv_runtime.serving.schemas import BadRequest, Sampling
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 xgrammar = pytest.importorskip("xgrammar")
 
-CHARACTERS = '{}[]":,.0123456789abcdefghijklmnopqrstuvwxyz -'
 END, VOCABULARY = 2, 60
-
-
-def small_letters() -> Any:
-    """A token for each character, and no capitals."""
-    rows = {text: index for index, text in enumerate(("<pad>", "<unk>", "<end>", *CHARACTERS))}
-    model = Tokenizer(models.WordLevel(rows, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    model.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<end>")
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
     """Schemas are compiled in 0.5 s of processor time, or refused."""
     server = ForkServer()
-    found = Grammars(small_letters(), VOCABULARY, [END], BoundedCalls(server, 0.5, 2, keeps_processes=False))
-    server.prepare(prepare_calls, small_letters(), *found.tokens)
+    found = Grammars(letters(), VOCABULARY, [END], BoundedCalls(server, 0.5, 2, keeps_processes=False))
+    server.prepare(prepare_calls, letters(), *found.tokens)
     yield found
     server.close()
-
-
-def nested(levels: int) -> Any:
-    schema: Any = {"type": "string"}
-    for _ in range(levels):
-        schema = {"type": "array", "items": schema}
-    return schema
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -191,7 +173,7 @@ def test_a_request_that_no_token_continues_fails_alone(
     assert grammars.failures == {"b": NO_TOKEN}
     grammars.failures.clear()
     assert steps.states["a"].generated_tokens == logits[:, 0].argmax(-1).tolist()
-    assert small_letters().decode(steps.states["c"].generated_tokens) == '"yes"<end>'
+    assert letters().decode(steps.states["c"].generated_tokens) == '"yes"<end>'
 
 
 def test_a_schema_that_takes_long_for_each_token_fails_alone(

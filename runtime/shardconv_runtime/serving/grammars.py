@@ -219,12 +219,14 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
     try:
         # Some models would go on with spaces forever.
         grammar = compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_SPACES)
+        content = grammar.serialize_json()
     except RuntimeError as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
         raise refuse(_reason(str(error)) or "xgrammar does not support it") from error
     # What xgrammar does not know it leaves out: the answer would be another one than the schema says.
     if warnings := [_reason(line) for line in printed().splitlines() if "Warning: " in line]:
         raise refuse(f"xgrammar does not support a part of it: {warnings[0]}")
-    content = grammar.serialize_json()
     if len(content) > MOST_GRAMMAR_BYTES:
         raise refuse(
             f"it is too large: compiled, it takes {len(content) / 2**20:.0f} MiB of the "
