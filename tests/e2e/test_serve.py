@@ -562,7 +562,7 @@ def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path)
         while any(Path(f"/proc/{pid}").exists() for pid in server.pids):
             assert time.monotonic() - begin < 60
             time.sleep(0.1)
-        assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 40)
+        assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 25)
 
 
 def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:

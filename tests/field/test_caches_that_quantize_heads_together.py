@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from checkpoints import save_causal
 from one_and_ranks import of_one, of_ranks, require_refused, require_same
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.inference.generation import candidates_of_rank_0
-from shardconv_runtime.loading.several_ranks import _require_scales_within_heads
+from shardconv_runtime.loading.several_ranks import require_scales_within_heads
 from torch import Tensor
 from transformers import cache_utils
 
@@ -72,11 +71,10 @@ class AcrossHeads(WithinHeads):
 
 
 def test_what_decides_is_what_the_cache_does() -> None:
-    config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
-    _require_scales_within_heads(transformers.DynamicCache(config=config), config)
-    _require_scales_within_heads(cache_utils.Cache(layers=[WithinHeads()]), config)
+    require_scales_within_heads(cache_utils.DynamicLayer(), 8)
+    require_scales_within_heads(WithinHeads(), 8)
     with pytest.raises(PlanError, match=r"AcrossHeads.*divides 8"):
-        _require_scales_within_heads(cache_utils.Cache(layers=[AcrossHeads()]), config)
+        require_scales_within_heads(AcrossHeads(), 8)
 
 
 def test_layers_that_draft_tokens_are_not_in_a_converted_directory() -> None:

@@ -32,7 +32,7 @@ def schemas(draw: random.Random) -> dict[str, Any]:
     """Schemas that cannot be followed; other ones each time, so that each is compiled."""
     name = f"p{draw.randrange(10**9)}"
     return {
-        "no capitals": {"enum": ["Yes", "No", name]},
+        "no capitals": {"enum": ["Yes", "No"], "description": name},
         "itself": {"$ref": "#", "description": name},
         "cycle": {"$defs": {name: {"$ref": f"#/$defs/{name}"}}, "$ref": f"#/$defs/{name}"},
         "parentheses": {"type": "string", "pattern": "(" * 30_000 + name + ")" * 30_000},

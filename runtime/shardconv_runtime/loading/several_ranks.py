@@ -165,6 +165,10 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
 # that another model has filled is refused.
 
 
+_QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
+"""The layers of quantized caches; since transformers 5.23 they have another base."""
+
+
 class _LocalCaches:
     """Forward pre-hook of a model that looks at the caches among the arguments.
 
@@ -188,9 +192,9 @@ class _LocalCaches:
             for cache in _parts(given):
                 if cache not in self._seen:
                     self._seen.add(cache)
-                    if not self._has_all_heads:
-                        _require_scales_within_heads(cache, module.config)
                     for layer in cache.layers:
+                        if isinstance(layer, _QUANTIZED) and not self._has_all_heads:
+                            layer.update = MethodType(_first_quantized, layer)
                         keys = getattr(layer, "keys", None)
                         has_keys = isinstance(keys, Tensor) and keys.dim() == 4
                         if not has_keys or not getattr(layer, "is_initialized", False):
@@ -202,18 +206,28 @@ class _LocalCaches:
                             layer.is_initialized = False
 
 
-def _require_scales_within_heads(cache: Any, config: Any) -> None:
-    """Check that a quantized cache quantizes each head as it would if the others were not there.
+def _first_quantized(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return ``update`` of a quantized layer with keys ``[B, local heads, S, head dim]``.
+
+    Raises:
+        PlanError: see ``require_scales_within_heads``.
+    """
+    vars(self).pop("update", None)
+    if not self.get_seq_length():
+        require_scales_within_heads(self, key_states.shape[-1])
+    return self.update(key_states, value_states, *args, **kwargs)
+
+
+def require_scales_within_heads(layer: Any, width: int) -> None:
+    """Check that an empty layer of a cache quantizes each head as it would if the others were not there.
+
+    Args:
+        layer: of a quantized cache of transformers.
+        width: the width of a head.
 
     Raises:
         PlanError: it does not, for example with one scale for all heads: each rank would take its own.
     """
-    kind = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)  # since transformers 5.23
-    layer = next((each for each in cache.layers if isinstance(each, kind)), None)
-    if layer is None or layer.get_seq_length():
-        return
-    text = config.get_text_config(decoder=True)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # Two heads ``[1, 2, S, head dim]`` of unlike sizes, in a prompt of 3 tokens and 2 more.
     sizes = torch.tensor([1.0, 7.3])[:, None, None]
     states = torch.linspace(-1, 1, 10 * width).reshape(1, 2, 5, width) * sizes

@@ -171,7 +171,7 @@ class BoundedCalls:
 
 def _fork_for_calls(control: socket.socket) -> None:
     """Fork processes until the owner of the other end closes it or dies; then end all of them."""
-    os.setsid()  # a group of its own, which ends together and gets no Ctrl-C
+    os.setsid()  # a group of its own, which ends together and gets no interrupt of a terminal
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 needs it for the requests that it still answers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -235,7 +235,7 @@ def _attempted(function: Callable[..., Any], *args: Any) -> tuple[bytes, Any]:
 
 
 def printed() -> str:
-    """Return what the process of this call has printed; libraries tell there what they ignore."""
+    """Return the text that this process has printed; libraries print warnings of ignored things."""
     sys.stdout.flush()
     sys.stderr.flush()
     size = os.lseek(2, 0, os.SEEK_END)

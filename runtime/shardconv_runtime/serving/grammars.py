@@ -166,7 +166,7 @@ def _size(grammar: bytes | BadRequest) -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every call has in memory.
+    """Values that every call has in memory.
 
     Attributes:
         tokenizer: a tokenizer of transformers.
@@ -178,7 +178,7 @@ class Prepared:
 
 
 def prepare_calls(tokenizer: Any, vocabulary_size: int, ends: Iterable[int] | None) -> Prepared:
-    """Return what the calls have in memory.
+    """Return the values that the calls have in memory.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -242,7 +242,7 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
 
 
 def _reason(message: str) -> str:
-    """Return what xgrammar says, without time and line of its code; nothing for a failed assertion."""
+    """Return the message of xgrammar without time and line of its code; nothing for an assertion."""
     text = message.strip().rpartition("Warning: ")[2]
     lines = re.sub(r"^(\[[^]]*\] )?(\S+:\d+: )?", "", text).splitlines()
     return "" if not lines or "Check failed" in lines[0] else lines[0][:200]

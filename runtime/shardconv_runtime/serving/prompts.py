@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
+
+# Private, but it reads templates as transformers renders them.
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from .bounded_calls import BoundedCalls, CallEndedError
 from .grammars import Prepared
@@ -83,7 +85,7 @@ def require_template_variables(arguments: Mapping[str, Any], tokenizer: Any, has
     """
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     options = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - _PASSED_ON
-    free = template_variables(template) - options - {"messages", *tokenizer.special_tokens_map}
+    free = _get_template_variables(template) - options - {"messages", *tokenizer.special_tokens_map}
     if refused := sorted(arguments.keys() - free):
         raise BadRequest(
             f"the chat template takes no {', '.join(refused)} from a request; "
@@ -97,23 +99,3 @@ def require_template_variables(arguments: Mapping[str, Any], tokenizer: Any, has
 _PROMPT = "add_generation_prompt"
 _PASSED_ON = frozenset({_PROMPT, "documents", "kwargs"})
 """Options of ``apply_chat_template`` that it only passes on to the template."""
-
-
-@lru_cache
-def template_variables(template: str) -> frozenset[str]:
-    """Return the variables that a chat template reads and does not set itself."""
-    import jinja2.ext  # transformers imports it for the first template, too
-    import jinja2.meta
-
-    class Generation(jinja2.ext.Extension):
-        """The block that marks what an assistant says, which transformers adds to jinja."""
-
-        tags = {"generation"}  # noqa: RUF012 (as in the base class)
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols])  # nothing is rendered
-    environment.globals.update(dict.fromkeys(("raise_exception", "strftime_now")))
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))

@@ -1,4 +1,4 @@
-"""What a JSON schema says that xgrammar leaves out, without a word: such a schema is refused.
+"""The parts of a JSON schema that xgrammar leaves out, without a word: such a schema is refused.
 
 Found by asking xgrammar 0.2.8 whether it accepts values that the schema does not allow,
 ``tests/field/test_schemas_that_are_followed.py``. A grammar that allows less than the schema does no harm.

@@ -26,7 +26,7 @@ class TokenTexts:
         self._known: dict[tuple[int, bool], str] = {}
 
     def text(self, token: int, is_first: bool) -> str:
-        """Return what a token adds to a text, U+FFFD for bytes that are no text.
+        """Return the text that a token adds, U+FFFD for bytes that are no text.
 
         Args:
             token: its id.
@@ -40,7 +40,7 @@ class TokenTexts:
         return self._known[key]
 
     def bytes_of(self, token: int, is_first: bool) -> bytes:
-        """Return what a token adds to the bytes of a text."""
+        """Return the bytes that a token adds to a text."""
         text = self.text(token, is_first)
         if INCOMPLETE not in text:
             return text.encode(errors="replace")
@@ -82,7 +82,7 @@ MOST_KNOWN = 2**16
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the characters that stand for bytes in byte-level vocabularies, as GPT-2's does."""
+    """Return the characters that stand for bytes in byte-level vocabularies."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
