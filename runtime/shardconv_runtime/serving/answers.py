@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
+from .grammars import SLOW
 from .schemas import BadRequest, Sampling, TokenLogprob
 from .token_texts import INCOMPLETE, TokenTexts
 
@@ -284,7 +285,10 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 if served.processor is not None and name in served.processor.failed:
                     raise BadRequest("the model's logits are not numbers for this prompt", "prompt", 500)
                 if wanted.sampling.grammar is not None and name in served.grammars.failures:
-                    raise BadRequest(served.grammars.failures[name], "response_format")
+                    why = served.grammars.failures[name]
+                    if why == SLOW:
+                        served.grammars.refuse(wanted.sampling.json_schema, why)
+                    raise BadRequest(why, "response_format")
                 tokens, is_finished = output.generated_tokens, output.is_finished()
                 now = time.perf_counter()
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)

@@ -7,7 +7,9 @@ compiled grammar with the request, so that all of them follow the same one.
 from __future__ import annotations
 
 import json
+import random
 import re
+import threading
 import time
 import zlib
 from collections.abc import Iterable
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .bounded_calls import MEMORY_BYTES, BoundedCalls, CallEndedError, ForkServer, printed
@@ -33,12 +36,21 @@ MOST_SPACES = 8
 COMPILE_S = 3.0
 """Most processor time of compiling a schema."""
 COMPILE_AT_A_TIME = 4
+NUM_TRIED, TRIED_TOKENS = 3, 40
+"""Answers that are tried after compiling, and the most tokens of each."""
 MOST_KEPT_BYTES = 64 * 2**20
 """Most bytes of compiled schemas that rank 0 keeps for other requests."""
 NUM_READ_GRAMMARS = 8
 """Grammars that each rank keeps as it read them."""
-FIRST_S, NEXT_S = 1.0, 0.02
+FIRST_S, NEXT_S = 0.25, 0.02
 """Time that a schema may take in the loop of all requests: at first, and for each token."""
+
+NO_TOKEN = (
+    "the answer cannot follow the schema: no token may come next; the schema may have an end that cannot be "
+    "reached, or a character that no token has"
+)
+SLOW = "the answer cannot follow the schema: it takes too long for each token, and other requests wait"
+"""Why an answer failed."""
 
 
 @dataclass
@@ -54,6 +66,16 @@ class FollowedSchema:
     matcher: Any
     num_tokens: int = 0
     seconds: float = 0.0
+
+    def accept(self, token: int) -> bool:
+        """Go on with a token; return whether the schema allows it."""
+        begin = time.thread_time()
+        try:
+            is_allowed = bool(self.matcher.is_terminated() or self.matcher.accept_token(token))
+        except RuntimeError:  # a failed assertion; on all ranks
+            is_allowed = False
+        self.seconds += time.thread_time() - begin
+        return is_allowed
 
     @property
     def is_slow(self) -> bool:
@@ -90,6 +112,7 @@ class Grammars:
         self._info = prepare_calls(tokenizer, *self.tokens).info
         self._calls = calls
         self._kept: dict[str, bytes | BadRequest] = {}
+        self._lock = threading.Lock()
         self._mask = xgrammar.allocate_token_bitmask(1, vocabulary_size)
         self._read = lru_cache(NUM_READ_GRAMMARS)(self._read_grammar)
 
@@ -101,12 +124,14 @@ class Grammars:
         """
         if len(schema) > MOST_CHARACTERS:
             raise BadRequest(f"the schema has more than {MOST_CHARACTERS} characters", "response_format")
-        grammar = self._kept.pop(schema, None)
+        with self._lock:
+            grammar = self._kept.pop(schema, None)
         if grammar is None:
             grammar = self._compiled(schema)
-        self._kept[schema] = grammar  # the last ones are those that were used last
-        while sum(map(_size, self._kept.values())) > MOST_KEPT_BYTES:
-            self._kept.pop(next(iter(self._kept)), None)
+        with self._lock:
+            self._kept[schema] = grammar  # the last ones are those that were used last
+            while sum(map(_size, self._kept.values())) > MOST_KEPT_BYTES:
+                self._kept.pop(next(iter(self._kept)))
         if isinstance(grammar, BadRequest):
             raise grammar
         return grammar
@@ -119,15 +144,23 @@ class Grammars:
             grammar: what ``require`` returned for it; None to compile it here.
             answer: token ids.
         """
-        matcher = self._library.GrammarMatcher(self._read(grammar or self.require(schema)))
+        followed = FollowedSchema(self._library.GrammarMatcher(self._read(grammar or self.require(schema))))
         for token in answer:
-            matcher.accept_token(token)
-        return FollowedSchema(matcher)
+            followed.accept(token)
+        return followed
+
+    def refuse(self, schema: str, reason: str) -> None:
+        """Refuse a schema from now on."""
+        self._kept[schema] = BadRequest(reason, "response_format")
 
     def allowed(self, scores: Tensor, followed: FollowedSchema) -> Tensor:
         """Return the scores ``[V]`` of the tokens that may come next; others, maybe all, have none."""
         begin = time.thread_time()
-        is_free = followed.matcher.is_terminated() or not followed.matcher.fill_next_token_bitmask(self._mask)
+        matcher = followed.matcher
+        try:
+            is_free = matcher.is_terminated() or not matcher.fill_next_token_bitmask(self._mask)
+        except RuntimeError:  # a failed assertion; on all ranks
+            return torch.full_like(scores, -torch.inf)
         followed.seconds += time.thread_time() - begin
         followed.num_tokens += 1
         if is_free:
@@ -233,12 +266,34 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
             f"{MOST_GRAMMAR_BYTES // 2**20} MiB that are allowed; fewer optional properties or shorter "
             "lengths take less"
         )
-    # The first token, from what the ranks will read, with less stack than they have.
+    # Some answers, from what the ranks will read, with less stack than they have.
     matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(content, prepared.info))
     mask = xgrammar.allocate_token_bitmask(1, prepared.info.vocab_size)
     if matcher.fill_next_token_bitmask(mask) and not mask.any():
         raise refuse("no token can begin the answer")
+    try:
+        tried = [_draw_answer(matcher.fork(), mask, random.Random(seed)) for seed in range(NUM_TRIED)]
+    except RuntimeError as error:
+        raise refuse(_reason(str(error)) or "xgrammar does not support it") from error
+    if any(each.is_slow for each in tried):
+        raise refuse("it takes too long for each token, as nested repetitions do")
     return zlib.compress(content.encode(), 1)
+
+
+def _draw_answer(matcher: Any, mask: Tensor, draw: random.Random) -> FollowedSchema:
+    """Return a schema after an answer of tokens that it allows, or as far as that was not slow."""
+    followed = FollowedSchema(matcher)
+    while followed.num_tokens < TRIED_TOKENS and not (followed.is_slow or matcher.is_terminated()):
+        begin = time.thread_time()
+        mask.fill_(-1)
+        followed.matcher.fill_next_token_bitmask(mask)
+        followed.seconds += time.thread_time() - begin
+        followed.num_tokens += 1
+        bits = (mask[0, :, None] >> torch.arange(32)) & 1
+        allowed = bits.flatten().nonzero().flatten()
+        if not len(allowed) or not followed.accept(int(allowed[draw.randrange(len(allowed))])):
+            break
+    return followed
 
 
 def _reason(message: str) -> str:

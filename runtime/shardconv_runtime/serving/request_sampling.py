@@ -28,6 +28,7 @@ from transformers import (
 from transformers.generation.continuous_batching import cb_logits_processors
 
 from ..errors import ShardconvError
+from .grammars import NO_TOKEN, SLOW
 from .schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 
 HONORED = (*DEFAULT_FIELDS, "do_sample", "eos_token_id")
@@ -58,11 +59,6 @@ ONE_ASKS_FOR_NOTHING = (
 """Fields whose value 1 means the same as an unset field."""
 
 NOT_NUMBERS = "the model's logits are not numbers for this prompt"
-NO_TOKEN = (
-    "the answer cannot follow the schema: no token may come next; the schema may have an end that cannot be "
-    "reached, or a character that no token has"
-)
-SLOW = "the answer cannot follow the schema: it takes too long for each token, and other requests wait"
 REASONS = (NOT_NUMBERS, NO_TOKEN, SLOW)
 """Why a request failed."""
 
@@ -209,10 +205,9 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
                     generator = _generator(requests[row], asked[row].seed, probabilities[index])
                     chosen[row] = torch.multinomial(probabilities[index], 1, generator=generator)
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
-            if sampling.json_schema is not None and row not in lost:
-                matcher = self._followed(state, sampling).matcher
-                if not matcher.is_terminated() and not matcher.accept_token(int(chosen[row])):
-                    self._fail(state, NO_TOKEN)
+            follows = sampling.json_schema is not None and row not in lost
+            if follows and not self._followed(state, sampling).accept(int(chosen[row])):
+                self._fail(state, NO_TOKEN)
             noted = self.logprobs.get(state.request_id)
             if sampling.num_logprobs is not None and noted is not None:
                 noted.append(_logprob(rows[row], int(chosen[row]), sampling.num_logprobs))
