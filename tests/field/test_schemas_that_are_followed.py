@@ -180,7 +180,7 @@ def test_a_schema_that_takes_long_for_each_token_fails_alone(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("shardconv_runtime.serving.grammars.time.thread_time", lambda: next(clock))
+    monkeypatch.setattr("shardconv_runtime.serving.grammars.time.thread_time", lambda: next(clock) / 10)
     steps = Step(grammars, {"a": Sampling(0), "b": Sampling(0, json_schema='{"type": "object"}')})
     steps.take(torch.zeros(2, VOCABULARY))
     assert grammars.failures == {}

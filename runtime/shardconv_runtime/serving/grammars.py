@@ -38,6 +38,8 @@ COMPILE_S = 3.0
 COMPILE_AT_A_TIME = 4
 NUM_TRIED, TRIED_TOKENS = 3, 40
 """Answers that are tried after compiling, and the most tokens of each."""
+TRIED_TOKENS_EACH = 5
+"""Tokens that are tried for one that does not complete the answer."""
 MOST_KEPT_BYTES = 64 * 2**20
 """Most bytes of compiled schemas that rank 0 keeps for other requests."""
 NUM_READ_GRAMMARS = 8
@@ -281,7 +283,7 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
 
 
 def _draw_answer(matcher: Any, mask: Tensor, draw: random.Random) -> FollowedSchema:
-    """Return a schema after an answer of tokens that it allows, or as far as that was not slow."""
+    """Return a schema after a long answer of tokens that it allows, or as far as that was not slow."""
     followed = FollowedSchema(matcher)
     while followed.num_tokens < TRIED_TOKENS and not (followed.is_slow or matcher.is_terminated()):
         begin = time.thread_time()
@@ -290,9 +292,15 @@ def _draw_answer(matcher: Any, mask: Tensor, draw: random.Random) -> FollowedSch
         followed.seconds += time.thread_time() - begin
         followed.num_tokens += 1
         bits = (mask[0, :, None] >> torch.arange(32)) & 1
-        allowed = bits.flatten().nonzero().flatten()
-        if not len(allowed) or not followed.accept(int(allowed[draw.randrange(len(allowed))])):
-            break
+        allowed = bits.flatten().nonzero().flatten().tolist()
+        for _ in range(TRIED_TOKENS_EACH):
+            if not allowed or not followed.accept(draw.choice(allowed)):
+                return followed
+            if not (matcher.is_completed() or matcher.is_terminated()):
+                break  # the answer goes on
+            matcher.rollback(1)
+        else:
+            return followed
     return followed
 
 
