@@ -35,8 +35,8 @@ MEMORY_BYTES = 2 * 2**30
 """Memory that a call may use beyond what its process has at the start."""
 STACK_BYTES = 2 * 2**20
 """Stack of a call: a quarter of that of the ranks' threads, which go on with what the call returned."""
-NICE = 10
-"""The ranks compute first."""
+NICE_OF_ALL, NICE_OF_FEW = 5, 19
+"""The ranks compute first, then calls that every request makes, then those of a few."""
 _PREPARE, _FORK = b"p", b"f"
 _RETURNED, _REFUSED, _RAISED = b"r", b"b", b"x"
 
@@ -107,7 +107,8 @@ class BoundedCalls:
         server: forks their processes.
         cpu_s: processor time that a call may take.
         num_at_a_time: others wait.
-        keeps_processes: a process that returned makes the next call; a fork takes about 20 ms.
+        keeps_processes: a process that returned makes the next call, since every request makes one and a
+            fork takes about 20 ms.
     """
 
     def __init__(
@@ -132,7 +133,8 @@ class BoundedCalls:
             RuntimeError: the function raised another error.
         """
         try:
-            request = pickle.dumps((function, args, self.cpu_s))
+            nice = NICE_OF_ALL if self._keeps_processes else NICE_OF_FEW
+            request = pickle.dumps((function, args, self.cpu_s, nice))
         except RecursionError as error:
             raise BadRequest("the request has too many levels") from error
         connection = self._sent(request)
@@ -201,7 +203,6 @@ def _make_calls(connection: socket.socket, prepared: Any) -> None:
     output = os.memfd_create("output")
     for number in (1, 2):
         os.dup2(output, number)
-    os.nice(NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     most_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
@@ -212,9 +213,10 @@ def _make_calls(connection: socket.socket, prepared: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
     while True:
         try:
-            function, args, cpu_s = pickle.loads(_received(connection))
+            function, args, cpu_s, nice = pickle.loads(_received(connection))
         except ConnectionError:
             return
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * cpu_s)
         status, value = _attempted(function, prepared, *args)
