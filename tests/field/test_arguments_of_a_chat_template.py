@@ -2,6 +2,7 @@
 
 - Another template, which may loop: https://github.com/vllm-project/vllm/pull/25794,
   https://github.com/NVIDIA/Megatron-LM/pull/6818, https://github.com/vllm-project/vllm/issues/52025
+- Long texts held the loop: https://github.com/vllm-project/vllm/issues/24910
 - Arguments that did nothing: https://github.com/ai-dynamo/dynamo/pull/11729
 """
 

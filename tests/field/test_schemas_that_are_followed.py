@@ -4,6 +4,7 @@
   https://github.com/mlc-ai/xgrammar/issues/104
 - Patterns and references that crash the compiler: https://github.com/ggml-org/llama.cpp/issues/12252,
   https://github.com/sgl-project/sglang/issues/7639
+- Properties in the order of the alphabet: https://github.com/vllm-project/vllm/issues/3283
 - A grammar that does not compile ended the engine: https://github.com/vllm-project/vllm/pull/47312
 - A token that the grammar does not take ended it: https://github.com/vllm-project/vllm/issues/11044
 """
@@ -20,7 +21,7 @@ from hostile_requests import letters, nested
 from shardconv_runtime.serving.bounded_calls import BoundedCalls, CallEndedError, ForkServer
 from shardconv_runtime.serving.grammars import NO_TOKEN, SLOW, Grammars, prepare_calls
 from shardconv_runtime.serving.request_sampling import RequestProcessor
-from shardconv_runtime.serving.schemas import BadRequest, Sampling
+from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Sampling
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -150,6 +151,23 @@ class Step:
         scores = self.processor(logits.clone(), torch.zeros(len(states)))
         for state, token in zip(states, scores.argmax(-1).tolist(), strict=True):
             state.generated_tokens.append(token)
+
+
+def test_properties_come_in_the_order_of_the_schema(grammars: Grammars) -> None:
+    properties = {name: {"enum": [1]} for name in ("why", "answer")}
+    schema = {"type": "object", "properties": properties, "required": ["why", "answer"]}
+    request = CompletionRequest.model_validate(
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        }
+    )
+    steps = Step(grammars, {"a": request.sampling(Sampling(0))})
+    for _ in range(60):
+        if END not in steps.states["a"].generated_tokens:
+            steps.take(torch.zeros(1, VOCABULARY))
+    text = letters().decode(steps.states["a"].generated_tokens, skip_special_tokens=True)
+    assert list(json.loads(text)) == ["why", "answer"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -233,7 +233,8 @@ async def _events(
                 yield _event(form.usage_part())
             yield "data: [DONE]\n\n"
         except (AnswerFailed, BadRequest) as error:
-            yield _event({"error": {"message": str(error), "type": "server_error"}})
+            status = error.status if isinstance(error, BadRequest) else 503
+            yield _event({"error": {"message": str(error), "type": _kind(status)}})
         finally:
             form.log()
 
@@ -378,10 +379,14 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
+def _kind(status: int) -> str:
+    """Return the type of an error, as OpenAI's API names it."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
 def _error(
     message: str, status: int, parameter: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    body = ErrorResponse(error=ErrorBody(message=message, type=kind, param=parameter))
+    body = ErrorResponse(error=ErrorBody(message=message, type=_kind(status), param=parameter))
     return JSONResponse(body.model_dump(), status, dict(headers or {}))

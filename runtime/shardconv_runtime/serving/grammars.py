@@ -143,7 +143,7 @@ class Grammars:
 
         Args:
             schema: the schema, as JSON.
-            grammar: what ``require`` returned for it; None to compile it here.
+            grammar: the value of ``require`` for it; None to compile it here.
             answer: token ids.
         """
         followed = FollowedSchema(self._library.GrammarMatcher(self._read(grammar or self.require(schema))))
@@ -205,7 +205,7 @@ class Prepared:
 
     Attributes:
         tokenizer: a tokenizer of transformers.
-        info: what xgrammar knows of its tokens; None if no schemas are compiled.
+        info: its tokens as xgrammar knows them; None if no schemas are compiled.
     """
 
     tokenizer: Any

@@ -76,7 +76,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def ignored_part(schema: Any) -> str | None:
-    """Return what xgrammar would ignore in a schema; None if it follows all of it."""
+    """Return a part of a schema that xgrammar would ignore; None if there is none."""
     return next((reason for each in _schemas(schema) if (reason := _ignored(each)) is not None), None)
 
 

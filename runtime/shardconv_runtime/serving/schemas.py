@@ -147,7 +147,7 @@ class ResponseFormat(_Fields):
         if self.type == "text":
             return None
         content = {"type": "object"} if self.json_schema is None else self.json_schema.content
-        return json.dumps(content, sort_keys=True)
+        return json.dumps(content)  # in its order: properties come in the order in which they are named
 
 
 class GenerationRequest(_Fields):

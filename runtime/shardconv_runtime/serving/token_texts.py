@@ -57,7 +57,7 @@ class TokenTexts:
         Args:
             token: its id.
             is_first: see ``text``.
-            prefix: what is before such bytes.
+            prefix: a text before such bytes.
         """
         text = self.text(token, is_first)
         if INCOMPLETE not in text:
