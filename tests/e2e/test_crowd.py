@@ -20,7 +20,7 @@ import transformers
 import xgrammar
 from checkpoints import save_causal
 from distributed import free_port
-from hostile_requests import chats, completions, letters
+from hostile_requests import REPETITIONS, chats, completions, letters
 from test_serve import SOON_S, Serving, openai, ranks_of, start, wait_until_healthy
 
 import shardconv
@@ -115,7 +115,9 @@ class Crowd:
         sent = json.dumps({"model": "tiny", "max_tokens": 30} | body).encode()
         answer = self.posted(sent, path).getresponse()
         found = json.loads(answer.read())
-        assert answer.status == 400, (str(body)[:200], answer.status, str(found)[:500])
+        # A short answer may follow nested repetitions before they become slow.
+        accepted = (200, 400) if REPETITIONS in str(body) else (400,)
+        assert answer.status in accepted, (str(body)[:300], answer.status, str(found)[:500])
 
     def with_schema(self, draw: random.Random) -> None:
         index = draw.randrange(len(PROMPTS))

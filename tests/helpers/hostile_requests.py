@@ -14,6 +14,9 @@ TEMPLATE = (
 """A chat template with arguments."""
 
 
+REPETITIONS = "{0,10000}"
+
+
 def letters() -> Any:
     """A tokenizer with a token for each character, and no capitals."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +39,7 @@ def schemas(draw: random.Random) -> dict[str, Any]:
         "itself": {"$ref": "#", "description": name},
         "cycle": {"$defs": {name: {"$ref": f"#/$defs/{name}"}}, "$ref": f"#/$defs/{name}"},
         "parentheses": {"type": "string", "pattern": "(" * 30_000 + name + ")" * 30_000},
-        "repetitions": {"type": "string", "pattern": f"^(({name}|b|c){{0,10000}}d?){{0,10000}}$"},
+        "repetitions": {"type": "string", "pattern": f"^(({name}|b|c){REPETITIONS}d?){REPETITIONS}$"},
         "optional": {"type": "object", "properties": {f"{name}{i}": {"type": "string"} for i in range(1500)}},
         "ignored": {"type": "array", "items": {"const": name}, "uniqueItems": True},
         "levels": nested(200),
