@@ -565,6 +565,32 @@ def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path)
         assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 25)
 
 
+@pytest.mark.slow
+def test_a_request_that_fails_on_the_last_stage_fails_alone(tmp_path: Path) -> None:
+    """Rank 0, on the first stage, has no logits, and hears of it in place of the token."""
+    source = save_causal("llama", tmp_path / "llama")
+    hostile_requests.letters().save_pretrained(source)
+    shardconv.convert(source, tmp_path / "out", tp=1, pp=2, check=False)
+    port = free_port()
+    process = start(tmp_path / "out", port, 2)
+    try:
+        wait_until_healthy(port, process)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        options = {"model": "tiny", "prompt": "abc", "max_tokens": 20}
+        for temperature in (0, 1):
+            for values, text in ((["Yes", "No"], None), (["yes"], '"yes"')):
+                form = {"type": "json_schema", "json_schema": {"schema": {"enum": values}}}
+                body = {"extra_body": {"response_format": form}, "temperature": temperature}
+                if text is not None:
+                    assert client.completions.create(**options, **body).choices[0].text == text
+                    continue
+                with pytest.raises(openai.BadRequestError, match="no token may come next"):
+                    client.completions.create(**options, **body)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SOON_S)
+
+
 def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
     for name in ("fastapi", "pydantic"):
         (tmp_path / name).mkdir()
