@@ -6,6 +6,7 @@ compiled grammar with the request, so that all of them follow the same one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -40,7 +41,7 @@ NUM_TRIED, TRIED_TOKENS = 3, 40
 """Answers that are tried after compiling, and the most tokens of each."""
 TRIED_TOKENS_EACH = 5
 """Tokens that are tried for one that does not complete the answer."""
-MOST_KEPT_BYTES = 64 * 2**20
+MOST_KEPT_BYTES = 16 * 2**20
 """Most bytes of compiled schemas that rank 0 keeps for other requests."""
 NUM_READ_GRAMMARS = 8
 """Grammars that each rank keeps as it read them."""
@@ -113,7 +114,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._info = prepare_calls(tokenizer, *self.tokens).info
         self._calls = calls
-        self._kept: dict[str, bytes | BadRequest] = {}
+        self._kept: dict[bytes, bytes | BadRequest] = {}
         self._lock = threading.Lock()
         self._mask = xgrammar.allocate_token_bitmask(1, vocabulary_size)
         self._read = lru_cache(NUM_READ_GRAMMARS)(self._read_grammar)
@@ -126,12 +127,13 @@ class Grammars:
         """
         if len(schema) > MOST_CHARACTERS:
             raise BadRequest(f"the schema has more than {MOST_CHARACTERS} characters", "response_format")
+        key = _digest(schema)
         with self._lock:
-            grammar = self._kept.pop(schema, None)
+            grammar = self._kept.pop(key, None)
         if grammar is None:
             grammar = self._compiled(schema)
         with self._lock:
-            self._kept[schema] = grammar  # the last ones are those that were used last
+            self._kept[key] = grammar  # the last ones are those that were used last
             while sum(map(_size, self._kept.values())) > MOST_KEPT_BYTES:
                 self._kept.pop(next(iter(self._kept)))
         if isinstance(grammar, BadRequest):
@@ -153,7 +155,8 @@ class Grammars:
 
     def refuse(self, schema: str, reason: str) -> None:
         """Refuse a schema from now on."""
-        self._kept[schema] = BadRequest(reason, "response_format")
+        with self._lock:
+            self._kept[_digest(schema)] = BadRequest(reason, "response_format")
 
     def allowed(self, scores: Tensor, followed: FollowedSchema) -> Tensor:
         """Return the scores ``[V]`` of the tokens that may come next; others, maybe all, have none."""
@@ -191,9 +194,14 @@ class Grammars:
         return self._library.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), self._info)
 
 
+def _digest(schema: str) -> bytes:
+    """Return the key of a schema; the texts of many would fill the memory."""
+    return hashlib.sha256(schema.encode()).digest()
+
+
 def _size(grammar: bytes | BadRequest) -> int:
-    """Return the bytes that a kept schema counts for, which is itself at least a part of."""
-    return MOST_CHARACTERS + (len(grammar) if isinstance(grammar, bytes) else 0)
+    """Return about how many bytes a kept schema takes."""
+    return 1024 + (len(grammar) if isinstance(grammar, bytes) else 0)
 
 
 # In the process of a call.
