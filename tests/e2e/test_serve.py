@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hostile_requests
 import pytest
 import torch
 import transformers
@@ -399,6 +401,37 @@ def test_nonsense_is_the_clients_fault(serving: Serving, body: bytes) -> None:
         assert found["error"]["type"] == "invalid_request_error"
 
 
+def test_hostile_requests_beside_ordinary_ones(serving: Serving) -> None:
+    """Each is refused, the others are answered rightly, and nobody waits. The long form is a crowd."""
+    bodies = [("/v1/completions", body) for body in hostile_requests.completions(random.Random(0))]
+    bodies += [("/v1/chat/completions", body) for body in hostile_requests.chats()]
+
+    def ask(path: str, body: dict[str, Any]) -> tuple[int, str]:
+        status, found = post(serving, path, json.dumps({"model": "tiny", "max_tokens": 30} | body).encode())
+        return status, found["error"]["message"] if "error" in found else ""
+
+    def complete(index: int) -> str:
+        options = {"model": "tiny", "prompt": PROMPTS[index % 3], "max_tokens": 6, "temperature": 0}
+        return str(serving.client.completions.create(**options).choices[0].text)
+
+    want = [serving.continued(prompt, 6).split() for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(bodies)) as pool, ThreadPoolExecutor(1) as other:
+        asked = [pool.submit(ask, *each) for each in bodies]
+        for index in range(8):
+            begin = time.monotonic()
+            assert other.submit(complete, index).result().split() == want[index % 3]
+            assert time.monotonic() - begin < LONGEST_WAIT_S
+        for (_, body), answer in zip(bodies, asked, strict=True):
+            status, message = answer.result()
+            assert status == 400, (body, status, message)
+            assert message
+            assert ".cc" not in message
+
+
+LONGEST_WAIT_S = 4
+"""What one compiler, or one template, took of everybody's time was more."""
+
+
 def test_other_paths(serving: Serving) -> None:
     assert serving.client.models.retrieve("tiny").id == "tiny"
     for name in ("other", "a/b"):
@@ -529,7 +562,33 @@ def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path)
         while any(Path(f"/proc/{pid}").exists() for pid in server.pids):
             assert time.monotonic() - begin < 60
             time.sleep(0.1)
-        assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 40)
+        assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 25)
+
+
+@pytest.mark.slow
+def test_a_request_that_fails_on_the_last_stage_fails_alone(tmp_path: Path) -> None:
+    """Rank 0, on the first stage, has no logits, and hears of it in place of the token."""
+    source = save_causal("llama", tmp_path / "llama")
+    hostile_requests.letters().save_pretrained(source)
+    shardconv.convert(source, tmp_path / "out", tp=1, pp=2, check=False)
+    port = free_port()
+    process = start(tmp_path / "out", port, 2)
+    try:
+        wait_until_healthy(port, process)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        options = {"model": "tiny", "prompt": "abc", "max_tokens": 20}
+        for temperature in (0, 1):
+            for values, text in ((["Yes", "No"], None), (["yes"], '"yes"')):
+                form = {"type": "json_schema", "json_schema": {"schema": {"enum": values}}}
+                body = {"extra_body": {"response_format": form}, "temperature": temperature}
+                if text is not None:
+                    assert client.completions.create(**options, **body).choices[0].text == text
+                    continue
+                with pytest.raises(openai.BadRequestError, match="no token may come next"):
+                    client.completions.create(**options, **body)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SOON_S)
 
 
 def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ NAMES = {
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "tensors that a checkpoint lacks",
     "transformers.integrations.flex_attention.WrappedFlexAttention._instance": "is not compiled in a proof",
     # transformers: generate
+    "transformers.utils.chat_template_utils._get_template_variables": "arguments of a chat template",
     "transformers.GenerationMixin._get_candidate_generator": "assistants propose on one rank",
     "transformers.GenerationMixin._get_logits_processor": "options that batches ignore are refused",
     "transformers.GenerationMixin._get_stopping_criteria": "rank 0 decides the time",

@@ -79,7 +79,16 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
     def get(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = kwargs.get(ARGUMENT)
         if draft is None:
-            return type(self)._get_candidate_generator(self, *args, **kwargs)
+            try:
+                return type(self)._get_candidate_generator(self, *args, **kwargs)
+            except OSError as missing:
+                if not getattr(kwargs["generation_config"], "use_mtp", False):
+                    raise
+                raise PlanError(
+                    "use_mtp=True needs the weights of the layers that draft tokens, which a converted "
+                    "directory does not hold; load the source checkpoint with load(SOURCE, plan=DIRECTORY), "
+                    "or generate without use_mtp"
+                ) from missing
         own, error = None, None
         if not isinstance(draft, SimpleNamespace):
             try:
@@ -352,6 +361,12 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
         # Python raises an error for other arguments, or the model's own generate takes them.
         if len(args) <= len(names) and not kwargs.keys() & set(names[: len(args)]):
             args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
+        if kwargs.get("cache_implementation") == "paged":
+            raise PlanError(
+                "cache_implementation='paged' makes generate a call of generate_batch; call that one: "
+                "model.generate_batch(prompts, generation_config), with a list of token ids for each prompt, "
+                "without padding and attention_mask"
+            )
         if start.world_size == 1:
             return _generate(self, args, kwargs)
 

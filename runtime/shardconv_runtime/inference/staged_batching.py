@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,20 @@ class StepsInFlight:
         return cleared
 
 
+FIRST_FAILURE = 2**31 - 64
+"""In place of a token, this number and those above say that the request failed, and why."""
+
+
+class Failures(Protocol):
+    """The requests that failed, on the last stage and on rank 0."""
+
+    def take_failure(self, name: str) -> int | None:
+        """Return a number below 64 if a request failed since the last call."""
+
+    def note_failure(self, name: str, number: int) -> None:
+        """Hear on every stage that a request failed."""
+
+
 @dataclass(frozen=True)
 class _Step:
     """A step in flight.
@@ -105,6 +119,8 @@ class StagedBatchingManager(RankBatchingManager):
     _flight: deque[_Step]
     _in_flight: StepsInFlight
     distributed_helper: StageCoordinator
+    failures: Failures | None = None
+    """Set it on every rank if some requests may fail and others go on."""
 
     @classmethod
     def on_stage(
@@ -187,6 +203,7 @@ class StagedBatchingManager(RankBatchingManager):
             raise
         if self._link.is_last:
             own = tokens[:, : shape[1]].to("cpu", torch.int32, copy=True)
+            self._mark_failures(own)
             messages = self._send_tokens(own)
         else:
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
@@ -199,6 +216,14 @@ class StagedBatchingManager(RankBatchingManager):
             self._is_early = True
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
         self._flight.append(_Step(requests, own, messages, transport))
+
+    def _mark_failures(self, tokens: Tensor) -> None:
+        """Put failures in the place of tokens ``[1 or 2, requests]``."""
+        if self.failures is not None:
+            for row, request in enumerate(self.batch_processor.inputs_and_outputs.requests_in_batch):
+                number = self.failures.take_failure(request.state.request_id)
+                if number is not None:
+                    tokens[0, row] = FIRST_FAILURE + number
 
     @property
     def _peers(self) -> range:
@@ -217,6 +242,11 @@ class StagedBatchingManager(RankBatchingManager):
         first = int(step.tokens[0, 0])
         if first < 0:
             raise LaunchError(f"rank {-1 - first} failed while it answered requests; its own output says why")
+        for row in (step.tokens[0] >= FIRST_FAILURE).nonzero().flatten().tolist():
+            assert self.failures is not None
+            number = int(step.tokens[0, row]) - FIRST_FAILURE
+            self.failures.note_failure(step.requests[row].state.request_id, number)
+            step.tokens[0, row] = 0  # of no use, but the same on all stages
         step.transport.wait()
         processor = self.batch_processor
         outputs, number = processor.inputs_and_outputs, len(step.requests)

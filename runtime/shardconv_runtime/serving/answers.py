@@ -8,12 +8,16 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..errors import ShardconvError
+from .bounded_calls import BoundedCalls
+from .grammars import SLOW
 from .schemas import BadRequest, Sampling, TokenLogprob
+from .token_texts import INCOMPLETE, TokenTexts
 
 # The server's counts, in the form that Prometheus reads.
 
@@ -70,8 +74,6 @@ class Metrics:
 
 # From the tokens of an answer to its text, piece by piece.
 
-INCOMPLETE = "\ufffd"
-"""Result of decoding a part of a character's bytes."""
 LONGEST_CHARACTER = 8
 """Tokens after which bytes without a complete character are invalid: a character has at most four bytes."""
 
@@ -150,8 +152,10 @@ class Served:
 
     Attributes:
         manager: the running manager of continuous batching, made with ``serving_config``.
-        grammars: checks JSON schemas; None if the package is not installed.
-        processor: its ``RequestProcessor``; None if this rank has no logits, for example on a first stage.
+        grammars: compiles JSON schemas; None if the package is not installed.
+        compiler_calls: the calls with which it does so.
+        prompt_calls: make the tokens of texts; None to make them here.
+        processor: its ``RequestProcessor``, which knows of failed requests and of logprobs.
         name: the name of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
@@ -168,7 +172,32 @@ class Served:
     max_requests: int = 256
     processor: Any = None
     grammars: Any = None
+    has_logits: bool = True
+    """Rank 0 has them: it is not the first of several stages."""
+    compiler_calls: BoundedCalls | None = None
+    prompt_calls: BoundedCalls | None = None
     metrics: Metrics = field(default_factory=Metrics)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of single tokens, for logprobs."""
+        return TokenTexts(self.tokenizer)
+
+    async def with_grammar(self, sampling: Sampling) -> Sampling:
+        """Return how tokens are drawn, with the compiled grammar of the schema if there is one.
+
+        Raises:
+            BadRequest: the schema cannot be followed.
+        """
+        if sampling.json_schema is None:
+            return sampling
+        if self.grammars is None or self.compiler_calls is None:
+            raise BadRequest(
+                "response_format needs xgrammar that knows the tokenizer, and a token that ends an answer",
+                "response_format",
+            )
+        grammar = await self.compiler_calls.awaited(self.grammars.require, sampling.json_schema)
+        return replace(sampling, grammar=grammar)
 
     @property
     def ends(self) -> frozenset[int]:
@@ -233,15 +262,8 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     metrics = served.metrics
     if metrics.num_running >= served.max_requests:
         raise BadRequest(f"{served.max_requests} requests are answered or wait; try again later", status=429)
-    if wanted.sampling.num_logprobs is not None and served.processor is None:
+    if wanted.sampling.num_logprobs is not None and not (served.processor and served.has_logits):
         raise BadRequest("logprobs are not known to the first of several stages", "logprobs")
-    if wanted.sampling.json_schema is not None:
-        if served.grammars is None:
-            raise BadRequest(
-                "response_format needs xgrammar that knows the tokenizer, and a token that ends an answer",
-                "response_format",
-            )
-        await asyncio.to_thread(served.grammars.require, wanted.sampling.json_schema)
     # Stop strings that are special tokens are not in the text, so their ids end the answer.
     special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
     stops = [stop for stop in wanted.stops if stop not in special]
@@ -262,6 +284,11 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                     raise AnswerFailed(output.error)
                 if served.processor is not None and name in served.processor.failed:
                     raise BadRequest("the model's logits are not numbers for this prompt", "prompt", 500)
+                if wanted.sampling.grammar is not None and name in served.grammars.failures:
+                    why = served.grammars.failures[name]
+                    if why == SLOW:
+                        served.grammars.refuse(wanted.sampling.json_schema, why)
+                    raise BadRequest(why, "response_format")
                 tokens, is_finished = output.generated_tokens, output.is_finished()
                 now = time.perf_counter()
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)
@@ -293,6 +320,8 @@ def _forget(served: Served, name: str) -> None:
     served.manager.output_router.result_handlers.pop(name, None)
     if served.processor is not None:
         served.processor.forget(name)
+    if served.grammars is not None:
+        served.grammars.failures.pop(name, None)
 
 
 def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from itertools import accumulate
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -18,7 +17,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
-from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer
+from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, TextStream, answer
+from .prompts import token_ids
 from .schemas import (
     COMPLETION_TOKENS,
     BadRequest,
@@ -31,6 +31,8 @@ from .schemas import (
 )
 
 LOG = logging.getLogger(__name__)
+LEAST_LOGPROB = -9999.0
+"""For tokens that the model excludes: JSON has no infinity; OpenAI's API has this number."""
 Indexed = tuple[int, AnswerPiece]
 """The number of an answer among those to one request, and a piece of it."""
 _STATUSES = (400, 401, 404, 429, 503)
@@ -130,15 +132,12 @@ async def _respond(
 ) -> Response:
     _require_model(served, served.name if body.model is None else body.model)
     is_chat = isinstance(body, ChatRequest)
-    try:
-        prompts = body.token_ids(served.tokenizer)
-    except (UnicodeError, TypeError, ValueError) as error:
-        raise BadRequest(f"the text cannot be made into tokens: {error}") from error
+    prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
     wanted = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
-        body.sampling(defaults),
+        await served.with_grammar(body.sampling(defaults)),
         body.stops,
         frozenset(body.stop_token_ids),
         body.ignore_eos,
@@ -147,7 +146,7 @@ async def _respond(
     answers = [
         answer(served, prompt, wanted.of_choice(number)) for prompt in prompts for number in range(body.n)
     ]
-    form = _Form(served, is_chat, prompts, len(answers))
+    form = _Form(served, is_chat, prompts, len(answers), body.skip_special_tokens)
     pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # invalid requests are refused before the stream begins
@@ -234,7 +233,8 @@ async def _events(
                 yield _event(form.usage_part())
             yield "data: [DONE]\n\n"
         except (AnswerFailed, BadRequest) as error:
-            yield _event({"error": {"message": str(error), "type": "server_error"}})
+            status = error.status if isinstance(error, BadRequest) else 503
+            yield _event({"error": {"message": str(error), "type": _kind(status)}})
         finally:
             form.log()
 
@@ -247,15 +247,28 @@ class _Form:
         is_chat: whether the answers have the form of a chat.
         prompts: the token ids of each prompt.
         count: the number of answers.
+        skip_special_tokens: leave them out of the text.
     """
 
-    def __init__(self, served: Served, is_chat: bool, prompts: Sequence[Sequence[int]], count: int) -> None:
-        self._tokenizer = served.tokenizer
+    def __init__(
+        self,
+        served: Served,
+        is_chat: bool,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        skip_special_tokens: bool,
+    ) -> None:
         self._is_chat = is_chat
         self._num_prompt_tokens = sum(map(len, prompts))
         self._begin = time.perf_counter()
         self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": served.name}
+        self._texts = served.token_texts
+        self._shown: list[list[int]] = [[] for _ in range(count)]
+        """Tokens of each answer whose logprobs were shown."""
         self._offsets = [0] * count
+        self._streams = [
+            TextStream(served.tokenizer, skip_special_tokens=skip_special_tokens) for _ in range(count)
+        ]
         self.last: list[AnswerPiece | None] = [None] * count
         """The last piece of each answer."""
 
@@ -309,32 +322,50 @@ class _Form:
     ) -> dict[str, Any]:
         shown = None
         if logprobs:
-            shown = self._chat_logprobs(logprobs) if self._is_chat else self._text_logprobs(index, logprobs)
+            show = self._chat_logprobs if self._is_chat else self._text_logprobs
+            shown = show(index, logprobs)
         return {"index": index, "logprobs": shown, "finish_reason": reason} | text
 
-    def _chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._text(token)
-            return {"token": text, "logprob": logprob, "bytes": [*text.encode(errors="replace")]}
+    def _chat_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        def entry(token: int, logprob: float, is_first: bool) -> dict[str, Any]:
+            return {
+                "token": texts.name(token, is_first),
+                "logprob": max(logprob, LEAST_LOGPROB),
+                "bytes": [*texts.bytes_of(token, is_first)],
+            }
 
-        top = [[entry(*likely) for likely in each.top] for each in logprobs]
-        own = [entry(each.token, each.logprob) for each in logprobs]
-        return {"content": [each | {"top_logprobs": likely} for each, likely in zip(own, top, strict=True)]}
+        texts, content = self._texts, []
+        for each in logprobs:
+            is_first = not self._shown[index]
+            top = [entry(*likely, is_first) for likely in each.top]
+            content.append(entry(each.token, each.logprob, is_first) | {"top_logprobs": top})
+            self._shown[index].append(each.token)
+        return {"content": content}
 
     def _text_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._text(each.token) for each in logprobs]
-        offsets = [0, *accumulate(map(len, tokens))]
-        begin = self._offsets[index]
-        self._offsets[index] += offsets[-1]
+        names: list[str] = []
+        offsets, tops = [], []
+        for each in logprobs:
+            is_first = not self._shown[index]
+            # By text, as in the API. A text that several tokens have is that of the chosen one, or of the
+            # likeliest one; the others are shown by their numbers.
+            owners = {self._texts.name(each.token, is_first, "bytes:"): each.token}
+            names.extend(owners)
+            top: dict[str, float] = {}
+            for token, logprob in each.top:
+                name = self._texts.name(token, is_first, "bytes:")
+                owner = owners.setdefault(name, token)
+                top[name if owner == token else f"token_id:{token}"] = max(logprob, LEAST_LOGPROB)
+            tops.append(top)
+            offsets.append(self._offsets[index])
+            self._shown[index].append(each.token)
+            self._offsets[index] += len(self._streams[index].push(self._shown[index], is_last=False))
         return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [{self._text(token): value for token, value in each.top} for each in logprobs],
-            "text_offset": [begin + offset for offset in offsets[:-1]],
+            "tokens": names,
+            "token_logprobs": [max(each.logprob, LEAST_LOGPROB) for each in logprobs],
+            "top_logprobs": tops,
+            "text_offset": offsets,
         }
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _num_new_tokens(self) -> int:
         return sum(each.num_tokens for each in self.last if each is not None)
@@ -348,10 +379,14 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
+def _kind(status: int) -> str:
+    """Return the type of an error, as OpenAI's API names it."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
 def _error(
     message: str, status: int, parameter: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    body = ErrorResponse(error=ErrorBody(message=message, type=kind, param=parameter))
+    body = ErrorResponse(error=ErrorBody(message=message, type=_kind(status), param=parameter))
     return JSONResponse(body.model_dump(), status, dict(headers or {}))

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.generation.continuous_batching import cb_logits_processors
 
 from ..errors import ShardconvError
+from .grammars import NO_TOKEN, SLOW
 from .schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 
 HONORED = (*DEFAULT_FIELDS, "do_sample", "eos_token_id")
@@ -56,6 +57,10 @@ ONE_ASKS_FOR_NOTHING = (
     "num_return_sequences",
 )
 """Fields whose value 1 means the same as an unset field."""
+
+NOT_NUMBERS = "the model's logits are not numbers for this prompt"
+REASONS = (NOT_NUMBERS, NO_TOKEN, SLOW)
+"""Why a request failed."""
 
 
 def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Sampling:
@@ -123,6 +128,8 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
     Attributes:
         logprobs: name of a watched request -> logarithmic probabilities of its tokens, if it asked for them.
         failed: names of watched requests whose logits were not numbers.
+        failed_rows: name of a request -> why it failed in this step, if this rank has to tell rank 0; None if
+            it cannot.
         grammars: follows JSON schemas; None if they are not supported.
         is_with_rank_0: rank 0 sees the notes of this rank; of stages, only the last one has logits.
     """
@@ -134,6 +141,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         self._requests: list[Any] = []
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.failed: set[str] = set()
+        self.failed_rows: dict[str, str] | None = None
         self.is_with_rank_0 = True
         self.grammars: Any = None
 
@@ -165,19 +173,24 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         requests = self._requests
         rows = scores[: len(requests)]
         asked = [state.logit_processor_kwargs.get("sampling", _DEFAULT) for state in requests]
-        # A row without a greatest number is that request's failure, and must not end the loop of all.
-        for row in (~rows.amax(-1).isfinite()).nonzero().flatten().tolist():
-            if not self.is_with_rank_0:
-                raise ShardconvError(f"{requests[row].request_id}: the model's logits are not numbers")
-            if requests[row].request_id in self.logprobs:
-                self.failed.add(requests[row].request_id)
-            rows[row] = 0.0
+        # A row without a greatest number is that request's failure, and must not end the loop of all. Its
+        # tokens until rank 0 cancels it are of no use, but the same on all ranks.
+        self._set_failed_rows(rows)
         adjusted = rows.clone()
+        lost = set()
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
             if sampling.changes_scores:
                 adjusted[row] = _adjusted(adjusted[row], state, sampling)
             if sampling.json_schema is not None:
-                adjusted[row] = self.grammars.allowed(adjusted[row], self._matcher(state, sampling))
+                followed = self._followed(state, sampling)
+                adjusted[row] = self.grammars.allowed(adjusted[row], followed)
+                if followed.is_slow:
+                    self._fail(state, SLOW)
+                if adjusted[row].amax() == -torch.inf:
+                    lost.add(row)
+                    self._fail(state, NO_TOKEN)
+                    adjusted[row] = 0.0
+        self._set_failed_rows(adjusted)
         chosen = adjusted.argmax(-1)
         drawn = [row for row, sampling in enumerate(asked) if not sampling.is_greedy]
         if drawn:
@@ -192,8 +205,9 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
                     generator = _generator(requests[row], asked[row].seed, probabilities[index])
                     chosen[row] = torch.multinomial(probabilities[index], 1, generator=generator)
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
-            if sampling.json_schema is not None:
-                self._matcher(state, sampling).accept_token(int(chosen[row]))
+            follows = sampling.json_schema is not None and row not in lost
+            if follows and not self._followed(state, sampling).accept(int(chosen[row])):
+                self._fail(state, NO_TOKEN)
             noted = self.logprobs.get(state.request_id)
             if sampling.num_logprobs is not None and noted is not None:
                 noted.append(_logprob(rows[row], int(chosen[row]), sampling.num_logprobs))
@@ -203,15 +217,46 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         left[torch.arange(len(requests), device=scores.device), chosen] = 0.0
         return left
 
-    def _matcher(self, state: Any, sampling: Sampling) -> Any:
+    def _set_failed_rows(self, scores: Tensor) -> None:
+        """Note requests whose scores ``[B, V]`` have no greatest number, and give their tokens equal ones."""
+        for row in (~scores.amax(-1).isfinite()).nonzero().flatten().tolist():
+            self._fail(self._requests[row], NOT_NUMBERS)
+            scores[row] = 0.0
+
+    def _fail(self, state: Any, reason: str) -> None:
+        """Note that a request failed, so that rank 0 tells the client and cancels it."""
+        name = state.request_id
+        if self.is_with_rank_0:
+            self.note_failure(name, REASONS.index(reason))
+        elif self.failed_rows is None:
+            raise ShardconvError(f"{name}: {reason}")
+        else:
+            self.failed_rows.setdefault(name, reason)
+
+    def take_failure(self, name: str) -> int | None:
+        """Return the number of the reason why a request failed since the last call, for ``note_failure``."""
+        reason = (self.failed_rows or {}).pop(name, None)
+        return None if reason is None else REASONS.index(reason)
+
+    def note_failure(self, name: str, number: int) -> None:
+        """Note on rank 0 why a request that is watched failed; the first reason counts."""
+        if name not in self.logprobs:
+            return
+        if REASONS[number] == NOT_NUMBERS:
+            self.failed.add(name)
+        else:
+            self.grammars.failures.setdefault(name, REASONS[number])
+
+    def _followed(self, state: Any, sampling: Sampling) -> Any:
         """Return the object that follows the schema of a request, which is kept with it."""
-        if _MATCHER not in vars(state):
-            vars(state)[_MATCHER] = self.grammars.matcher(sampling.json_schema, _tokens(state)[1])
-        return vars(state)[_MATCHER]
+        if _FOLLOWED not in vars(state):
+            answer = _tokens(state)[1]
+            vars(state)[_FOLLOWED] = self.grammars.follow(sampling.json_schema, sampling.grammar, answer)
+        return vars(state)[_FOLLOWED]
 
 
 _DEFAULT = Sampling()
-_GENERATOR, _MATCHER = "_shardconv_generator", "_shardconv_matcher"
+_GENERATOR, _FOLLOWED = "_shardconv_generator", "_shardconv_followed"
 """Attributes of a request's state in transformers' loop, which goes with the request."""
 
 

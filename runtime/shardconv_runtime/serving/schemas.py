@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -63,6 +63,8 @@ class Sampling:
     """The seed of the request's own draws."""
     json_schema: str | None = None
     """The schema of the answer, as JSON."""
+    grammar: bytes | None = field(default=None, repr=False)
+    """The schema as it was compiled."""
     num_logprobs: int | None = None
     """Number of likely tokens to return with logarithmic probabilities, next to each chosen token with its
     own; None: return none."""
@@ -145,7 +147,7 @@ class ResponseFormat(_Fields):
         if self.type == "text":
             return None
         content = {"type": "object"} if self.json_schema is None else self.json_schema.content
-        return json.dumps(content, sort_keys=True)
+        return json.dumps(content)  # in its order: properties come in the order in which they are named
 
 
 class GenerationRequest(_Fields):
@@ -222,6 +224,11 @@ class CompletionRequest(GenerationRequest):
         """See ``GenerationRequest``."""
         return self.logprobs
 
+    @property
+    def has_text(self) -> bool:
+        """Return whether a prompt is a text."""
+        return isinstance(self.prompt, str) or any(isinstance(each, str) for each in self.prompt)
+
     def token_ids(self, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of each prompt, which is a text or ids."""
         prompt = self.prompt
@@ -263,6 +270,11 @@ class ChatRequest(GenerationRequest):
             raise BadRequest("top_logprobs is for answers with logprobs: true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
+    @property
+    def has_text(self) -> bool:
+        """Return whether there is a text; messages are one."""
+        return True
+
     def token_ids(self, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of the messages as one prompt, by the tokenizer's chat template."""
         if tokenizer.chat_template is None:
@@ -276,11 +288,13 @@ class ChatRequest(GenerationRequest):
             )
             for message in self.messages
         ]
-        options = {**self.chat_template_kwargs, "add_generation_prompt": True, "return_dict": True}
+        options = {"add_generation_prompt": True, **self.chat_template_kwargs, "return_dict": True}
         try:
             encoded = tokenizer.apply_chat_template(
                 messages, tools=self.tools or None, tokenize=True, **options
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template may raise on roles that it does not expect
             raise BadRequest(
                 f"the chat template does not take these messages: {error}", "messages"

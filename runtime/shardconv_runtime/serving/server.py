@@ -11,94 +11,34 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from contextlib import ExitStack, closing
+from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
-from torch import Tensor
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
+from ..comm import env_int
+from ..comm.agreement import exchange
 from ..errors import ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
+from .bounded_calls import BoundedCalls, ForkServer
 from .endpoints import application
+from .grammars import COMPILE_AT_A_TIME, COMPILE_S, PACKAGE, Grammars, prepare_calls
+from .prompts import PROMPT_S, PROMPTS_AT_A_TIME
 from .request_sampling import default_sampling, processor_of, serving_config
-from .schemas import BadRequest, Sampling
-
-# JSON schemas that answers have to follow: compiled by xgrammar, followed token by token on every rank.
-
-
-PACKAGE = "xgrammar"
-MOST_CHARACTERS = 65_536
-"""Most characters of a schema."""
-MOST_SPACES = 8
-"""Most spaces between two parts of an answer."""
-
-
-class Grammars:
-    """The grammars of one model's tokens.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        vocabulary_size: number of logits.
-        ends: tokens that end an answer, which are all that is left when it is complete.
-
-    Raises:
-        ImportError: xgrammar is not installed.
-    """
-
-    def __init__(self, tokenizer: Any, vocabulary_size: int, ends: Iterable[int]) -> None:
-        import xgrammar  # an extra
-
-        self._library = xgrammar
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=vocabulary_size, stop_token_ids=sorted(ends)
-        )
-        self._compiler = xgrammar.GrammarCompiler(info)
-        self._lock = threading.Lock()  # the server's thread checks schemas, the loop's follows them
-        self._mask = xgrammar.allocate_token_bitmask(1, vocabulary_size)
-
-    def require(self, schema: str) -> None:
-        """Compile a schema, given as JSON, and keep it.
-
-        Raises:
-            BadRequest: it cannot be followed.
-        """
-        if len(schema) > MOST_CHARACTERS:
-            raise BadRequest(f"the schema has more than {MOST_CHARACTERS} characters", "response_format")
-        try:
-            self._compiled(schema)
-        except RuntimeError as error:
-            reason = str(error).strip().rpartition(": ")[2][:200]
-            raise BadRequest(f"the schema cannot be followed: {reason}", "response_format") from error
-
-    def matcher(self, schema: str, answer: Iterable[int]) -> Any:
-        """Return the object that follows a schema after the tokens of an answer so far."""
-        matcher = self._library.GrammarMatcher(self._compiled(schema))
-        for token in answer:
-            matcher.accept_token(token)
-        return matcher
-
-    def allowed(self, scores: Tensor, matcher: Any) -> Tensor:
-        """Return the scores ``[V]`` of the tokens that may come next; others have none."""
-        if matcher.is_terminated() or not matcher.fill_next_token_bitmask(self._mask, 0):
-            return scores
-        found = scores[None].clone()
-        self._library.apply_token_bitmask_inplace(found, self._mask.to(scores.device))
-        return found[0]
-
-    def _compiled(self, schema: str) -> Any:
-        with self._lock:
-            # Some models would go on with spaces forever.
-            return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_SPACES)
-
+from .schemas import Sampling
 
 WATCH_S = 0.5
 """How often the server looks whether the ranks still answer, and a rank whether its launcher lives."""
-DRAIN_S = 20
+DRAIN_S = 15
 """How long requests may take that are answered when the server is told to end."""
+END_S = 24
+"""How long a process may live then: orchestrators kill after 30 s, and the launcher ends after its ranks."""
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -107,6 +47,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     Raises:
         ShardconvError: the model cannot be loaded or served, or a rank ended.
     """
+    with ExitStack() as stack:
+        # Before threads and CUDA's state exist, which a forked process must not have.
+        fork_server = stack.enter_context(closing(ForkServer())) if env_int("RANK", 0) == 0 else None
+        _run_rank(arguments, fork_server)
+
+
+def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> None:
     end_with_launcher()
     model = load(arguments.out)
     directory = loaded(model).directory
@@ -116,6 +63,14 @@ def run_rank(arguments: argparse.Namespace) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ShardconvError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    compiler_calls = prompt_calls = None
+    if fork_server is not None:
+        compiler_calls = BoundedCalls(fork_server, COMPILE_S, COMPILE_AT_A_TIME, keeps_processes=False)
+        prompt_calls = BoundedCalls(fork_server, PROMPT_S, PROMPTS_AT_A_TIME, keeps_processes=True)
+    grammars = grammars_of(model, tokenizer, compiler_calls)
+    require_same_grammars(model, grammars)
+    if fork_server is not None:
+        fork_server.prepare(prepare_calls, tokenizer, *(grammars.tokens if grammars else (0, None)))
     pages = ContinuousBatchingConfig(
         num_blocks=arguments.num_blocks,
         max_batch_tokens=arguments.max_batch_tokens,
@@ -128,50 +83,55 @@ def run_rank(arguments: argparse.Namespace) -> None:
         told = leave_signals_to_rank_0()
         processor = processor_of(manager)  # on all ranks: another one would choose other tokens
         processor.is_with_rank_0 = loaded(model).plan.stages is None
-        processor.grammars = grammars_of(model, tokenizer)
-        if manager.is_tp_driver:
-            serve(manager, model, tokenizer, defaults, arguments, told)
+        processor.grammars = grammars
+        if not processor.is_with_rank_0:
+            processor.failed_rows = {}
+            manager.failures = processor
+        if fork_server is not None:
+            text_config = model.config.get_text_config(decoder=True)
+            served = Served(
+                manager,
+                tokenizer,
+                arguments.name or Path(arguments.out).resolve().name,
+                text_config.vocab_size,
+                getattr(text_config, "max_position_embeddings", None),
+                model.generation_config.eos_token_id,
+                arguments.max_requests,
+                processor,
+                grammars,
+                processor.is_with_rank_0,
+                compiler_calls,
+                prompt_calls,
+            )
+            serve(served, defaults, arguments, told, fork_server)
 
 
 def serve(
-    manager: Any,
-    model: Any,
-    tokenizer: Any,
+    served: Served,
     defaults: Sampling,
     arguments: argparse.Namespace,
     told: list[int],
+    fork_server: ForkServer,
 ) -> None:
     """Listen, on rank 0, until the process is interrupted or the ranks fail.
 
     Args:
         told: signals that came before the server handled them.
     """
-    processor = processor_of(manager)
-    text_config = model.config.get_text_config(decoder=True)
-    served = Served(
-        manager,
-        tokenizer,
-        arguments.name or Path(arguments.out).resolve().name,
-        text_config.vocab_size,
-        getattr(text_config, "max_position_embeddings", None),
-        model.generation_config.eos_token_id,
-        arguments.max_requests,
-        processor if processor.is_with_rank_0 else None,
-        processor.grammars,
-    )
+    manager = served.manager
     served.metrics.watch_cache(lambda: manager.cache_use)
     app = application(served, defaults, arguments.api_key)
     config = uvicorn.Config(
         app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
 
     async def run() -> None:
         await warm_up(served)
         if told:
             return
         print(f"serving {served.name} at http://{arguments.host}:{arguments.port}/v1", flush=True)
-        watching = asyncio.create_task(watch(manager, server))
+        watching = asyncio.create_task(watch(manager, server, fork_server))
         await server.serve()
         watching.cancel()
 
@@ -182,7 +142,16 @@ def serve(
         print(f"{any_left} requests were not answered in {DRAIN_S} s", file=sys.stderr)
 
 
-def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
+class _Server(uvicorn.Server):  # type: ignore[misc]
+    """uvicorn's server, which ends in time."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn."""
+        end_in_time()
+        super().handle_exit(sig, frame)
+
+
+def grammars_of(model: Any, tokenizer: Any, calls: BoundedCalls | None = None) -> Grammars | None:
     """Return the grammars for JSON schemas in answers; None if ``response_format`` must be refused.
 
     That takes xgrammar, a token that ends an answer, and a tokenizer that xgrammar knows.
@@ -191,10 +160,24 @@ def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
     if not ends or importlib.util.find_spec(PACKAGE) is None:
         return None
     try:
-        return Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, ends)
+        return Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, ends, calls)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         logging.getLogger(__name__).warning("answers cannot follow JSON schemas: xgrammar: %s", brief(error))
         return None
+
+
+def require_same_grammars(model: Any, grammars: Grammars | None) -> None:
+    """Check that all ranks follow schemas alike: they get the compiled ones from rank 0.
+
+    Raises:
+        ShardconvError: a rank, on another host, has another xgrammar or none.
+    """
+    versions = exchange(loaded(model).launch, None if grammars is None else version(PACKAGE))
+    if len(set(versions)) > 1:
+        raise ShardconvError(
+            f"the ranks have different versions of {PACKAGE}: {', '.join(str(each) for each in versions)}; "
+            "install the same one on all hosts, or none"
+        )
 
 
 async def warm_up(served: Any) -> None:
@@ -203,9 +186,9 @@ async def warm_up(served: Any) -> None:
         pass
 
 
-async def watch(manager: Any, server: Any) -> None:
-    """End the server when its manager does not run."""
-    while manager.is_running():
+async def watch(manager: Any, server: Any, fork_server: ForkServer) -> None:
+    """End the server when its manager does not run, or the process that forks others for calls."""
+    while manager.is_running() and fork_server.is_running():
         await asyncio.sleep(WATCH_S)
     server.should_exit = True
 
@@ -234,6 +217,23 @@ def leave_signals_to_rank_0() -> list[int]:
         The signals that come, as they do.
     """
     told: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        end_in_time()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, hear)
     return told
+
+
+def end_in_time() -> None:
+    """End this process if it does not end itself in ``END_S``."""
+
+    def end() -> None:
+        print(f"error: the rank did not end in {END_S} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(END_S, end)
+    timer.daemon = True
+    timer.start()

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from hostile_requests import CHARACTERS, letters
+from shardconv_runtime.serving.grammars import MOST_CHARACTERS, Grammars
 from shardconv_runtime.serving.request_sampling import RequestProcessor
 from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Sampling
-from shardconv_runtime.serving.server import MOST_CHARACTERS, Grammars
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 pytest.importorskip("xgrammar")
 
-CHARACTERS = '{}[]":,.0123456789abcdefghijklmnopqrstuvwxyz -'
 END, VOCABULARY = 2, 60
 SCHEMA = json.dumps(
     {
@@ -31,12 +29,7 @@ SCHEMA = json.dumps(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A token for each character."""
-    rows = {text: index for index, text in enumerate(("<pad>", "<unk>", "<end>", *CHARACTERS))}
-    model = Tokenizer(models.WordLevel(rows, unk_token="<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    model.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<end>")
+    return letters()
 
 
 @pytest.fixture

@@ -1,0 +1,101 @@
+"""The tokens of a request's texts, which are made in a process of their own.
+
+A chat template runs for as long as its arguments make it, and a tokenizer for as long as its text is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+# Private, but it reads templates as transformers renders them.
+from transformers.utils.chat_template_utils import _get_template_variables
+
+from .bounded_calls import BoundedCalls, CallEndedError
+from .grammars import Prepared
+from .schemas import BadRequest, ChatRequest, CompletionRequest
+
+PROMPT_S = 5.0
+"""Most processor time of the texts of a request."""
+PROMPTS_AT_A_TIME = 4
+
+
+async def token_ids(
+    body: CompletionRequest | ChatRequest, tokenizer: Any, calls: BoundedCalls | None
+) -> list[list[int]]:
+    """Return the token ids of each prompt of a request.
+
+    Args:
+        body: the request.
+        tokenizer: a tokenizer of transformers.
+        calls: make the tokens; None to make them here.
+
+    Raises:
+        BadRequest: there are none, or they take too long.
+    """
+    if calls is None or not body.has_text:
+        return prompt_ids(body, tokenizer)
+    try:
+        content = await calls.awaited(calls.call, packed_prompt_ids, body)
+    except CallEndedError as error:
+        raise BadRequest(
+            f"the request's texts take more than {calls.cpu_s:g} s, or too much memory, to become tokens",
+            "messages" if isinstance(body, ChatRequest) else "prompt",
+        ) from error
+    numbers = array("q", content)
+    lengths, prompts, begin = numbers[1 : 1 + numbers[0]], [], 1 + numbers[0]
+    for length in lengths:
+        prompts.append(numbers[begin : begin + length].tolist())
+        begin += length
+    return prompts
+
+
+def packed_prompt_ids(prepared: Prepared, body: CompletionRequest | ChatRequest) -> bytes:
+    """Return ``prompt_ids`` as int64: the number of prompts, the length of each, and their ids."""
+    prompts = prompt_ids(body, prepared.tokenizer)
+    numbers = [len(prompts), *map(len, prompts)]
+    return array("q", numbers + [token for prompt in prompts for token in prompt]).tobytes()
+
+
+def prompt_ids(body: CompletionRequest | ChatRequest, tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of each prompt of a request.
+
+    Raises:
+        BadRequest: a text is not one, or the chat template does not take the messages or its arguments.
+    """
+    if isinstance(body, ChatRequest) and body.chat_template_kwargs:
+        require_template_variables(body.chat_template_kwargs, tokenizer, bool(body.tools))
+    try:
+        return body.token_ids(tokenizer)
+    except RecursionError as error:
+        raise BadRequest("the request has too many levels") from error
+    except (UnicodeError, TypeError, ValueError) as error:
+        raise BadRequest(f"the text cannot be made into tokens: {error}") from error
+
+
+def require_template_variables(arguments: Mapping[str, Any], tokenizer: Any, has_tools: bool) -> None:
+    """Check that arguments for a chat template are variables that it reads, and nothing else gives it.
+
+    Others would be options of ``apply_chat_template``: another template, padding, truncation.
+
+    Raises:
+        BadRequest: some are not, or one of them is no bool.
+    """
+    template = tokenizer.get_chat_template(tools=[] if has_tools else None)
+    options = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - _PASSED_ON
+    free = _get_template_variables(template) - options - {"messages", *tokenizer.special_tokens_map}
+    if refused := sorted(arguments.keys() - free):
+        raise BadRequest(
+            f"the chat template takes no {', '.join(refused)} from a request; "
+            + (f"it takes {', '.join(sorted(free))}" if free else "it takes no arguments"),
+            "chat_template_kwargs",
+        )
+    if not isinstance(arguments.get(_PROMPT, True), bool):
+        raise BadRequest(f"{_PROMPT} is true or false", "chat_template_kwargs")
+
+
+_PROMPT = "add_generation_prompt"
+_PASSED_ON = frozenset({_PROMPT, "documents", "kwargs"})
+"""Options of ``apply_chat_template`` that it only passes on to the template."""
