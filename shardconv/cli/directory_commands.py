@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.typed_json import write_text
 
@@ -336,7 +336,7 @@ def report_command(
         target = _beside(about)
     if target is not None:
         _require_replaceable(target, about, MARK, overwrite=overwrite)
-    plan = codec.read(path) if found is None else found.plan
+    plan = plan_json.read(path) if found is None else found.plan
     files = None if found is None else found.manifest
     page = html_report(plan, picture(plan), manifest=files, num_tokens=tokens)
     if target is None:

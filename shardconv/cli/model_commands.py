@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
@@ -232,7 +232,7 @@ def _plan_text(
         read = {name: options[name] for name in ("dtype", "trust_remote_code")}
         return to_json(tp_plan(solved, skeleton(model, hub, **read, tied=dict(solved.tied))))
     if chosen == "json":
-        return codec.dumps(solved)
+        return plan_json.dumps(solved)
 
     return report(solved, num_tokens=tokens, load=load)
 

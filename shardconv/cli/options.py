@@ -17,7 +17,6 @@ import click
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.manifest import MANIFEST_NAME, check_size, read_plan
 from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import EXPERT_MODES
@@ -70,7 +69,7 @@ def print_written(out: str, held: str, ranks: str) -> None:
 
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
     """Print a plan as JSON, or as a report on a forward pass of ``tokens`` tokens."""
-    click.echo(codec.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)
+    click.echo(plan_json.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)
 
 
 def printable(text: str) -> str:

@@ -31,7 +31,7 @@ from shardconv_runtime.adapters.attaching import (
 )
 from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_into
@@ -97,7 +97,7 @@ def adapted(
                     tensors[name] = torch.empty(lazy.shape, dtype=getattr(torch, lazy.dtype))
                     read_into([lazy], [tensors[name]])
             write_adapter(attached.wrapper, DEFAULT, tensors, scratch, base_name)
-        codec.write(plan, scratch / PLAN_NAME)
+        plan_json.write(plan, scratch / PLAN_NAME)
         if target.exists():
             target.rename(Path(made) / "replaced")
         scratch.rename(target)

@@ -5,23 +5,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import Manifest
-from shardconv_runtime.format.plan import VERSION, Plan, global_shape
+from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
-from shardconv_runtime.format.typed_json import MalformedError, decode, read_text
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
@@ -30,85 +26,6 @@ from ..reporting.progress import Progress, Silent
 from ..writing.outputs import WriteOptions, prepared
 from . import derived
 from .derived import has_sequence_form, planned_spec, require_trusted
-
-_INFERENCE_ONLY = "for inference only: "
-"""In version 1, a note with this prefix says why a plan has no gradients. Later versions have a field for
-it."""
-
-
-def read_any_version(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan of this version of the format or of an earlier one.
-
-    Raises:
-        PlanError: if it is malformed, or of a later version.
-    """
-    try:
-        text = read_text(Path(path), plan_json.MAX_BYTES)
-        found = decode(text)
-        if isinstance(found, dict) and found.get("version") == 1:
-            found = _from_version_1(found)
-        if isinstance(found, dict) and found.get("version") == 2:
-            found = _from_version_2(found)
-        if isinstance(found, dict) and found.get("version") == 3:  # no products were fused
-            found |= {"version": 4}
-        if isinstance(found, dict) and found.get("version") == 4:
-            text = json.dumps(_from_version_4(found))
-        return plan_json.loads(text)
-    except (MalformedError, PlanError) as error:
-        raise PlanError(f"{os.fspath(path)}: {error}") from error
-
-
-def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
-    notes = document.get("notes", [])
-    if not isinstance(notes, list):
-        return document | {"version": 2}
-    reasons = [n for n in notes if isinstance(n, str) and n.startswith(_INFERENCE_ONLY)]
-    moved = {"inference_only": reasons[0].removeprefix(_INFERENCE_ONLY)} if reasons else {}
-    return document | {"version": 2, "notes": [n for n in notes if n not in reasons]} | moved
-
-
-def _from_version_2(document: dict[str, Any]) -> dict[str, Any]:
-    """Make a packing from blocks of float8 values, which were two fields of a parameter."""
-    parameters = document.get("parameters", [])
-    if not isinstance(parameters, list):
-        return document | {"version": 3}
-    model = document.get("model")
-    dtype = model.get("dtype") if isinstance(model, dict) else None
-    return document | {
-        "version": 3,
-        "parameters": [_with_packing(entry, dtype) for entry in parameters],
-    }
-
-
-def _from_version_4(document: dict[str, Any]) -> dict[str, Any]:
-    """Rename a step."""
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [renamed(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if value.get("op") == "zero_foreign":
-            value = value | {"op": "zero_out_of_shard"}
-        return {name: renamed(item) for name, item in value.items()}
-
-    changed = {name: renamed(document[name]) for name in ("modules", "training") if name in document}
-    return document | {"version": VERSION} | changed
-
-
-def _with_packing(entry: Any, dtype: Any) -> Any:
-    block = entry.get("block") if isinstance(entry, dict) else None
-    if not isinstance(block, list):
-        return entry
-    kept = {name: value for name, value in entry.items() if name not in ("block", "block_dtype", "dtype")}
-    values = {
-        "name": "*",
-        "dtype": entry.get("dtype"),
-        "dims": [{"of": i, "step": 1} for i in range(len(block))],
-    }
-    scales = [{"of": i, "step": length} for i, length in enumerate(block)]
-    factors = {"name": "*_scale_inv", "dtype": entry.get("block_dtype"), "dims": scales}
-    return kept | {"dtype": dtype, "packing": {"method": "fp8", "tensors": [values, factors]}}
 
 
 @in_default_modes
@@ -141,7 +58,7 @@ def replan(
         ShardconvError: if ``out`` is not a converted directory, or its model cannot be planned.
     """
     parts = [
-        _Part(each, manifest.read(each), read_any_version(each / manifest.PLAN_NAME))
+        _Part(each, manifest.read(each), plan_json.read(each / manifest.PLAN_NAME))
         for each in stage_directories(Path(out)) or [Path(out)]
     ]
     first = parts[0]
@@ -172,7 +89,7 @@ def replan(
     # Nothing is written before all parts are checked. In each, the plan is replaced before the manifest.
     for part, plan in zip(parts, plans, strict=True):
         found = part.manifest
-        plan_sha256 = codec.write(plan, part.directory / manifest.PLAN_NAME)
+        plan_sha256 = plan_json.write(plan, part.directory / manifest.PLAN_NAME)
         numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with another plan
         tools = {**found.tools, **tool_versions()}
         renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
@@ -187,7 +104,6 @@ class _Part:
     directory: Path
     manifest: Manifest
     plan: Plan
-    """The plan, of any version of the format."""
 
 
 def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan) -> None:

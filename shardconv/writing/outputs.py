@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, Source, rank_directory
 from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import Plan
@@ -265,7 +265,7 @@ class StageOutputs:
             if directory not in self._complete:
                 continue
             found = read_manifest(directory)
-            if (found.plan_sha256, found.source) != (codec.sha256(codec.dumps(own)), source):
+            if (found.plan_sha256, found.source) != (plan_json.sha256(plan_json.dumps(own)), source):
                 raise ShardconvError(
                     f"{directory} is complete, and of another conversion than this one; name another OUT, "
                     "or pass --overwrite"

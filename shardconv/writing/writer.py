@@ -15,8 +15,7 @@ from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.checkpoint.stored_leaves import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -135,7 +134,7 @@ def write(
         "experts": plan.experts,
         "max_file_size": options.max_file_size,
         "versions": tool_versions(),
-        "plan": codec.sha256(codec.dumps(plan)),
+        "plan": plan_json.sha256(plan_json.dumps(plan)),
     }
     if unused:
         job["unused"] = sorted(unused)
@@ -249,7 +248,7 @@ def complete(
 ) -> None:
     """Write plan and manifest, and move all files to OUT."""
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))
-    plan_sha256 = codec.write(plan, workspace.path / PLAN_NAME)
+    plan_sha256 = plan_json.write(plan, workspace.path / PLAN_NAME)
     found = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
     write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(found))
     paths = [*(entry.path for entry in ordered), PLAN_NAME, MANIFEST_NAME]

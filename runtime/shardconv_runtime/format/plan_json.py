@@ -262,7 +262,7 @@ MAX_BYTES = 16 * 2**20
 MAX_SIGNS = 2**18
 """Most ``*`` and ``+`` in a plan, which join the leaves of its dims: each leaf takes time to read."""
 
-_OTHER_VERSION = "run `shardconv replan OUT` on its directory, which solves it again and keeps the shards"
+_OTHER_VERSION = "convert the model again"
 
 
 def dumps(plan: Plan) -> str:

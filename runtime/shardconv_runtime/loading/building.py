@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached, attach
 from ..comm import agreement
-from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
-from ..comm.mesh import Launch
+from ..comm.mesh import Launch, can_capture, connect
 from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.header import ShardFile
@@ -212,7 +211,7 @@ class ModelBuilder:
         model = unwrapped(built)
         if self.wanted.compiled:
             if place is None:
-                records = launching.can_capture(start)
+                records = can_capture(start)
                 compile_model(model, cuda_graphs=records, same_bits=start.world_size > 1)
             else:
                 compile_stage(model, start, place.link, same_bits=place.ranks.world_size > 1)
@@ -342,9 +341,9 @@ def _connect(
 
         return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
-        return launching.connect(plan, start, all_reduce)
+        return connect(plan, start, all_reduce)
     used = of_sequence(plan) if wanted.sequence_parallel else plan
-    return launching.connect(used, start, all_reduce, backward_axes(used) if wanted.training else ())
+    return connect(used, start, all_reduce, backward_axes(used) if wanted.training else ())
 
 
 def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Generator[tuple[str, Tensor]]:

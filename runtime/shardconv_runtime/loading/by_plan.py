@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint_weights import lazy_weights, select
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
-from ..format import plan_json as codec
+from ..format import plan_json
 from ..format.header import dtype_name
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
@@ -101,7 +101,7 @@ def ordinary(
         PlanError: the plan cannot be read, or is for another model.
     """
     plan_file = plan_path(plan, hub)
-    solved = codec.read(plan_file)
+    solved = plan_json.read(plan_file)
     is_packed = any(entry.packing for entry in solved.parameters)
     spec = resolve(
         model,

@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from ..adapters.adapter_set import AdapterSet
 from ..checkpoint.quantized import without_quantization
 from ..errors import PlanError
-from ..format import plan_json as codec
+from ..format import plan_json
 from ..format.manifest import Manifest
 from ..format.plan import Plan
 from ..hub.fetch import Repository
@@ -114,7 +114,7 @@ class CheckedSource:
         if self.plan.stages is None:
             return self.manifest
         plan = replace(self.plan, stages=replace(self.plan.stages, own=None))
-        digest = codec.sha256(codec.dumps(plan))
+        digest = plan_json.sha256(plan_json.dumps(plan))
         return replace(self.manifest, plan_sha256=digest, files=())
 
     @property

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import zlib
 from collections.abc import Collection
@@ -18,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import GOLDEN_PLAN
 from plans_once import solve_as
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
@@ -33,7 +30,6 @@ from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv.arguments import parse_ranks, parse_size
-from shardconv.converted.replan import read_any_version
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
 from shardconv.writing.outputs import Output
@@ -350,39 +346,6 @@ class TestReplan:
         for rank in range(2):
             manifest.check_sizes(out, found, rank)
         assert {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}} == before
-
-    def test_a_plan_of_version_1_is_carried_over(
-        self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        out = tmp_path / "out"
-        old = shardconv.convert(llama_dir, out, 2)
-        before = {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}}
-        document = json.loads((out / "plan.json").read_text())
-        document |= {"version": 1, "notes": ["a note", "for inference only: it is old"]}
-        text = json.dumps(document)
-        (out / "plan.json").write_text(text)
-        found = dataclasses.replace(manifest.read(out), plan_sha256=plan_json.sha256(text))
-        manifest.write(found, out)
-        with pytest.raises(ShardconvError, match=r"plan\.json: version: .*run `shardconv replan OUT`"):
-            manifest.read_plan(out, found)
-        read = read_any_version(out / "plan.json")
-        assert read == dataclasses.replace(old, inference_only="it is old", notes=("a note",))
-        solve_as(monkeypatch, old)
-        assert shardconv.replan(out) == old
-        assert manifest.read_plan(out, manifest.read(out)) == old
-        assert {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}} == before
-
-    def test_a_plan_of_version_4_is_carried_over(self, tmp_path: Path) -> None:
-        """A step had another name."""
-        document = json.loads(GOLDEN_PLAN.read_text())
-        (step,) = (s for m in document["modules"] for s in m.get("outputs", ()) if s["op"].startswith("zero"))
-        step["op"] = "zero_foreign"
-        document["training"] = {"sequence": {"modules": copy.deepcopy(document["modules"])}}
-        (tmp_path / "plan.json").write_text(json.dumps(document | {"version": 4}))
-        read = read_any_version(tmp_path / "plan.json")
-        assert read.training is not None
-        assert read.training.sequence is not None
-        assert read.modules == read.training.sequence.modules == plan_json.read(GOLDEN_PLAN).modules
 
     def test_a_run_that_died_halfway_is_repaired(
         self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

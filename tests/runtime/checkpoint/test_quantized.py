@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -170,21 +169,3 @@ def test_layers_whose_plain_weight_is_transposed_are_refused(
         SourceError, match=rf"{name}.weight of .* is packed, and belongs to a Conv1D, not to a"
     ):
         shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype, check=False)
-
-
-def test_a_plan_of_version_2_is_carried_over(experts: Path, tmp_path: Path) -> None:
-    """Blocks were fields of a parameter; the shards are the same."""
-    plan = shardconv.convert(experts, tmp_path / "out", 2, check=False)
-    path = tmp_path / "out" / "plan.json"
-    document = json.loads(path.read_text()) | {"version": 2}
-    for entry in document["parameters"]:
-        if packing := entry.pop("packing", None):
-            values, factors = packing["tensors"]
-            block = [dim["step"] for dim in factors["dims"]]
-            entry |= {"dtype": values["dtype"], "block": block, "block_dtype": factors["dtype"]}
-    path.write_text(json.dumps(document))
-    with pytest.raises(PlanError, match="run `shardconv replan OUT`"):
-        plan_json.read(path)
-    again = shardconv.replan(tmp_path / "out", check=False)
-    assert (again.parameters, again.notes) == (plan.parameters, plan.notes)
-    assert shardconv.verify(tmp_path / "out", experts).remarks == ()

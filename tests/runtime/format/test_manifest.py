@@ -179,7 +179,7 @@ def test_plan_of_another_version_or_tp(converted: Path) -> None:
     newer = PLAN_TEXT.replace('"version": 5', '"version": 6')
     (converted / "plan.json").write_text(newer, "utf-8")
     found = replace(manifest.read(converted), plan_sha256=plan_json.sha256(newer))
-    with pytest.raises(PlanError, match="reads version 5, the file has 6; run `shardconv replan"):
+    with pytest.raises(PlanError, match="reads version 5, the file has 6; convert the model again"):
         manifest.read_plan(converted, found)
     (converted / "plan.json").write_text(PLAN_TEXT, "utf-8")
     with pytest.raises(CheckpointError, match=r"tp is 4 in plan\.json and 2 in manifest\.json"):

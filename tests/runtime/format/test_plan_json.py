@@ -207,7 +207,7 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/2/edits/1/attribute", "num_heads", "'num_heads' is edited twice"),
         ("format", "other", "another kind of file"),
         ("format", ..., "another kind of file"),
-        ("version", 6, "reads version 5, the file has 6; run `shardconv replan OUT`"),
+        ("version", 6, "reads version 5, the file has 6; convert the model again"),
         ("version", "1", "reads version 5"),
         ("version", True, "reads version 5"),
         ("version", ..., "reads version 5"),
