@@ -153,12 +153,14 @@ class NumericCheck:
             except Unprovable as error:
                 failed.append(f"{name}: {shorten(str(error), 200)}")
                 continue
-            except OutputsDiffer:
-                if not tried.simulation.amplifies_rounding(tried.inputs):
+            except OutputsDiffer as error:
+                if not tried.simulation.amplifies_rounding(tried.inputs, error.worst):
                     raise
                 failed.append(f"{name}: it amplifies rounding")
                 continue
-            if proof.wrong_gradient and tried.simulation.amplifies_rounding(tried.inputs, gradients=True):
+            if proof.wrong_gradient and tried.simulation.amplifies_rounding(
+                tried.inputs, proof.gradient_error, gradients=True
+            ):
                 without_gradients = without_gradients or (index, name, proof)
                 failed.append(f"{name}: its gradients amplify rounding")
                 continue

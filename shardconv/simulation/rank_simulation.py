@@ -53,6 +53,10 @@ VISIBLE = 0.1
 places."""
 
 
+MOST_AMPLIFIED = 1e5
+"""Largest error of the ranks that rounding explains, relative to the change of results by ``LAST_DIGITS``."""
+
+
 class Unprovable(SolveError):
     """The unsharded model itself fails on the weights."""
 
@@ -93,7 +97,7 @@ class _Gradients:
     values: Mapping[str, Tensor]
     """Name of a parameter -> its global gradient."""
     scales: Mapping[str, float]
-    """The largest gradient of each parameter."""
+    """Name of a parameter -> see ``_gradient_scales``."""
 
 
 class Simulation:
@@ -116,6 +120,8 @@ class Simulation:
         self._ranks = communicators(plan.mesh)
         self._unsharded: dict[Precision, ReusedModel] = {}
         self._local: dict[tuple[Precision, int, str], ReusedModel] = {}
+        self.gradient_error = 0.0
+        """The largest error of a gradient in the last comparison, relative as in ``Outcome``."""
 
     def evaluate(self, inputs: TraceInputs, *, calls: int = 1, logits: Logits = Logits.BOTH) -> Outcome:
         """Run the unsharded model, then all ranks.
@@ -210,13 +216,13 @@ class Simulation:
         inputs: TraceInputs,
         gradients_on: Callable[[ThreadCommunicator, TraceInputs], dict[str, Tensor]],
     ) -> str:
+        self.gradient_error = math.inf
         inputs, gradients, problem = usable_gradients(
             lambda: self._unsharded_model(self._precision), inputs, self._precision
         )
         if problem:
             return problem
-        scales = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
-        want = _Gradients(gradients, scales)
+        want = _Gradients(gradients, _gradient_scales(gradients))
         collect_garbage()
         shared = SharedActivations()
 
@@ -229,6 +235,7 @@ class Simulation:
         except Exception as error:
             require_memory(error)
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
+        self.gradient_error = max(found).error
         return max(found).text(self._precision.tolerance)
 
     def run_unsharded(self, inputs: TraceInputs) -> list[Tensor]:
@@ -287,15 +294,16 @@ class Simulation:
         found = outputs_of(self._unsharded_model(self._precision), without, self._precision)
         return largest_difference(found[:1], want[:1]) > self._precision.tolerance
 
-    def amplifies_rounding(self, inputs: TraceInputs, *, gradients: bool = False) -> bool:
-        """Return whether changes in the last digits of the weights visibly change results of the unsharded
-        model.
+    def amplifies_rounding(self, inputs: TraceInputs, error: float, *, gradients: bool = False) -> bool:
+        """Return whether rounding explains an error, since the unsharded model amplifies it.
 
-        Ranks that sum in another order may then differ from it by as much, and a comparison shows nothing. It
-        happens if random weights drive activations apart: softmax saturates, layers repeat.
+        Changes in the last digits of the weights then visibly change its results. Ranks that sum in another
+        order may differ from it by as much, and a comparison shows nothing. It happens if random weights
+        drive activations apart: softmax saturates, layers repeat. A far larger error is an error.
 
         Args:
             inputs: the inputs of the call.
+            error: the error of the ranks, relative as in ``Outcome``.
             gradients: look at the gradients instead of the outputs.
 
         Raises:
@@ -321,9 +329,10 @@ class Simulation:
             if problem:
                 return False
             found = gradients_of(changed, inputs, precision)
-            names = exact.keys() & found.keys()
-            difference = max((largest_difference([found[n]], [exact[n]]) for n in names), default=0.0)
-        return difference > precision.tolerance * VISIBLE
+            scales = _gradient_scales(exact)
+            errors = ((found[n] - exact[n]).abs().max() / scales[n] for n in exact.keys() & found.keys())
+            difference = max(map(float, errors), default=0.0)
+        return difference > precision.tolerance * VISIBLE and error <= MOST_AMPLIFIED * difference
 
     def needed_bytes(self) -> int:
         """Return the bytes of float64 copies of the unsharded model and of all ranks."""
@@ -409,21 +418,13 @@ class Simulation:
     def _compare_gradients(
         self, got: Mapping[str, Tensor], want: _Gradients, rank: int
     ) -> _GradientDifference:
-        """Find the worst parameter of a rank.
-
-        Differences are relative to the largest gradient of the parameter. If that is tiny compared with other
-        parameters (zero up to rounding), they are relative to a fraction of the others' largest gradient.
-        """
-        largest = max(want.scales.values(), default=0.0)
+        """Find the worst parameter of a rank."""
         worst = _GradientDifference(0.0, "")
         for name, value in want.values.items():
             mine = local_view(self.entries[name], value, self.plan.mesh, rank)
-            least = (1e-4 if mine.dtype == torch.float64 else 1e-2) * largest
-            scale = max(want.scales[name] if mine.numel() else 0.0, least, 1e-30)
             found = got.get(name)
-            error = (
-                float((mine if found is None else found - mine).abs().max()) / scale if mine.numel() else 0.0
-            )
+            difference = mine if found is None else found - mine
+            error = float(difference.abs().max()) / want.scales[name] if mine.numel() else 0.0
             worst = max(worst, _GradientDifference(error if error == error else math.inf, name))
         return worst
 
@@ -444,6 +445,20 @@ def _with_its_logits(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Mod
 
 def _for_training(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:
     return parallelize_for_training(model, plan, comm, gather_logits=True)
+
+
+def _gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the sizes to which differences of gradients are relative, by the names of parameters.
+
+    They are the largest elements. Where that is tiny compared with other parameters (zero up to rounding), it
+    is a fraction of the others' largest element.
+    """
+    largest = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
+    of_all = max(largest.values(), default=0.0)
+    return {
+        name: max(largest[name], (1e-4 if g.dtype == torch.float64 else 1e-2) * of_all, 1e-30)
+        for name, g in gradients.items()
+    }
 
 
 def _largest(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:

@@ -37,7 +37,11 @@ from ..solving.gradients import SECOND_TOKENS
 
 
 class OutputsDiffer(SolveError):
-    """The ranks return different numbers than the unsharded model."""
+    """The ranks return different numbers than the unsharded model; ``worst`` is the ``Outcome``'s."""
+
+    def __init__(self, message: str, worst: float) -> None:
+        super().__init__(message)
+        self.worst = worst
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def simulate(
         raise OutputsDiffer(
             f"the plan is wrong: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
             f"its largest output (allowed: {outcome.tolerance:.0e}). Nothing was written. This is a bug in "
-            "shardconv; please report it."
+            "shardconv; please report it.",
+            outcome.worst,
         )
     return replace(outcome, gradients=case.simulation.wrong_gradient(inputs)) if gradients else outcome
 
@@ -419,6 +424,8 @@ class Proof:
     """Implementations for which the plan is wrong."""
     labels: LabelsProof
     """Calls with labels, from gathered logits."""
+    gradient_error: float = 0.0
+    """The largest error of the gradients that are wrong."""
 
 
 def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
@@ -445,6 +452,7 @@ class _Proof:
         self.tell = tell
         self.arguments = arguments
         self.has_gradients = case.plan.training is not None
+        self.gradient_error = 0.0
         self.calls = 1
         """Number of calls that were compared: two, if the unsharded model can continue a call."""
 
@@ -466,7 +474,7 @@ class _Proof:
         is_new = loss or inputs is not self.case.inputs
         if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
             return self._one_by_one(loss, problem, labels)
-        return Proof(problem, loss, self.arguments, self._wrong_others(), labels)
+        return Proof(problem, loss, self.arguments, self._wrong_others(), labels, self.gradient_error)
 
     def _holds_with_labels(self) -> bool:
         """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
@@ -540,10 +548,16 @@ class _Proof:
         problem = problem or (self._wrong_gradient(self.case.inputs) if loss else "")
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)
-        return Proof(problem, loss, arguments, (*wrong, *self._wrong_others()), labels)
+        others = (*wrong, *self._wrong_others())
+        return Proof(problem, loss, arguments, others, labels, self.gradient_error)
 
     def _wrong_others(self) -> tuple[Wrong, ...]:
         return wrong_others(self.case) if self.case.plan.tp > 1 else ()
 
     def _wrong_gradient(self, inputs: TraceInputs) -> str:
-        return self.case.simulation.wrong_gradient(inputs) if self.has_gradients else ""
+        if not self.has_gradients:
+            return ""
+        problem = self.case.simulation.wrong_gradient(inputs)
+        if problem:
+            self.gradient_error = max(self.gradient_error, self.case.simulation.gradient_error)
+        return problem

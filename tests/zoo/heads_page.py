@@ -22,11 +22,12 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
     yield ""
     yield (
         "`scripts/coverage heads` writes this page. It converts a tiny random model of every class of "
-        "transformers' auto classes that computes a loss, with 1 and with 301 labels if the number can be "
-        "chosen (2 for question answering), for 2 and 3 ranks. The simulated ranks are given labels in every "
-        "form that the model's code takes: classes, numbers, a number for each logit, positions, pixels, "
-        "objects, tokens. Each rank's loss, and the gradients of the loss and the logits, must equal those "
-        f"of the unsharded model to 1e-9 of their largest element, in float64. {origin(rows)} {table}"
+        "transformers' auto classes that computes a loss, for 2 and 3 ranks. Classifiers have 301 labels, "
+        "and those of a whole input also 1, a regression; question answering has 2. The simulated ranks are "
+        "given labels in every form that the model's code takes: classes, numbers, a number for each logit, "
+        "positions, pixels, objects, tokens. Each rank's loss, and the gradients of the loss and the "
+        "logits, must equal those of the unsharded model to 1e-9 of their largest element, in float64. "
+        f"{origin(rows)} {table}"
     )
     yield ""
     yield from (f"| head | {' | '.join(STATUSES)} | sharded |", "|---" * (len(STATUSES) + 2) + "|")

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from places import ROOT
 
-from . import calls_page, full_size_page, kept_rows, models_page, quantized_page, stages_page, training_page
+from . import (
+    calls_page,
+    full_size_page,
+    heads_page,
+    kept_rows,
+    models_page,
+    quantized_page,
+    stages_page,
+    training_page,
+)
 from .kept_rows import KeptRows, Row, rows_in
 from .pages import DOCS, PAGES, CoveragePage, in_repository, in_site
 
@@ -193,6 +202,19 @@ def test_page_of_stages(folder: Path) -> None:
     assert "| `two` | different: a \\| b |" in text
     assert "| `three` | Uncut: no |" in text
     assert "| one | causal | 2 | 1 | equal | 0-1: 1 | same | yes | 2 |" in tables
+
+
+def test_page_of_heads(folder: Path) -> None:
+    about = {"task": "image classification", "type": "one", "num_labels": 301, "tp": 2, "error": 1e-12}
+    equal = {
+        **about, "class_name": "A", "status": "equal", "forms": ["labels: classes"], "sharded_head": True,
+        "message": "", "seconds": 1.0,
+    }  # fmt: skip
+    refused = {**equal, "class_name": "B", "status": "refused", "message": "no | gradient", "forms": []}
+    text, tables = page_of(heads_page.ROWS, [equal, refused], "coverage-heads.md")
+    assert "| image classification | 1 | 1 | 0 | 0 | 1 |" in text
+    assert "- B: no \\| gradient" in text
+    assert "| A | image classification | 301 | 2 | equal | labels: classes | yes |" in tables
 
 
 def test_pages_of_training(folder: Path) -> None:

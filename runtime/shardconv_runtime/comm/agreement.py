@@ -271,16 +271,20 @@ class _Floats:
     dtype: str
     shape: tuple[int, ...]
     norm: float
+    """The norm of the elements x / (1 + |x|)."""
     projection: float
-    """The sum of the elements, each with a sign that depends on its position."""
+    """The sum of these elements, each times a factor that depends on its position."""
 
     @classmethod
     def of(cls, x: Tensor) -> _Floats:
         """Summarize a tensor of any shape."""
-        flat = x.detach().reshape(-1).double().nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
-        # Signs without a period that an image's rows could have.
-        signs = (torch.arange(len(flat), device=flat.device) * 0.7390851332151607).cos()
-        return cls(dtype_name(x.dtype), tuple(x.shape), float(flat.norm()), float(flat @ signs.double()))
+        flat = x.detach().reshape(-1).double()
+        flat = (flat / (1 + flat.abs())).nan_to_num(
+            nan=2.0, posinf=1.0, neginf=-1.0
+        )  # masks have huge values
+        # Factors without a period that the rows of an image could have.
+        factors = (torch.arange(len(flat), device=flat.device) * 0.7390851332151607).cos()
+        return cls(dtype_name(x.dtype), tuple(x.shape), float(flat.norm()), float(flat @ factors.double()))
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other tensor is the same up to rounding."""
@@ -291,7 +295,7 @@ class _Floats:
         return all(abs(each) <= allowed for each in differences)
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} of norm {self.norm:.6g}"
+        return f"{self.dtype} {list(self.shape)}, {self.norm:.6g}, {self.projection:.6g}"
 
 
 _ROUNDING = {"bfloat16": 3e-2, "float16": 1e-2}

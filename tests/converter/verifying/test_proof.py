@@ -204,7 +204,7 @@ def test_a_loss_that_is_not_the_models(llama: Case, monkeypatch: pytest.MonkeyPa
         lambda self, inputs: "wrong" if "labels" in inputs.tensors else wrong(self, inputs),
     )
     found = prove(replace(llama))
-    assert found == proofs.Proof("", parallel_loss=False, arguments=("inputs_embeds",), wrong=())
+    assert found == proofs.Proof("", False, ("inputs_embeds",), (), proofs.LabelsProof(("labels",), "wrong"))
 
 
 def test_own_logits_that_are_wrong(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
