@@ -107,7 +107,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str,
 def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     made, runs = counted(monkeypatch)
     found = prove(replace(llama))
-    assert found == proofs.Proof("", parallel_loss=True, arguments=("inputs_embeds",), wrong=())
+    assert found == proofs.Proof("", True, ("inputs_embeds",), (), proofs.LabelsProof())
     tokens, embeddings = ("attention_mask", "input_ids"), ("attention_mask", "inputs_embeds")
     assert runs == [
         (*tokens, "labels"),
@@ -204,7 +204,8 @@ def test_a_loss_that_is_not_the_models(llama: Case, monkeypatch: pytest.MonkeyPa
         lambda self, inputs: "wrong" if "labels" in inputs.tensors else wrong(self, inputs),
     )
     found = prove(replace(llama))
-    assert found == proofs.Proof("", False, ("inputs_embeds",), (), proofs.LabelsProof(("labels",), "wrong"))
+    refused = proofs.LabelsProof(("labels",), "wrong")
+    assert found == proofs.Proof("", False, ("inputs_embeds",), (), refused)
 
 
 def test_own_logits_that_are_wrong(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
