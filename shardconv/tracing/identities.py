@@ -162,6 +162,15 @@ class Identities:
             self._on_storage.setdefault(storage_key(twin), []).append(tensor)
         return twin
 
+    def again(self, tensor: Tensor) -> Tensor:
+        """Return another object with the memory and the present identity of a tensor on meta."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            other = tensor.view_as(tensor)
+        self.become(other, self.tid(tensor))
+        self._alive.append(other)
+        self._on_storage.setdefault(storage_key(other), []).append(other)
+        return other
+
     def become(self, tensor: Tensor, tid: int) -> None:
         """Make ``tensor`` another tensor of the tape from now on."""
         self._tids[tensor_key(tensor)] = tid

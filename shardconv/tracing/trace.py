@@ -12,18 +12,19 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from shardconv_runtime.errors import SolveError
+from shardconv_runtime.parallel.boundary import replace_at
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from .functions import Functions, watching, wrap_ints
-from .identities import tensor_key
+from .identities import TensorKey, tensor_key
 from .opaque import Opaque, pristine_copy
 from .recorder import Point, Recorder
 from .tape import CacheUpdate, ModuleCall, Op, Ref, Returned, ReturnedItem, Tape, reads_and_writes
@@ -263,6 +264,8 @@ class _Frame:
     outer: list[tuple[torch.Tensor, int]]
     attributes: dict[str, Any]
     buffers: dict[str, Any]
+    entered: dict[TensorKey, int] = field(default_factory=dict)
+    """Input of the call -> its number behind the mark at the input."""
 
     def restore(self) -> None:
         """Restore the attributes of the module."""
@@ -330,23 +333,42 @@ class _ModuleHook:
                 outer = [(t, recorder.identities.tid(t)) for _, t in slots]
                 self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
                 recorder.mark(call, slots)
+                entered = {tensor_key(t): recorder.identities.tid(t) for _, t in slots}
+                self.tracer.frames[call].entered.update(entered)
                 self.is_entered = True
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Mark the outputs and restore the identities of the caller's tensors, as a forward hook."""
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Mark the outputs and restore the identities of the caller's tensors, as a forward hook.
+
+        A tensor that the module returns as it was given gets another object: the caller may also use its own,
+        which the steps at the module's boundary do not change.
+        """
         if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():
                 recorder, call = self.recorder, self.recorder.stack[-1]
                 recorder.tape.returned[call] = self._form(output, args, kwargs)
                 slots = list(_tensor_slots("output", output))
+                frame = self.tracer.frames[call]
+                unchanged = {
+                    tensor_key(t)
+                    for _, t in slots
+                    if frame.entered.get(tensor_key(t), -1) == recorder.identities.tid(t)
+                }
                 recorder.mark(call, slots)
                 if isinstance(output, tuple):
                     recorder.tape.result_tuples[call] = type(output), len(output)
-                returned = {tensor_key(t) for _, t in slots}
-                for tensor, tid in self.tracer.frames[call].outer:
-                    if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):
-                        recorder.identities.become(tensor, tid)
+                for tensor, tid in {tensor_key(t): (t, tid) for t, tid in frame.outer}.values():
+                    paths = [tuple(slot.split(".")[1:]) for slot, given in slots if given is tensor]
+                    is_again = tensor_key(tensor) in unchanged and tensor.device.type == "meta"
+                    if recorder.identities.is_stale(tensor) or (paths and not is_again):
+                        continue
+                    if paths:
+                        again = recorder.identities.again(tensor)
+                        for path in paths:
+                            output = replace_at(output, path, _always(again), "output")
+                    recorder.identities.become(tensor, tid)
                 recorder.stack.pop()
+        return output
 
     def _form(self, output: Any, args: Any, kwargs: Any) -> Returned:
         named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -407,6 +429,10 @@ class _ModuleHook:
             return Opaque(self.recorder, self.tracer.copied, read).record(frame.module, args, kwargs)
         finally:
             self.recorder.is_paused = False
+
+
+def _always(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda _: tensor
 
 
 def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:

@@ -22,7 +22,9 @@ from ..parallel.layers import VocabParallelEmbedding
 def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     """Raise an error in a backward pass in which a sharded head or embedding was used past its layer.
 
-    Rows are looked at in the backward passes 1, 2, 4, 8 ... of a weight.
+    That is for callers of the base model, who compute a loss of its states themselves. Once the complete model
+    was called, nothing is said any more: its own code may use the weights so, as the plan knows. Rows are
+    looked at in the backward passes 1, 2, 4, 8 ... of a weight.
 
     Args:
         model: the complete model of this rank, for training.
@@ -45,14 +47,21 @@ def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
                 users[parameter] = _Uses(parameter)
             users[parameter].watch(weight, module)
 
+    def judge_no_more(model: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            for uses in users.values():
+                uses.may_be_any = True
+
+    model.register_forward_pre_hook(judge_no_more)
+
 
 class _Uses:
-    """The calls of the layers of one weight, until it is called as a head: then it may have any gradient."""
+    """The calls of the layers of one weight, until a call after which it may have any gradient."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._names: list[str] = []
-        self._ran_as_head = False
+        self.may_be_any = False
         self._looked_up: Tensor | None = None
         """Local rows that were looked up in any call, bool ``[rows]``."""
         self._num_gradients = 0
@@ -65,7 +74,7 @@ class _Uses:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # nothing is noted in compiled code, so nothing can be said
-            self._ran_as_head = True
+            self.may_be_any = True
             return
         if not torch.is_grad_enabled():
             return
@@ -76,10 +85,10 @@ class _Uses:
                 "the backward pass: the embedding's rows(ids) returns this rank's rows of token ids, and "
                 "which ids are on other ranks"
             )
-        if self._ran_as_head:
+        if self.may_be_any:
             return
         if not isinstance(module, VocabParallelEmbedding):
-            self._ran_as_head = True
+            self.may_be_any = True
             return
         local, out_of_shard = module.rows(args[0])
         if self._looked_up is None:
@@ -93,7 +102,7 @@ class _Uses:
             PlanError: it does not come from the layers of the weight alone.
         """
         self._num_gradients += 1
-        if self._ran_as_head:
+        if self.may_be_any:
             return
         if self._looked_up is None:
             raise self._error()
