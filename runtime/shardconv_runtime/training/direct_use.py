@@ -22,9 +22,9 @@ from ..parallel.layers import VocabParallelEmbedding
 def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     """Raise an error in a backward pass in which a sharded head or embedding was used past its layer.
 
-    That is for callers of the base model, who compute a loss of its states themselves. Once the complete model
-    was called, nothing is said any more: its own code may use the weights so, as the plan knows. Rows are
-    looked at in the backward passes 1, 2, 4, 8 ... of a weight.
+    That is for callers of the base model, who compute a loss of its states themselves. Once the complete
+    model was called, nothing is said any more: its own code may use the weights so, as the plan knows. Rows
+    are looked at in the backward passes 1, 2, 4, 8 ... of a weight.
 
     Args:
         model: the complete model of this rank, for training.
