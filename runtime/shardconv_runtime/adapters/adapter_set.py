@@ -227,6 +227,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
         parallel_loss=all(form.parallel_loss for form in known),
         draws=union.entries(lambda plan: plan.training.draws),  # type: ignore[union-attr]
         extra_outputs=tuple(e for e in known[0].extra_outputs if all(e in f.extra_outputs for f in known)),
+        draws_on_host=all(form.draws_on_host for form in known),
     )
 
 
