@@ -20,7 +20,7 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from ..errors import SourceError, brief
 from ..format.names import natural_key
-from ..parallel.meta_model import tied_names
+from ..parallel.meta_model import for_older_transformers, tied_names
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .quantized import PackedWeight, PackedWeights, is_of_cache
 from .recorded import (
@@ -282,6 +282,8 @@ def _load_from(
                 f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters "
                 f"consist of: {_some(names)}; download it again, or correct config.json"
             ) from error
+        if change := for_older_transformers(spec.model_class, error):
+            raise SourceError(change) from error
         raise SourceError(f"the weights of {spec.name} cannot be read: {brief(error)}") from error
     return loaded
 
