@@ -90,6 +90,12 @@ def lazy_weights(
         packed, plain, model, info = _unwrapped(spec, tensors, tell) or (packed, plain, model, info)
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
+    in_pairs = {n for n, t in plain.items() if t.dtype == "float4_e2m1fn_x2"} - set(info["unexpected_keys"])
+    if in_pairs:
+        raise SourceError(
+            f"{_some(sorted(in_pairs, key=natural_key))} of {spec.name}: two values of 4 bits (F4) in a "
+            "byte, which torch stores and does not compute with; convert the unquantized model"
+        )
     mismatched = sorted(info["mismatched_keys"])
     if wrong := [f"{name} is {list(got)}, not {list(want)}" for name, got, want in mismatched]:
         raise SourceError(

@@ -251,10 +251,10 @@ def for_older_transformers(cls: type[nn.Module], error: Exception) -> str:
         return ""
     # transformers 4 took the names alone, and looked for the tensors that they share.
     return (
-        f"{cls.__name__}: _tied_weights_keys is a {type(names).__name__} ({', '.join(map(str, names))}), and "
-        f"transformers {transformers_version} needs the weight that each of them is tied to; change it in "
-        f"{cls.__module__.rpartition('.')[2]}.py to a dict, for example "
-        '{"lm_head.weight": "model.embed_tokens.weight"}'
+        f"{cls.__name__}: _tied_weights_keys is a {type(names).__name__}, and transformers "
+        f"{transformers_version} needs the weight that each name is tied to; change it in "
+        f"{cls.__module__.rpartition('.')[2]}.py to a dict: "
+        "{" + ", ".join(f'"{name}": "<name of the weight>"' for name in names) + "}"
     )
 
 
