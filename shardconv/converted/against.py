@@ -23,6 +23,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import Dim
+from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
@@ -30,7 +31,7 @@ from shardconv_runtime.format.small_files import small_files
 from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, run
-from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes
+from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape
 
 from ..arguments import MEMORY
 from ..reporting.progress import Progress

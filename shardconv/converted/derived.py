@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest, small_files
-from shardconv_runtime.format.header import data_start, read_header
+from shardconv_runtime.format.header import data_start, item_bytes, read_header
 from shardconv_runtime.format.manifest import UNUSED_NAME, FileEntry, check_size, resolve
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import Range
@@ -25,7 +25,6 @@ from shardconv_runtime.tensors.lazy_tensor import (
     StridedBox,
     assemble,
     from_leaf,
-    item_bytes,
     stored,
     take,
 )

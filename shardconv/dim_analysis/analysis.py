@@ -110,6 +110,9 @@ class Analysis:
     read_by_losses: list[int] = field(default_factory=list)
     """Results inside of modules that compute a loss if they are given labels. They are replicated, with full
     gradients, where the module's own code has them, since the trace does not show how a loss reads them."""
+    read_in_training: Sequence[int] = ()
+    """Results that code reads, or changes, in training mode only, where it needs all of them. They are
+    replicated, with full gradients."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed only from parameters."""
     from_stack: set[int] = field(default_factory=set)

@@ -14,11 +14,12 @@ from pathlib import Path
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
 from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, item_bytes, numbered
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
 from shardconv_runtime.versions import tool_versions
 
 from ..converted import derived

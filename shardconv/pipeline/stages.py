@@ -44,6 +44,7 @@ from .plan_forms import (
     with_sequence_form,
     without_extra_outputs,
 )
+from .training_code import training_code
 
 Tell = Callable[[str], None]
 
@@ -228,6 +229,8 @@ def _solved_run(
         tell("proving the experts")
         folded = isolate_experts(folded, model)
     analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
+    training = training_code(traced.tape, analysis, bypassed_copy(model, run.bypasses), inputs)
+    analysis = replace(analysis, read_in_training=training.reads_whole)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = run.bypasses
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
@@ -240,6 +243,8 @@ def _solved_run(
         for name, why in inputs.left_out.items()
     )
     plan = replace(plan, left_out=tuple(inputs.left_out), notes=(*notes, *plan.notes))
+    if plan.training is not None:
+        plan = replace(plan, training=replace(plan.training, draws_on_host=training.draws_on_host))
     plan = with_parallel_loss(plan, model, inputs)
     if not options.check and plan.training is not None and plan.training.parallel_loss:
         is_known = returns_its_loss_function(bypassed_copy(model, bypassed), inputs)

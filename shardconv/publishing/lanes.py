@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, islice
 
+from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan, by_name, module_plans
 from shardconv_runtime.format.stored_layout import is_common
 
-from ..reporting.summary import collective_steps, item_bytes, local_bytes
+from ..reporting.summary import collective_steps, local_bytes
 
 # Plans list modules in the order in which they run; an *order* is an index in that list, or lies between two.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.measured import LiveBytes, MemoryPlan, cache_bytes, moment_bytes, prefill_bytes
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.pipeline_stages import StagesPlan
@@ -14,7 +15,7 @@ from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.staged_names import staged_modules
 from shardconv_runtime.format.stored_layout import stored_plans
 
-from .summary import human_bytes, item_bytes, shown_stages, stage_bytes
+from .summary import human_bytes, shown_stages, stage_bytes
 
 RESERVE = 2 * 10**9
 """Default bytes that are kept free on a device: for the driver, libraries and memory that is lost between

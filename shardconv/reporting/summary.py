@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
+from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
@@ -161,11 +161,6 @@ def global_bytes(entry: ParameterPlan) -> int:
 def local_bytes(entry: ParameterPlan, plan: Plan, rank: int) -> int:
     """Return the bytes of the tensor on ``rank``."""
     return math.prod(local_shape(entry, plan.mesh, rank)) * item_bytes(entry.dtype)
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element."""
-    return STORED_BITS[STORED_NAME[dtype]] // 8
 
 
 def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKind, ...]:

@@ -11,6 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from shardconv_runtime.training.host_numbers import host_seed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -266,7 +267,7 @@ def gradients_of(
     """
     inputs = inputs.to(precision.dtype)
     model.train()
-    with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]), host_seed(0):
         torch.manual_seed(0)
         with WithoutNoise():
             outputs = results(model, (call or model)(**inputs.tensors, **inputs.options))

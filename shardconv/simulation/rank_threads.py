@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.training.host_numbers import HostStates, host_states, set_host_states
 from torch import Tensor
 
 from .available_memory import return_freed_memory
@@ -37,12 +38,22 @@ class _Meeting:
     result: Tensor | None = None
 
 
+def _random_states() -> tuple[Tensor, HostStates]:
+    return torch.get_rng_state(), host_states()
+
+
+def _set_random_states(states: tuple[Tensor, HostStates]) -> None:
+    torch.set_rng_state(states[0])
+    set_host_states(states[1])
+
+
 class _Turns:
     """Let one thread run at a time, until it waits for others.
 
     The thread that is furthest behind among the ones that can run gets its turn; threads report their
-    positions. All start from the caller's random state, like ranks with the same seed. torch has one random
-    state for all threads, so it is exchanged when a thread's turn begins and ends.
+    positions. All start from the caller's random states, like ranks with the same seed. torch, numpy and
+    Python have one random state each for all threads, so these are exchanged when a thread's turn begins and
+    ends.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -50,29 +61,29 @@ class _Turns:
         self._is_taken = False
         self._waiting = dict.fromkeys(numbers, 0)
         """Position of each thread that waits for its turn, or has not begun."""
-        self._start = torch.get_rng_state()
-        self._states: dict[int, Tensor] = {}
+        self._start = _random_states()
+        self._states: dict[int, tuple[Tensor, HostStates]] = {}
 
     def begin(self, number: int, position: int) -> None:
         """Wait until no other thread runs, and no thread that is further behind is ready to run."""
         with self._changed:
             self._wait(number, position)
-        torch.set_rng_state(self._states.get(number, self._start))
+        _set_random_states(self._states.get(number, self._start))
 
     def end(self, number: int) -> None:
         """Let another thread run."""
-        self._states[number] = torch.get_rng_state()
+        self._states[number] = _random_states()
         with self._changed:
             self._is_taken = False
             self._changed.notify_all()
 
     def wait(self, number: int, position: int) -> None:
         """Let threads that are further behind run, until they wait for something else."""
-        self._states[number] = torch.get_rng_state()
+        self._states[number] = _random_states()
         with self._changed:
             self._is_taken = False
             self._wait(number, position)
-        torch.set_rng_state(self._states[number])
+        _set_random_states(self._states[number])
 
     def _wait(self, number: int, position: int) -> None:
         self._waiting[number] = position

@@ -150,7 +150,7 @@ class _AxisGradients:
                 self.costs.append(((tid,), [0.0, sum_cost]))
         for a, b in (*folded.ties, *analysis.repeats):
             self._same((a, b))
-        outputs = (*self.tape.outputs, *analysis.read_by_losses)
+        outputs = (*self.tape.outputs, *analysis.read_by_losses, *analysis.read_in_training)
         self.fixed += [(tid, 0) for tid in outputs if self._is_variable(tid)]
 
     def solve(self) -> list[int]:

@@ -97,7 +97,8 @@ class AxisProblem(AxisVariables):
             for dim in work.dims:
                 for v in self.leaves(dim):
                     self._charge(v, -1e-3 * self.latency)
-        for tid in (*analysis.tape.outputs, *analysis.handed_out, *analysis.read_by_losses):
+        whole = (*analysis.handed_out, *analysis.read_by_losses, *analysis.read_in_training)
+        for tid in (*analysis.tape.outputs, *whole):
             self._must_be_replicated(tid)
         dims = analysis.dims
         for a, b in (*given.folded.ties, *analysis.handed_back):

@@ -20,6 +20,7 @@ import transformers
 from distributed import run_processes
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
+from shardconv_runtime.adapters import attaching
 from shardconv_runtime.errors import PlanError, ShardconvError
 from torch import Tensor, nn
 
@@ -257,8 +258,9 @@ def on_rank_with_masks(root: Path) -> tuple[dict[str, Tensor], Tensor, list[Tens
     logits = masked_step(model, seen)
     with torch.no_grad():
         plain = shardconv_runtime.load(root / "out", adapter=root / "ADALORA-out")(IDS).logits
-    with pytest.raises(PlanError, match="AdaLoRA adds a loss of its full matrices"):
-        shardconv_runtime.load(root / "out", adapter=root / "ADALORA-out", training=True)
+    for adapted in ("ADALORA-out", "ADALORA-earlier"):
+        with pytest.raises(PlanError, match="AdaLoRA adds a loss of its full matrices"):
+            shardconv_runtime.load(root / "out", adapter=root / adapted, training=True)
     over_sequence = shardconv_runtime.load(
         root / "sequence", adapter=root / "IA3-sequence", training=True, sequence_parallel=True
     )
@@ -270,14 +272,21 @@ def on_rank_with_masks(root: Path) -> tuple[dict[str, Tensor], Tensor, list[Tens
     return masks, torch.stack([logits, plain]), merged
 
 
-def test_masks_are_those_of_one_process_and_merging_knows_sequences(root: Path) -> None:
+def test_masks_are_those_of_one_process_and_merging_knows_sequences(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replicated inputs have one mask, parts of an input have parts of one, as one process could draw them.
 
-    AdaLoRA is used, and not trained. An adapter can be merged also where ranks have parts of a sequence.
+    AdaLoRA is used, and not trained, also by a plan that an earlier version made. An adapter can be merged
+    also where ranks have parts of a sequence.
     """
     save_trained(root, "ADALORA")
     plan = adapt(root / "out", root / "ADALORA", root / "ADALORA-out", check=False)
     assert plan.inference_only
+    with monkeypatch.context() as patch:
+        patch.setattr(attaching, "_why_not_trained", lambda adapter, added: "")
+        plan = adapt(root / "out", root / "ADALORA", root / "ADALORA-earlier", check=False)
+        assert not plan.inference_only
     plan = adapt(root / "out", MASKED, root / "MASKED-out")
     assert not plan.inference_only
     shardconv.convert(root / "base", root / "sequence", tp=2, check=False, sequence_parallel=True)

@@ -18,6 +18,7 @@ import transformers
 from distributed import run_processes
 from quantized_checkpoints import save_quantized
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.errors import SourceError
 from small_models import save_random, small_config
 from torch import Tensor
 
@@ -133,3 +134,27 @@ def test_a_damaged_file_is_found(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(Exception, match=r"unused\.tensors is missing"):
         shardconv.merge(tmp_path / "out", tmp_path / "merged")
+
+
+def with_pairs(name: str, path: Path) -> Path:
+    """A checkpoint with a tensor of which each byte holds two values (F4)."""
+    save_random(small_config(), transformers.LlamaForCausalLM, path)
+    tensors = load_file(path / "model.safetensors")
+    values = torch.arange(48 * 32, dtype=torch.int32).to(torch.uint8).reshape(48, 32)
+    tensors[name] = values.view(torch.float4_e2m1fn_x2)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_pairs_of_4_bits_are_kept_or_left_out(tmp_path: Path) -> None:
+    source = with_pairs("model.layers.9.weight", tmp_path / "source")
+    plan = shardconv.convert(source, tmp_path / "without", tp=2, check=False)
+    assert any("left out: model.layers.9.weight" in note for note in plan.notes)
+    shardconv.convert(source, tmp_path / "out", tp=2, keep_unused=True, check=False)
+    shardconv.verify(tmp_path / "out", against=source)
+    shardconv.reshard(tmp_path / "out", tmp_path / "one", tp=1, check=False)
+    shardconv.merge(tmp_path / "one", tmp_path / "merged")
+    require_equal(tmp_path / "merged", source)
+    with_pairs("model.layers.0.mlp.up_proj.weight", tmp_path / "used")
+    with pytest.raises(SourceError, match=r"layers\.0\.mlp\.up_proj\.weight .* two values of 4 bits"):
+        shardconv.convert(tmp_path / "used", tmp_path / "never", tp=2, check=False)

@@ -227,6 +227,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
         parallel_loss=all(form.parallel_loss for form in known),
         draws=union.entries(lambda plan: plan.training.draws),  # type: ignore[union-attr]
         extra_outputs=tuple(e for e in known[0].extra_outputs if all(e in f.extra_outputs for f in known)),
+        draws_on_host=all(form.draws_on_host for form in known),
     )
 
 
@@ -395,10 +396,13 @@ class AdapterSet:
         """Put them into a model on meta, in place; arguments and errors as for ``attach``.
 
         Raises:
-            PlanError: they were adapted for another conversion.
+            PlanError: they were adapted for another conversion, or are to be trained and cannot be.
         """
         attached = attach(model, _sources(self.adapters), trainable=trainable)
         require_base(self.base, self.plan, attached)
+        # A plan of an earlier version may have a training part all the same.
+        if trainable and attached.not_trained and self.base.tp > 1:
+            raise PlanError(f"the model cannot be trained on ranks: {attached.not_trained}")
         return attached
 
     def of_stages(self, stages: Collection[int], attached: Attached) -> tuple[AdapterSet, Attached]:

@@ -20,7 +20,7 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from ..errors import SourceError, brief
 from ..format.names import natural_key
-from ..parallel.meta_model import tied_names
+from ..parallel.meta_model import for_older_transformers, tied_names
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .quantized import PackedWeight, PackedWeights, is_of_cache
 from .recorded import (
@@ -90,6 +90,12 @@ def lazy_weights(
         packed, plain, model, info = _unwrapped(spec, tensors, tell) or (packed, plain, model, info)
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
+    in_pairs = {n for n, t in plain.items() if t.dtype == "float4_e2m1fn_x2"} - set(info["unexpected_keys"])
+    if in_pairs:
+        raise SourceError(
+            f"{_some(sorted(in_pairs, key=natural_key))} of {spec.name}: two values of 4 bits (F4) in a "
+            "byte, which torch stores and does not compute with; convert the unquantized model"
+        )
     mismatched = sorted(info["mismatched_keys"])
     if wrong := [f"{name} is {list(got)}, not {list(want)}" for name, got, want in mismatched]:
         raise SourceError(
@@ -282,6 +288,8 @@ def _load_from(
                 f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters "
                 f"consist of: {_some(names)}; download it again, or correct config.json"
             ) from error
+        if change := for_older_transformers(spec.model_class, error):
+            raise SourceError(change) from error
         raise SourceError(f"the weights of {spec.name} cannot be read: {brief(error)}") from error
     return loaded
 

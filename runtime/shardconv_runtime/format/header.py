@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +63,7 @@ STORED_NAME: Mapping[str, str] = {
     "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4",
 }
 """torch's name of a dtype, as in a plan, to safetensors' name."""
 
@@ -74,6 +75,27 @@ def dtype_name(dtype: object) -> str:
 
 TORCH_NAME: Mapping[str, str] = {stored: name for name, stored in STORED_NAME.items()}
 """safetensors' name of a dtype to torch's."""
+
+_STORED_ELEMENTS: Mapping[str, int] = {"F4": 2}
+"""Dtypes of which one element in torch is several in a header, along the last dim -> how many."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element of a dtype, by torch's name."""
+    stored = STORED_NAME[dtype]
+    return STORED_BITS[stored] * _STORED_ELEMENTS.get(stored, 1) // 8
+
+
+def stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
+    """Return the shape of a tensor in a header.
+
+    Args:
+        dtype: torch's name of the dtype.
+        shape: the shape in torch.
+    """
+    num = _STORED_ELEMENTS.get(STORED_NAME[dtype], 1)
+    return [*shape[:-1], shape[-1] * num] if num > 1 else list(shape)
+
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the safetensors library accepts."""
@@ -93,6 +115,7 @@ class StoredTensor(NamedTuple):
     dtype: str
     """safetensors' name: ``"BF16"``."""
     shape: tuple[int, ...]
+    """In torch: an element of ``float4_e2m1fn_x2`` is two of a header's."""
     offsets: tuple[int, int]
     """Half-open, in bytes from the end of the header."""
 
@@ -225,4 +248,10 @@ def _tensor(name: str, value: Any) -> StoredTensor:
     if begin < 0 or (end - begin) * 8 != num_bits:
         problem = f"{begin} to {end} are not the {num_bits // 8} bytes of {entry.dtype} {list(entry.shape)}"
         raise MalformedError(f"{name}.data_offsets", problem)
-    return StoredTensor(entry.dtype, entry.shape, (begin, end))
+    shape, num = entry.shape, _STORED_ELEMENTS.get(entry.dtype, 1)
+    if num > 1:
+        if not shape or shape[-1] % num:
+            problem = f"the last dim of {entry.dtype} is not a multiple of {num}"
+            raise MalformedError(f"{name}.shape", problem)
+        shape = (*shape[:-1], shape[-1] // num)
+    return StoredTensor(entry.dtype, shape, (begin, end))

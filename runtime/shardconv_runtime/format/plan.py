@@ -426,6 +426,9 @@ class TrainingPlan:
     """Modules at which the stream of random numbers changes; none if all ranks draw the same."""
     extra_outputs: tuple[str, ...] = ()
     """Arguments of the forward pass, as ``output_router_logits``, whose outputs may be part of a loss."""
+    draws_on_host: bool = False
+    """The model's code draws random numbers with numpy or Python in training mode, and the layouts are right
+    for its use of them."""
 
 
 @dataclass(frozen=True, slots=True)

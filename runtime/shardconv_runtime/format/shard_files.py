@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .header import STORED_BITS, STORED_NAME
+from .header import STORED_NAME, item_bytes, stored_shape
 from .manifest import shard_metadata, shard_path
 from .plan import Plan, local_shape
 from .stored_layout import adjacent_tensors, in_units, is_common, layout_sha256, stored_plans
@@ -105,7 +105,8 @@ def lay_out(
     for name, (dtype, shape) in ordered:
         begin, end = end, end + math.prod(shape) * item_bytes(dtype)
         begins.append(begin)
-        fields[name] = {"dtype": STORED_NAME[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        extents = stored_shape(dtype, shape)
+        fields[name] = {"dtype": STORED_NAME[dtype], "shape": extents, "data_offsets": [begin, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
     header = struct.pack("<Q", len(text)) + text
@@ -124,11 +125,6 @@ def grouped(num_bytes: Mapping[Key, int], limit: int) -> list[list[Key]]:
         parts[-1].append(key)
         held += size
     return parts
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype, by torch's name."""
-    return STORED_BITS[STORED_NAME[dtype]] // 8
 
 
 # Checksums of a few blocks of a shard: files of another conversion are noticed without reading all of them.

@@ -16,7 +16,7 @@ from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
 from ..format import plan_json
-from ..format.header import dtype_name
+from ..format.header import dtype_name, item_bytes
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
@@ -28,7 +28,7 @@ from ..hub_options import Hub
 from ..parallel.fused_products import tensor_at, tensor_within
 from ..tensors.boxes import is_run, move_of
 from ..tensors.copying import read_into
-from ..tensors.lazy_tensor import FileLeaf, LazyTensor, item_bytes, take
+from ..tensors.lazy_tensor import FileLeaf, LazyTensor, take
 from .checked_source import CheckedSource
 from .reading import map_file
 

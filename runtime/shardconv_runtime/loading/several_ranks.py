@@ -146,7 +146,8 @@ def guard(
         guard_optimizers()
         refuse_distributed_checkpoints()
         if stage.world_size > 1:
-            compare_draws(model, stage)
+            is_known = found.plan.training is not None and found.plan.training.draws_on_host
+            compare_draws(model, stage, draws_on_host=is_known)
         if found.stage is None:
             refuse_direct_use(model, found.plan, comm)
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)

@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 
-from ..errors import PlanError
+from ..errors import PlanError, ShardconvError, SourceError, brief
 from .model_config import SteadySet
 
 _building = threading.Lock()
@@ -234,6 +235,51 @@ class _Values(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def for_older_transformers(cls: type[nn.Module], error: Exception) -> str:
+    """Say how to change code of a model's repository that is for transformers 4.
+
+    Args:
+        cls: the class of the model.
+        error: the error with which it could not be built.
+
+    Returns:
+        The message; empty if the error has another cause.
+    """
+    names = getattr(cls, "_tied_weights_keys", None)
+    is_about_keys = isinstance(error, AttributeError) and error.name == "keys"
+    if not is_about_keys or not isinstance(names, (list, tuple, set)):
+        return ""
+    # transformers 4 took the names alone, and looked for the tensors that they share.
+    return (
+        f"{cls.__name__}: _tied_weights_keys is a {type(names).__name__}, and transformers "
+        f"{transformers_version} needs the weight that each name is tied to; change it in "
+        f"{cls.__module__.rpartition('.')[2]}.py to a dict: "
+        "{" + ", ".join(f'"{name}": "<name of the weight>"' for name in names) + "}"
+    )
+
+
+def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Build a model of transformers.
+
+    Raises:
+        SourceError: its class is code of the model's repository, which fails.
+    """
+    try:
+        model: nn.Module = cls._from_config(config, dtype=dtype)
+    except ShardconvError:
+        raise
+    except Exception as error:
+        if not cls.__module__.startswith("transformers_modules."):
+            raise
+        raise SourceError(
+            for_older_transformers(cls, error)
+            or f"{cls.__name__}, code of the model's repository, fails with transformers "
+            f"{transformers_version} ({type(error).__name__}: {brief(error)}); change the code, or take a "
+            "revision of the repository that is for this version"
+        ) from error
+    return model
+
+
 def build_model(
     model_class: str | type[nn.Module],
     config: Any,
@@ -256,6 +302,7 @@ def build_model(
 
     Raises:
         PlanError: the class does not exist.
+        SourceError: its code is of a model's repository, and fails.
     """
     cls = find_class(model_class) if isinstance(model_class, str) else model_class
     config = copy.deepcopy(config)
@@ -265,7 +312,7 @@ def build_model(
         dtype = named if isinstance(named, torch.dtype) else torch.get_default_dtype()
     with _building, LazyInit() as lazy, default_dtype(dtype):
         if hasattr(cls, "_from_config"):  # as the Auto classes do; sets up more than __init__
-            model: nn.Module = cls._from_config(config, dtype=dtype)
+            model: nn.Module = _from_config(cls, config, dtype)
         else:
             model = cls(config)
         if dtype != torch.float32:

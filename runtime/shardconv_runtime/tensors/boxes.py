@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .lazy_tensor import LazyTensor, StridedBox, contiguous_strides, item_bytes
+from ..format.header import item_bytes
+from .lazy_tensor import LazyTensor, StridedBox, contiguous_strides
 
 
 class BoxDim(NamedTuple):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import SourceError
-from ..format.header import STORED_NAME, dtype_name
+from ..format.header import STORED_NAME, dtype_name, item_bytes
 from ..hub.remote_files import RemoteFile, RemoteReader
 from .boxes import (
     BoxDim,
@@ -37,7 +37,7 @@ from .boxes import (
     wanted,
     within,
 )
-from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor, ZeroLeaf, item_bytes
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor, ZeroLeaf
 
 UNIT_BYTES = 1 << 25
 """Bytes of a leaf that one worker takes at a time; after a crash a few units are copied again."""

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..format.header import STORED_BITS, STORED_NAME, TORCH_NAME, StoredTensor
+from ..format.header import TORCH_NAME, StoredTensor, item_bytes
 from ..format.slices import Range
 
 if TYPE_CHECKING:
@@ -95,11 +95,6 @@ class LazyTensor:
     def is_cast(self) -> bool:
         """Return whether the elements of some leaf are cast."""
         return any(piece.leaf.dtype != self.dtype for piece in self.pieces)
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element."""
-    return STORED_BITS[STORED_NAME[dtype]] // 8
 
 
 def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
