@@ -277,7 +277,7 @@ def test_a_plan_of_another_version(tmp_path: Path) -> None:
     for error in errors_of(path):
         assert isinstance(error, PlanError)
         assert "99" in str(error)
-        assert "shardconv replan" in str(error)
+        assert "convert the model again" in str(error)
 
 
 def test_other_model_code(tmp_path: Path) -> None:
