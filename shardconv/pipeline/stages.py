@@ -44,7 +44,7 @@ from .plan_forms import (
     with_sequence_form,
     without_extra_outputs,
 )
-from .training_code import training_code
+from .training_code import TrainingCode, training_code
 
 Tell = Callable[[str], None]
 
@@ -229,7 +229,9 @@ def _solved_run(
         tell("proving the experts")
         folded = isolate_experts(folded, model)
     analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
-    training = training_code(traced.tape, analysis, bypassed_copy(model, run.bypasses), inputs)
+    training = TrainingCode()
+    if adapted is None or not adapted.attached.not_trained:
+        training = training_code(traced.tape, analysis, bypassed_copy(model, run.bypasses), inputs)
     analysis = replace(analysis, read_in_training=training.reads_whole)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = run.bypasses
