@@ -23,6 +23,7 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
+from shardconv_runtime.training.host_numbers import host_seed
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
@@ -269,7 +270,7 @@ def _distance(got: _Step, want: _Step, gradients: dict[str, Tensor]) -> float:
 def _step(model: Any, inputs: TraceInputs) -> _Step:
     without_dropout(model.train())
     torch.manual_seed(0)
-    with torch.enable_grad(), Float64(), WithoutNoise():
+    with torch.enable_grad(), Float64(), WithoutNoise(), host_seed(0):
         output = model(**inputs.tensors, **inputs.options)
         torch.manual_seed(1)
         terms = [output.loss.sum()]
