@@ -46,6 +46,8 @@ def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
             if parameter not in users:
                 users[parameter] = _Uses(parameter)
             users[parameter].watch(weight, module)
+    if not users:
+        return
 
     def judge_no_more(model: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():

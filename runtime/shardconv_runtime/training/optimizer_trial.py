@@ -49,15 +49,11 @@ def needs_full_tensors(optimizer: Optimizer) -> bool:
         if name not in ("param_groups", "state") and _holds_parameters(value, set(parameters)):
             raise TrialError(f"its attribute {name} holds parameters, or another optimizer of them")
     device = parameters[0].device if parameters else torch.device("cpu")
-    kept = torch.get_rng_state()
-    try:
-        with _quiet():
-            try:
-                return _differs(optimizer, device, torch.float64)
-            except TrialError:  # some work in float32 only
-                return _differs(optimizer, device, torch.float32)
-    finally:
-        torch.set_rng_state(kept)
+    with _quiet(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            return _differs(optimizer, device, torch.float64)
+        except TrialError:  # some work in float32 only
+            return _differs(optimizer, device, torch.float32)
 
 
 def _holds_parameters(value: Any, parameters: Set[Tensor]) -> bool:
