@@ -20,10 +20,9 @@ from torch import nn
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.solution import inference_only
 from ..simulation.layer_bypass import Bypass, planned_alike
-from ..simulation.rank_simulation import Logits, Unprovable
+from ..simulation.rank_simulation import Logits, RanksWrong, Unprovable, with_module
 from ..verifying.proof import (
     Case,
-    OutputsDiffer,
     Proof,
     Tell,
     may_be_padded,
@@ -121,7 +120,8 @@ class NumericCheck:
         if plan.training is not None:
             plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
         if proof.wrong_gradient:
-            plan = inference_only(plan, proof.wrong_gradient)
+            first = proof.case.simulation.first_wrong_gradient(proof.case.inputs)
+            plan = inference_only(plan, with_module(proof.wrong_gradient, first))
         labels = ", ".join(proof.labels.names)
         if proof.labels.wrong:
             notes = (*notes, f"{labels}: a loaded model refuses labels: with them, {proof.labels.wrong}")
@@ -153,9 +153,9 @@ class NumericCheck:
             except Unprovable as error:
                 failed.append(f"{name}: {shorten(str(error), 200)}")
                 continue
-            except OutputsDiffer as error:
+            except RanksWrong as error:
                 if not tried.simulation.amplifies_rounding(tried.inputs, error.worst):
-                    raise
+                    raise error.located() from error
                 failed.append(f"{name}: it amplifies rounding")
                 continue
             if proof.wrong_gradient and tried.simulation.amplifies_rounding(
@@ -190,7 +190,10 @@ class NumericCheck:
         if case is not None:
             model = copy.deepcopy(case.model)
             enable_adapters(model, enabled=False)
-            simulate(case.with_model(model), logits=Logits.GATHERED)
+            try:
+                simulate(case.with_model(model), logits=Logits.GATHERED)
+            except RanksWrong as error:
+                raise error.located() from error
 
     def wrong_sequence_form(self, plan: Plan) -> str | None:
         """Return the error of the sequence-parallel form, for example in a gradient; None if it was not
@@ -204,7 +207,11 @@ class NumericCheck:
             return None
         if case.simulation.changes_without_cache(case.inputs):
             return "the model's results change where no cache is filled, which that form does not do"
-        return simulate(case, gradients=True).gradients
+        try:
+            problem = simulate(case, gradients=True).gradients
+        except RanksWrong as error:
+            raise error.located() from error
+        return with_module(problem, case.simulation.first_wrong_gradient(case.inputs)) if problem else ""
 
     def with_right_stages(self, plan: Plan) -> Plan:
         """Check the stages of a plan in a prefill and a decoding step.

@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from shardconv_runtime.errors import ShardconvError, SolveError
+from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
@@ -26,22 +26,14 @@ from torch import Tensor, nn
 
 from ..inputs.label_forms import PROBLEM_TYPES, LabelForm, label_forms, loss_arguments
 from ..inputs.trace_inputs import TraceInputs
-from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
-from ..simulation.streamed_weights import USUAL, Draw, RandomWeights
+from ..simulation.random_weights import USUAL, Draw, RandomWeights
+from ..simulation.rank_simulation import Logits, Outcome, RanksWrong, Simulation, Unprovable
 from ..solving.gradients import SECOND_TOKENS
 
 # The ranks are simulated on numbers before a byte is written.
 #
 # All ranks run in one process, on random weights, in float64, and must return the same as the unsharded
 # model. Models are made smaller first, so that this takes little memory.
-
-
-class OutputsDiffer(SolveError):
-    """The ranks return different numbers than the unsharded model; ``worst`` is the ``Outcome``'s."""
-
-    def __init__(self, message: str, worst: float) -> None:
-        super().__init__(message)
-        self.worst = worst
 
 
 @dataclass(frozen=True)
@@ -89,17 +81,17 @@ def simulate(
 
     Raises:
         Unprovable: if the unsharded model fails.
-        OutputsDiffer: if the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
-        SolveError: if the ranks fail.
+        RanksWrong: if the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``, or
+            the ranks fail.
     """
     inputs = inputs or case.inputs
     outcome = case.simulation.evaluate(inputs, calls=calls, logits=logits)
     if not outcome.agrees:
-        raise OutputsDiffer(
+        raise RanksWrong(
             f"the plan is wrong: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
-            f"its largest output (allowed: {outcome.tolerance:.0e}). Nothing was written. This is a bug in "
-            "shardconv; please report it.",
+            f"its largest output (allowed: {outcome.tolerance:.0e})",
             outcome.worst,
+            partial(case.simulation.first_difference, inputs, outcome.calls, logits),
         )
     return replace(outcome, gradients=case.simulation.wrong_gradient(inputs)) if gradients else outcome
 
@@ -246,8 +238,10 @@ def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
             simulate(other, calls=calls, logits=Logits.GATHERED)
     except Unprovable:
         return None
+    except RanksWrong as error:
+        return error.located().problem
     except ShardconvError as error:
-        return str(error).partition(". Nothing was written")[0]
+        return str(error)
     return None
 
 
@@ -414,6 +408,8 @@ def _with_problem_type(case: Case, kind: str) -> Case:
 class Proof:
     """The results for a plan whose outputs are right."""
 
+    case: Case
+    """The plan, with its model and inputs."""
     wrong_gradient: str
     """The problem of the gradients; empty if they are right, or the plan has none."""
     parallel_loss: bool
@@ -474,7 +470,9 @@ class _Proof:
         is_new = loss or inputs is not self.case.inputs
         if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
             return self._one_by_one(loss, problem, labels)
-        return Proof(problem, loss, self.arguments, self._wrong_others(), labels, self.gradient_error)
+        return Proof(
+            self.case, problem, loss, self.arguments, self._wrong_others(), labels, self.gradient_error
+        )
 
     def _holds_with_labels(self) -> bool:
         """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
@@ -508,8 +506,10 @@ class _Proof:
                 wrong = outcome.gradients or ""
             except Unprovable:
                 continue  # it fails in the precision of the comparison
+            except RanksWrong as error:
+                wrong = error.located().problem
             except ShardconvError as error:
-                wrong = str(error).partition(". Nothing was written")[0]
+                wrong = str(error)
             if wrong:
                 given = {**form.inputs.tensors, **form.inputs.options}
                 return LabelsProof(names=tuple(n for n in names if n in given), wrong=wrong)
@@ -549,7 +549,7 @@ class _Proof:
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)
         others = (*wrong, *self._wrong_others())
-        return Proof(problem, loss, arguments, others, labels, self.gradient_error)
+        return Proof(self.case, problem, loss, arguments, others, labels, self.gradient_error)
 
     def _wrong_others(self) -> tuple[Wrong, ...]:
         return wrong_others(self.case) if self.case.plan.tp > 1 else ()

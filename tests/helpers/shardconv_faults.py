@@ -32,7 +32,7 @@ from shardconv_runtime.training import prepare
 from torch import Tensor
 
 from shardconv.converted import numerics
-from shardconv.simulation import streamed_weights
+from shardconv.simulation import random_weights
 from shardconv.writing import writer
 
 OUTPUTS, GRADIENTS, SEQUENCE, PACKED = "outputs", "gradients", "sequence", "packed"
@@ -194,7 +194,7 @@ def watching(seen: Seen) -> Iterator[None]:
             (local_modules, "raise_flags", flagged),
             (build, "fuse", fused),
             (prepare, "Gated", gated),
-            (streamed_weights, "local_tensor", taken),
+            (random_weights, "local_tensor", taken),
             (writer, "shard", taken),
             (numerics, "check_values", named),
             (numerics, "dequantize", dequantized),
@@ -643,7 +643,7 @@ FAULTS: tuple[Fault, ...] = (
         "packed",
         "PackedWeight",
         lambda part: setattr(part, "tensors", _flipped(part.tensors, False)),
-        r"q_proj|q_b_proj",
+        r"q_proj|o_proj|mlp",
         shown_by=PACKED,
     ),
     Fault(

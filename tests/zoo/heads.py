@@ -33,8 +33,8 @@ from shardconv.inputs.label_forms import PROBLEM_TYPES, label_forms, loss_argume
 from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.pipeline.stages import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
+from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import fill, local_weights
 
 from .left_out import LEFT_OUT
 from .measure import random_weight

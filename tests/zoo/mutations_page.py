@@ -33,13 +33,16 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
     yield (
         "`scripts/coverage mutations` writes this page. It puts faults into the runtime's code one at a "
         "time, each at one module: a sum that is skipped, another rank's slice, an adjoint without its sum. "
-        "`convert` must refuse the plan, or plan without what fails, and its message must name the module. "
+        "`convert` must refuse the plan, or make another plan, and its message must name the module. "
         "Without the check, `verify --numerics` must name it. Tiny random models of five kinds run on 2 and "
         f"on 3 ranks. The faults are in `tests/helpers/shardconv_faults.py`. {origin(rows)} {table}"
     )
     yield ""
-    yield "A *neighbor* is around the faulty module, inside of it or next to it. "
-    yield f"A fault that only a command shows that never runs this code is {NOT_ON_PATH}."
+    yield (
+        "A *neighbor* is around the faulty module, inside of it or next to it. A command that does not run "
+        f"the faulty code cannot show the fault, which is {NOT_ON_PATH}: `verify` runs no backward pass and "
+        "no sequence-parallel form, and `convert` reads no packed weights."
+    )
     yield ""
     yield f"| of {len(faults)} faults | " + " | ".join((*RESULTS, NOT_ON_PATH)) + " |"
     yield "|---" * (len(RESULTS) + 2) + "|"

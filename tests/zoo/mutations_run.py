@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import nn
 
 import shardconv
 from shardconv.converted.verify import DamagedError
-from shardconv.simulation import streamed_weights
+from shardconv.simulation import random_weights
 from shardconv.simulation.rank_threads import MetaCommunicator
 
 from .kept_rows import Row
@@ -47,6 +47,11 @@ def _dense() -> Any:
 def _parallel_blocks() -> Any:
     """Attention and MLP side by side, so that sums are late, and layers that are no ``nn.Linear``."""
     return transformers.FalconConfig(**SIZES, **TOKENS, bias=True)
+
+
+def _fused() -> Any:
+    """Fused projections, of which a part is on all ranks."""
+    return transformers.Phi3Config(**SIZES, **TOKENS, intermediate_size=30, num_key_value_heads=1)
 
 
 def _experts() -> Any:
@@ -77,6 +82,7 @@ class Model:
 MODELS: dict[str, Model] = {
     "dense": Model(_dense, transformers.LlamaForCausalLM),
     "parallel blocks": Model(_parallel_blocks, transformers.FalconForCausalLM),
+    "fused projections": Model(_fused, transformers.Phi3ForCausalLM),
     "experts": Model(_experts, transformers.OlmoeForCausalLM, "ep"),
     "encoder-decoder": Model(_encoder_decoder, transformers.T5ForConditionalGeneration),
     "quantized": Model(dense_config, transformers.Qwen3ForCausalLM, is_packed=True),
@@ -130,21 +136,24 @@ def _judged(message: str, fqn: str, modules: set[str]) -> str:
     """What a message says of a fault at a module."""
     if not message:
         return UNSEEN
-    named = [name for word in re.findall(r"[\w.]+", message) for name in _module(word, modules)]
+    words = re.findall(r"[\w.*]+", message.rpartition("it begins in ")[2])
+    named: list[str] = next((found for word in words if (found := _modules(word, modules))), [])
     if not named:
         return NO_MODULE
-    if named[0] == fqn:
+    if fqn in named:
         return NAMED
-    return NEIGHBOR if _are_neighbors(named[0], fqn) else OTHER
+    return NEIGHBOR if any(_are_neighbors(name, fqn) for name in named) else OTHER
 
 
-def _module(word: str, modules: set[str]) -> Iterator[str]:
-    """The module that a word of a message names, itself or by one of its parameters."""
-    word = word.rstrip(".").replace(".*.", ".0.")
-    for name in (word, word.rpartition(".")[0]):
-        if name in modules and name and ("." in word or name == "lm_head"):
-            yield name
-            return
+def _modules(word: str, modules: set[str]) -> list[str]:
+    """The modules that a word of a message names, by their name, a pattern or one of their parameters."""
+    word = word.rstrip(".")
+    if "." not in word and word != "lm_head":
+        return []
+    pattern = re.escape(word).replace(r"\*", r"\d+")
+    return [name for name in modules if re.fullmatch(f"{pattern}", name)] or [
+        name for name in modules if name and name == word.rpartition(".")[0]
+    ]
 
 
 def _are_neighbors(one: str, other: str) -> bool:
@@ -228,7 +237,7 @@ class _Setup:
         elif fault.is_written:
             stored, planned = self.whole().state_dict(), parameter_plans(self.plan)
             weights = {name: tensor for name, tensor in stored.items() if name in planned}
-            streamed_weights.local_weights(weights, self.plan, 0)
+            random_weights.local_weights(weights, self.plan, 0)
         else:
             parallelize(self.whole(), self.plan, comm)
 
