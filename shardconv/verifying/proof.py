@@ -24,7 +24,7 @@ from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import Tensor, nn
 
-from ..inputs.label_forms import PROBLEM_TYPES, LabelForm, label_forms, loss_arguments
+from ..inputs.label_forms import LabelForm, forms_with_a_loss, loss_arguments, problem_type
 from ..inputs.trace_inputs import TraceInputs
 from ..simulation.random_weights import USUAL, Draw, RandomWeights
 from ..simulation.rank_simulation import Logits, Outcome, RanksWrong, Simulation, Unprovable
@@ -147,137 +147,6 @@ def other_numbers(case: Case) -> Iterator[tuple[str, Case]]:
     yield "ids in reverse order", replace(case, inputs=replace(case.inputs, tensors={**tensors, **flipped}))
 
 
-# A user may choose other implementations of attention and experts when the model is loaded.
-#
-# A plan is solved for the implementations that the config chooses; others run other code on the same
-# parameters. The eager implementations, and attention that runs on a CPU, are simulated as well. Fused
-# kernels for GPUs cannot be simulated, but they get the same heads as the implementation that was traced.
-
-PLAIN = "eager"
-OTHERS = ("sdpa", "flex_attention")
-"""Further implementations of attention that run on a CPU."""
-_SETTERS = {
-    "attention": ("_attn_implementation", "set_attn_implementation"),
-    "experts": ("_experts_implementation", "set_experts_implementation"),
-}
-"""Kind -> the attribute of a config that names its implementation, and the method of a model that sets it."""
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """An implementation with which the ranks differ from the unsharded model."""
-
-    kind: str
-    name: str
-    note: str
-    """Note for the plan."""
-
-
-def other_kinds(model: nn.Module) -> list[str]:
-    """Return the kinds of implementations of the model that are not eager."""
-    return [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
-
-
-def with_implementations(case: Case, names: Mapping[str, str]) -> Case | None:
-    """Return the case with these implementations, by kind; None if the model does not change."""
-    other = copy.deepcopy(case.model)
-    try:
-        for kind, name in names.items():
-            getattr(other, _SETTERS[kind][1])(name)
-    except (ValueError, NotImplementedError, ImportError):
-        return None  # the model does not offer it
-    if all(_chosen(other, kind) == _chosen(case.model, kind) for kind in names):
-        return None
-    return case.with_model(other)
-
-
-def wrong_plain(case: Case) -> tuple[Wrong, ...]:
-    """Find the eager implementations for which the plan is wrong.
-
-    Args:
-        case: proven for the implementations of the model's config.
-    """
-    kinds = other_kinds(case.model)
-    if not kinds or _problem(case, dict.fromkeys(kinds, PLAIN), calls=2) is None:
-        return ()
-    return tuple(wrong for kind in kinds for wrong in _wrong(case, kind, PLAIN, calls=2))
-
-
-def wrong_others(case: Case) -> tuple[Wrong, ...]:
-    """Find the other implementations of attention for which the plan is wrong."""
-    chosen = _chosen(case.model, "attention")
-    names = [name for name in OTHERS if chosen is not None and name != chosen]
-    return tuple(wrong for name in names for wrong in _wrong(case, "attention", name, calls=1))
-
-
-def _wrong(case: Case, kind: str, name: str, calls: int) -> list[Wrong]:
-    problem = _problem(case, {kind: name}, calls)
-    if problem is None:
-        return []
-    chosen = _chosen(case.model, kind)
-    note = f"this plan is for {kind} implemented as {chosen!r}, not as {name!r}: {problem}"
-    return [Wrong(kind, name, note)]
-
-
-def _chosen(model: nn.Module, kind: str) -> str | None:
-    attribute, setter = _SETTERS[kind]
-    if not hasattr(model, setter):
-        return None
-    return getattr(getattr(model, "config", None), attribute, None)
-
-
-def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
-    """Say why the plan is wrong with these implementations, by kind; None if it is right, or if they cannot
-    run."""
-    other = with_implementations(case, names)
-    if other is None:
-        return None
-    try:
-        with _uncompiled(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # flex attention warns if it is not compiled
-            simulate(other, calls=calls, logits=Logits.GATHERED)
-    except Unprovable:
-        return None
-    except RanksWrong as error:
-        return error.located().problem
-    except ShardconvError as error:
-        return str(error)
-    return None
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Run code that compiles itself, such as flex attention, without compilation.
-
-    ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
-    most models. Here, it returns its function unchanged. transformers (5.17 to 5.24) keeps the compiled
-    function in a singleton, which is replaced meanwhile.
-    """
-    compile_, kept = torch.compile, _compiled_attention()
-    instance = getattr(kept, "_instance", None)
-    torch.compile = _unchanged  # type: ignore[assignment]
-    if kept is not None:
-        kept._instance = None
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.compile = compile_
-        if (kept := _compiled_attention()) is not None:
-            kept._instance = instance
-
-
-def _unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Replace ``torch.compile``, which may be called as a decorator."""
-    return function if function is not None else _unchanged
-
-
-def _compiled_attention() -> Any:
-    """Return the singleton's class, if it has been imported."""
-    module = sys.modules.get("transformers.integrations.flex_attention")
-    return getattr(module, "WrappedFlexAttention", None)
-
-
 IN_PLACE_OF = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
 """Argument of transformers' models -> the ids that it replaces."""
 
@@ -362,40 +231,26 @@ class LabelsProof:
 
 
 def _with_labels(case: Case) -> Iterator[tuple[Case, LabelForm]]:
-    """Yield calls of the unsharded model that return a loss: one form of labels for each loss of its code.
-
-    The config of a classifier of transformers chooses among losses. If it does not, the first labels do, and
-    the code writes the choice to the config.
-    """
+    """Yield calls of the unsharded model that return a loss: one form of labels for each loss of its code."""
     try:
         returned, _ = case.simulation.returned(case.inputs)
     except Unprovable:
         return
-    chosen = None
-    for kind in (None, *PROBLEM_TYPES):
-        if kind is not None and (chosen is None or kind == chosen):
-            continue
-        tried = case if kind is None else _with_problem_type(case, kind)
-        forms = list(label_forms(case.model, case.inputs, returned))
-        if kind in PROBLEM_TYPES[1:]:  # others would be broadcast to the logits
-            forms = [form for form in forms if form.is_for_each_logit]
-        for form in forms:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # for example, of labels that are broadcast
-                    outputs, model = tried.simulation.returned(form.inputs)
-            except Unprovable:
-                continue
-            loss = outputs.get("loss")
-            if loss is not None and loss.isfinite().all():
-                if kind is None and _problem_type(case.model) is None:
-                    chosen = _problem_type(model)
-                yield tried, form
-                break
+    cases: dict[str | None, Case] = {}
 
+    def loss_of(kind: str | None, inputs: TraceInputs) -> tuple[Tensor | None, str | None]:
+        if kind not in cases:
+            cases[kind] = case if kind is None else _with_problem_type(case, kind)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # for example, of labels that are broadcast
+                outputs, model = cases[kind].simulation.returned(inputs)
+        except Unprovable:
+            return None, None
+        return outputs.get("loss"), problem_type(model)
 
-def _problem_type(model: nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "problem_type", None)
+    for kind, form in forms_with_a_loss(case.model, case.inputs, returned, loss_of):
+        yield cases[kind], form
 
 
 def _with_problem_type(case: Case, kind: str) -> Case:
