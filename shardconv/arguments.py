@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 from shardconv_runtime.format.field_checks import MAX_TP
 from shardconv_runtime.format.plan import EXPERT_MODES
-from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.typed_json import write_text
 
 from ..arguments import parse_ranks

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.files.manifest import MANIFEST_NAME, check_size, read_plan
+from shardconv_runtime.files.manifest import read as read_manifest
+from shardconv_runtime.files.small_files import stage_directories, variant
+from shardconv_runtime.files.tp_folders import folder_in, folders, only
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME, check_size, read_plan
-from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import EXPERT_MODES
-from shardconv_runtime.format.small_files import stage_directories, variant
-from shardconv_runtime.hub.tp_folders import folder_in, folders, only
 from shardconv_runtime.hub_options import Hub, looks_like_path
 
 from ..arguments import parse_memory, parse_size, require_tp
@@ -30,9 +30,9 @@ from ..reporting.progress import for_terminal
 from ..reporting.report import report
 
 if TYPE_CHECKING:
-    from shardconv_runtime.format.manifest import Manifest
+    from shardconv_runtime.files.hub_downloads import Repository
+    from shardconv_runtime.files.manifest import Manifest
     from shardconv_runtime.format.plan import Plan
-    from shardconv_runtime.hub.fetch import Repository
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     if verbose:
         yield progress
     elif "transformers" in sys.modules:
-        from shardconv_runtime.hub.hub_errors import without_library_logging  # it imports the Hub client
+        from shardconv_runtime.files.hub_errors import without_library_logging  # it imports the Hub client
 
         with without_library_logging():
             yield progress
@@ -366,8 +366,8 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     """
     if is_on_hub(out):
         # The Hub client is slow to import, and a local directory does not need it.
-        from shardconv_runtime.hub.fetch import find_all
-        from shardconv_runtime.hub.hub_errors import without_hub_logging
+        from shardconv_runtime.files.hub_downloads import find_all
+        from shardconv_runtime.files.hub_errors import without_hub_logging
 
         with without_hub_logging():
             found = find_all(out, Hub(**hub), tp)

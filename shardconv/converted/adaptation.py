@@ -29,17 +29,17 @@ from shardconv_runtime.adapters.attaching import (
     read_config,
     token_remedy,
 )
+from shardconv_runtime.checkpoint.copying import read_into
 from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.tensors.copying import read_into
 
+from ..adapted_plan import Adaptation
 from ..arguments import SolveOptions
-from ..pipeline.adapted_plan import Adaptation
-from ..pipeline.stages import solve_plan
-from .derived import has_sequence_form, planned_spec
+from ..passes import solve_plan
+from .derived_directory import has_sequence_form, planned_spec
 from .shards import read
 
 _OUTERMOST = "base_model."

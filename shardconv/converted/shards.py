@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from shardconv_runtime.checkpoint import lazy_tensor as lazy
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import Manifest
+from shardconv_runtime.files.shard_files import check_sample
+from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
-from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.format.shard_files import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, gather_index, group_of
-from shardconv_runtime.format.small_files import stage_directories
-from shardconv_runtime.format.staged_names import held_names
+from shardconv_runtime.format.stage_names import held_names
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
-from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of, on_meta
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import (
+    ComputedLeaf,
+    LazyLeaf,
+    LazyTensor,
+    from_leaf,
+    zeros,
+)
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor, lazy_of, on_meta
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, from_leaf, zeros
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map

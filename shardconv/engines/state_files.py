@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format import manifest as paths
+from shardconv_runtime.files import manifest as paths
+from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, Source
 from shardconv_runtime.format.header import TORCH_NAME, read_header
-from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Source
 from shardconv_runtime.format.typed_json import (
     MalformedError,
     decode,
@@ -22,7 +22,7 @@ from shardconv_runtime.format.typed_json import (
     read_text,
 )
 
-from ..converted.intact import checksums
+from ..converted.file_checks import checksums
 from ..converted.verify import DamagedError
 from ..reporting.progress import Progress, Silent
 from .vllm_calls import installed_version

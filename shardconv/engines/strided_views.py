@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.checkpoint import lazy_tensor as lazy
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor
 from shardconv_runtime.format.slices import Range
-from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 Box = tuple[Range, ...]
 

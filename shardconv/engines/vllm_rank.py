@@ -12,9 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's way to have a rank alone
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state

@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 # The messages between the program that exports for vLLM and its process that records vLLM's loader. They are
 # pickled into files of one folder.

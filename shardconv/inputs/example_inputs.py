@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format.small_files import EXAMPLE_NAME
+from shardconv_runtime.files.small_files import EXAMPLE_NAME
 from shardconv_runtime.parallel.build import EMBEDDINGS
 from torch import Tensor, nn
 

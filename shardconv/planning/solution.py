@@ -12,9 +12,9 @@ from shardconv_runtime.parallel.boundary import in_use
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node
-from ..solving.gradients import Gradients, placement
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Op, prefixes
+from .gradients import Gradients, placement
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit
 

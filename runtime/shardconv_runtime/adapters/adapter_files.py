@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CodeMismatchError, PlanError, SourceError
+from ..files.fingerprint import check_code
+from ..files.manifest import sha256_checksum
 from ..format import plan_json
-from ..format.fingerprint import check_code
-from ..format.manifest import sha256_checksum
 from ..format.plan import Plan
 from ..parallel.build import stored_tensors
 from .adapter_names import ANY_NAME, CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME, naming_errors, peft

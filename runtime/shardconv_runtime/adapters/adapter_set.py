@@ -27,7 +27,7 @@ from ..format.plan import (
 from ..format.plan_json import of_stage
 from ..format.slices import Mesh, Rows
 from ..format.slot_steps import AllGatherStep
-from ..format.staged_names import held_names
+from ..format.stage_names import held_names
 from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_tensor

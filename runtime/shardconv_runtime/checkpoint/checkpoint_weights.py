@@ -21,9 +21,9 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 from ..errors import SourceError, brief
 from ..format.names import natural_key
 from ..parallel.meta_model import for_older_transformers, tied_names
-from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
+from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .quantized import PackedWeight, PackedWeights, is_of_cache
-from .recorded import (
+from .recording_tensors import (
     InPlaceError,
     RecordedOperator,
     RecordedTensor,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError, brief
-from ..format.manifest import MANIFEST_NAME, PLAN_NAME
+from ..files.manifest import MANIFEST_NAME, PLAN_NAME
+from ..files.model_config import CONFIG, unsafe_entry
 from ..hub_options import require_repo_id
-from ..parallel.model_config import CONFIG, unsafe_entry
 
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),

@@ -15,12 +15,12 @@ from huggingface_hub.hf_api import RepoFile
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..errors import SourceError, brief
+from ..files.hub_errors import bounded, explain
+from ..files.model_config import CONFIG
+from ..files.remote_files import RemoteFile, remote_files
+from ..files.small_files import EXAMPLE_NAME, choose_files, sizes_in
 from ..format.header import dtype_name
-from ..format.small_files import EXAMPLE_NAME, choose_files, sizes_in
-from ..hub.hub_errors import bounded, explain
-from ..hub.remote_files import RemoteFile, remote_files
 from ..hub_options import Hub
-from ..parallel.model_config import CONFIG
 from .model_directory import (
     LAYOUTS,
     Index,

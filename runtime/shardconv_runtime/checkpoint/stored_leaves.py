@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, SourceError, brief
+from ..files.remote_files import RemoteFile, remote_header
 from ..format.header import STORED_NAME, TORCH_NAME, StoredTensor, data_start, dtype_name, read_header
-from ..hub.remote_files import RemoteFile, remote_header
-from ..tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf, stored
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf, stored
 from .model_directory import Index
 
 # The tensors of PyTorch files, as lazy tensors over their bytes if the file stores them contiguously.

@@ -42,7 +42,14 @@ from .plan import (
 )
 from .slices import Mesh, num_ranges
 from .slot_steps import check_step
-from .staged_names import Stages, absent_modules, held_names, is_inside, own_parameters, staged_modules
+from .stage_names import (
+    Stages,
+    absent_modules,
+    held_names,
+    is_inside,
+    own_parameters,
+    staged_modules,
+)
 from .stored_layout import check_fused, check_packing, fused_groups
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 

@@ -15,7 +15,7 @@ from .names import MAX_NAMES, expand_all
 from .plan import WHOLE, ModulePlan, Packing, ParameterPlan, Plan, by_name, module_plans, parameter_plans
 from .slices import Mesh, Range, coordinates, local_segments, ranges
 from .slot_steps import AllGatherStep
-from .staged_names import own_parameters
+from .stage_names import own_parameters
 
 # The stored tensors of a packed parameter are laid out like the weight, in their own steps.
 

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..comm.agreement import agree
 from ..comm.mesh import Launch
-from ..comm.stage_link import Crossing, StageLink, Transport
-from ..comm.stage_processes import AsyncTransport, ProcessTransport, Traffic
 from ..errors import PlanError
 from ..parallel.fused_products import refresh_fused
+from ..pp.stage_link import Crossing, StageLink, Transport
+from ..pp.stage_processes import AsyncTransport, ProcessTransport, Traffic
 from .decoding import NOT_ONE_GRAPH, Decoder
 from .generation import DECODER
 

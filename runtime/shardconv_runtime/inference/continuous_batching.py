@@ -20,8 +20,8 @@ from transformers.utils.logging import tqdm
 
 from ..comm.agreement import agree, brief_digest, exchange, require_same_call
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
+from ..pp.stage_link import StageLink
 from .batching_manager import RankBatchingManager, require_idle
 from .paged_model import (
     CachedHeads,
@@ -33,7 +33,7 @@ from .paged_model import (
     kinds_of_layers,
     kinds_of_stages,
 )
-from .staged_batching import StagedBatchingManager
+from .stage_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
 """Share of a machine's memory for the caches of all ranks on its CPUs; transformers' for one process."""

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, StoppingCriteriaList, TextStreamer, g
 
 from ..comm.agreement import agree, compare_calls, digest, exchange, share_rng_state
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink
 from ..errors import LaunchError, PlanError
+from ..pp.stage_link import StageLink
 from .continuous_batching import prepare_batches
 from .deadline import deadline, progress, raise_lost_rank
 

@@ -28,8 +28,8 @@ from ..adapters.adapter_names import WEIGHTS_NAME
 from ..comm.agreement import require_same_call
 from ..comm.mesh import mesh_processes
 from ..errors import PlanError
-from ..format import manifest
-from ..format.manifest import MANIFEST_NAME
+from ..files import manifest
+from ..files.manifest import MANIFEST_NAME
 from ..loaded import loaded
 from ..saving.optimizer_state import load_optimizer, save_optimizer
 from ..saving.save import save

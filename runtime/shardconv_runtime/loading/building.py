@@ -15,13 +15,13 @@ from ..adapters.attaching import Adapter, Attached, attach
 from ..comm import agreement
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
-from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
+from ..files.model_config import read_generation_config
 from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, of_stage
 from ..format.slices import Rows
-from ..format.staged_names import absent_modules, held_by, held_names, num_stages
+from ..format.stage_names import absent_modules, held_by, held_names, num_stages
 from ..format.stored_layout import adjacent_tensors
 from ..inference.compiling import compile_model, compile_stage
 from ..inference.generation import prepare_generation
@@ -29,17 +29,17 @@ from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
 from ..parallel.build import parallelize, stored_tensors
 from ..parallel.layers import with_local_logits
-from ..parallel.model_config import read_generation_config
-from ..parallel.stage_model import StageModel, argument_names, keep_stage
+from ..pp.stage_model import StageModel, argument_names, keep_stage
+from ..pp.stage_processes import StageProcesses, stage_processes
+from ..pp.stage_training import evaluate_in_passes, prepare_stage
 from ..training.fsdp import compare_replicas
 from ..training.prepare import backward_axes, parallelize_for_training
-from ..training.stage_training import evaluate_in_passes, prepare_stage
 from . import rank_files
 from .by_plan import local_tensors
+from .call_guards import guard
 from .checked_source import CheckedSource, LoadOptions, stays_packed, unsharded
 from .packed_models import packed_modules
 from .reading import with_rows
-from .several_ranks import guard
 
 # Loading models with pipeline stages: the place of a process, and the model of its stages.
 

@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.boxes import is_run, move_of
 from ..checkpoint.checkpoint_weights import lazy_weights, select
+from ..checkpoint.copying import read_into
+from ..checkpoint.lazy_tensor import FileLeaf, LazyTensor, take
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
+from ..files.hub_downloads import plan_path
+from ..files.hub_errors import without_library_logging
+from ..files.manifest import Manifest, Source, sha256_of
+from ..files.small_files import entry_of, files_to_copy
 from ..format import plan_json
 from ..format.header import dtype_name, item_bytes
-from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
-from ..format.small_files import entry_of, files_to_copy
 from ..format.stored_layout import adjacent_tensors, in_units, stored_plans
-from ..hub.fetch import plan_path
-from ..hub.hub_errors import without_library_logging
 from ..hub_options import Hub
 from ..parallel.fused_products import tensor_at, tensor_within
-from ..tensors.boxes import is_run, move_of
-from ..tensors.copying import read_into
-from ..tensors.lazy_tensor import FileLeaf, LazyTensor, take
 from .checked_source import CheckedSource
 from .reading import map_file
 

@@ -21,14 +21,14 @@ from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..errors import CheckpointError, LaunchError, PlanError, ShardconvError
-from ..format import fingerprint, manifest
-from ..format.manifest import Manifest
+from ..files import fingerprint, manifest
+from ..files.hub_downloads import beside, find
+from ..files.manifest import Manifest
+from ..files.small_files import of_stage_of, stage_directory, variant
+from ..files.tp_folders import folder_in
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
-from ..format.small_files import of_stage_of, stage_directory, variant
-from ..format.staged_names import num_stages, stages_of
-from ..hub.fetch import beside, find
-from ..hub.tp_folders import folder_in
+from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub, looks_like_path
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
@@ -36,11 +36,11 @@ from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
 from . import rank_files
-from .adapted_models import guard_adapters
 from .building import ModelBuilder, require_several
 from .by_plan import ordinary
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
+from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
 from .reading import ReadAhead
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from ..checkpoint.quantized import quantization_of
 from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
-from ..format.manifest import Manifest
+from ..files.hub_downloads import Repository
+from ..files.manifest import Manifest
+from ..files.model_config import read_config
+from ..files.small_files import small_files
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
-from ..format.small_files import small_files
 from ..format.stored_layout import tensor_name
-from ..hub.fetch import Repository
 from ..packed.schemes import check_values, dequantize
 from ..packed.stored_weights import WeightSlice
-from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..errors import CheckpointError
-from ..format.header import STORED_NAME, ShardFile, StoredTensor
-from ..format.manifest import (
+from ..files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
     FileEntry,
@@ -27,16 +26,17 @@ from ..format.manifest import (
     resolve,
     sha256_checksum,
 )
+from ..files.model_config import CONFIG, GENERATION_CONFIG
+from ..files.shard_files import check_sample
+from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.plan import Plan, local_shape, parameter_plans
-from ..format.shard_files import check_sample
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
-from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from ..parallel.packed_modules import PackedModules
 from .packed_models import unpacked
+from .pinned_reading import Cuda, staged
 from .reading import REMEDY, Adjacent, Span, mapped
-from .staged_reading import Cuda, staged
 
 BLOCK_BYTES = 1 << 22
 """Bytes that are read at once."""

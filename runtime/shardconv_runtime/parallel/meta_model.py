@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from ..errors import PlanError, ShardconvError, SourceError, brief
-from .model_config import SteadySet
+from ..files.model_config import SteadySet
 
 _building = threading.Lock()
 """The default dtype, which constructors go by, is one for all threads."""

@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
-from ..format import manifest, plan_json
-from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from ..format.plan import Plan, parameter_plans
-from ..format.plan_json import of_stage
-from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
-from ..format.small_files import (
+from ..files import manifest
+from ..files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from ..files.model_config import CONFIG, GENERATION_CONFIG
+from ..files.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
+from ..files.small_files import (
     copy_small_files,
     copy_unused,
     entry_of,
@@ -40,14 +39,16 @@ from ..format.small_files import (
     stage_directory,
     stages_in,
 )
-from ..format.staged_names import held_names, num_stages
+from ..format import plan_json
+from ..format.plan import Plan, parameter_plans
+from ..format.plan_json import of_stage
+from ..format.stage_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded, remember, unwrapped
 from ..parallel.default_modes import in_default_modes
-from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from ..versions import converter_function, tool_versions
+from .adapter_saving import save_adapters, wrapper_of
 from .replicas import Replicas, Staging, full_tensor, mesh_of, replicas_of, staged
-from .saved_adapters import save_adapters, wrapper_of
 from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import uvicorn
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
-from ..comm import env_int
 from ..comm.agreement import exchange
+from ..comm.launchers import env_int
 from ..errors import ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load

@@ -26,7 +26,7 @@ from ..comm.mesh import PP, TP, Launch, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_json import of_sequence
-from ..format.staged_names import staged_modules
+from ..format.stage_names import staged_modules
 from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature
 from ..saving.stored_model import named_modules, named_tensors

@@ -19,7 +19,7 @@ from ..comm.steps import Gather
 from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import TensorStep, forward_signature, replace_at
-from ..parallel.staged_units import is_elsewhere
+from ..pp.stage_units import is_elsewhere
 from .loss import LossInputError, VocabParallelCrossEntropy
 
 # transformers' losses of language models on logits that are sharded over the vocabulary.

@@ -17,7 +17,7 @@ from ..format.dims import axes_of
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
 from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
-from ..format.staged_names import is_inside
+from ..format.stage_names import is_inside
 from ..format.stored_layout import holds_values, sums
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
