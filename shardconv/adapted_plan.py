@@ -37,14 +37,7 @@ class Adaptation:
     adapter: Adapter
 
     def attached(self, model: nn.Module) -> AdaptedModel:
-        """Attach the adapter to the model.
-
-        Args:
-            model: the model of the plan, on meta; it is changed in place.
-
-        Raises:
-            SourceError: see ``attach``.
-        """
+        """Attach the adapter to the model."""
         attached = attach(model, {ANY_NAME: self.adapter}, trainable=True, initialized=False)
         return AdaptedModel(self.base, attached)
 
@@ -67,11 +60,7 @@ class AdaptedModel:
         return Given(self.base.mesh, parameters, unread)
 
     def planned(self, plan: Plan) -> Plan:
-        """Return the plan if it keeps the shards of the model, for inference only if ranks cannot train it.
-
-        Raises:
-            SolveError: if a parameter of the model would have to be laid out in another way.
-        """
+        """Return the plan if it keeps the model's shards; for inference only if ranks cannot train it."""
         if plan.mesh != self.base.mesh:
             raise SolveError(
                 f"with the adapter, the ranks would form a mesh {plan.mesh}, and without it they form "
@@ -87,9 +76,6 @@ class AdaptedModel:
         """Extend the plan from copies that the adapter makes of modules to the modules themselves.
 
         The trace only calls the copies. The modules themselves are called if the adapter is disabled.
-
-        Args:
-            plan: the plan of the model, or of a smaller one of the same code.
         """
         pairs = self.attached.copied_modules()
         if not pairs:
@@ -116,11 +102,7 @@ class AdaptedModel:
         )
 
     def stored(self, plan: Plan) -> Plan:
-        """Return the plan with the model's parameters stored as they were, with layouts, packing and dtypes.
-
-        Raises:
-            SolveError: if a module that the adapter copies would have to be laid out in another way.
-        """
+        """Return the plan with the model's parameters stored as they were: layouts, packing and dtypes."""
         given = self.given.parameters
 
         def kept(name: str, entry: ParameterPlan) -> ParameterPlan:

@@ -62,18 +62,7 @@ def solve_plan(
     progress: Tell | None = None,
     adaptation: Adaptation | None = None,
 ) -> Plan:
-    """Solve a model and return its plan.
-
-    Args:
-        spec: the resolved model. Only its config is used.
-        options: options of the plan.
-        steps: steps of packed parameters. No rank's shard begins or ends inside of a step.
-        progress: is called with the name of each stage.
-        adaptation: an adapter of the model, to be planned with it under the name ``ANY_NAME``.
-
-    Raises:
-        SolveError: if the model cannot be traced, its plan failed the check, or memory ran out.
-    """
+    """Solve a model and return its plan."""
     try:
         # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
         # while they wait. On two cores they double the CPU time.

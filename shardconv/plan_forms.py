@@ -84,12 +84,7 @@ class PlanProblem:
         return replace(self, analysis=with_calls_alike(self.analysis, fqns)) if fqns else self
 
     def solution(self, assignment: Assignment, reasons: Mapping[Node, str]) -> Solution | Conflict:
-        """Complete an assignment by everything that a plan contains.
-
-        Args:
-            assignment: the placement of every tensor.
-            reasons: leaves that were ruled out -> where.
-        """
+        """Complete an assignment by everything that a plan contains."""
         layouts = Layouts(self.analysis, assignment)
         norms = norm_plans(self.model, layouts)
         if isinstance(norms, Conflict):
@@ -124,11 +119,7 @@ class RuledOut:
     """Modules whose calls must get the same steps."""
 
     def and_also(self, conflict: Conflict) -> RuledOut:
-        """Add the dims that caused a conflict, and the conflicts that were found with it.
-
-        Raises:
-            SolveError: if the conflict is blamed on nothing that was sharded.
-        """
+        """Add the dims that caused a conflict, and the conflicts that were found with it."""
         nodes, reasons, alike = list(self.nodes), dict(self.reasons), set(self.alike)
         for each in (conflict, *conflict.others):
             if each.several_calls_of and each.several_calls_of not in alike:
@@ -150,10 +141,6 @@ def in_rounds(
 ) -> tuple[T | None, RuledOut]:
     """Call ``attempt``, and again with more ruled out after each conflict, until it returns no conflict.
 
-    Args:
-        attempt: solves with some dims ruled out. It returns None to give up.
-        forbidden: dims that must stay replicated from the first round on.
-
     Returns:
         The result, and the dims that were ruled out. The result is None if ``MAX_ROUNDS`` were not enough.
     """
@@ -173,12 +160,7 @@ def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
 
 
 class StagedForm:
-    """A model to cut into stages, traced as stages run it.
-
-    Args:
-        problem: the problem of its plan.
-        tape: the tape of the model, not folded.
-    """
+    """A model to cut into stages, traced as stages run it."""
 
     def __init__(self, problem: PlanProblem, tape: Tape) -> None:
         self._problem = problem
@@ -197,28 +179,11 @@ class StagedForm:
         self._second = second_call(problem.model, inputs)
 
     def with_stages(self, plan: Plan, solution: Solution) -> Plan:
-        """Add the stages that the options ask for to a plan.
-
-        Args:
-            plan: a plan of one stage.
-            solution: the solution of the plan.
-
-        Raises:
-            SolveError: if the model cannot be cut into stages.
-            ShardconvError: if it cannot be cut into this number of stages, or not at the given layers.
-        """
+        """Add the stages that the options ask for to a plan."""
         return replace(plan, stages=self._stages(plan, solution))
 
     def with_sequence_stages(self, plan: Plan, solution: Solution) -> Plan:
-        """Add the stages of its sequence-parallel form to a plan with stages.
-
-        Args:
-            plan: the plan with that form.
-            solution: the solution of the form.
-
-        Raises:
-            SolveError: if a placeholder cannot return a tensor with the ranks' shards.
-        """
+        """Add the stages of its sequence-parallel form to a plan with stages."""
         assert plan.training is not None
         assert plan.training.sequence is not None
         sequence = replace(plan.training.sequence, stages=self._stages(plan, solution).modules)
@@ -277,11 +242,7 @@ def plan_notes(solution: Solution) -> tuple[str, ...]:
 
 
 def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
-    """Find the plan without sequence parallelism, and its solution.
-
-    Raises:
-        SolveError: if conflicts are met in every round.
-    """
+    """Find the plan without sequence parallelism, and its solution."""
     forbidden = problem.forbidden()
     forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
     layers = PeerLayers(problem.analysis)
@@ -375,17 +336,7 @@ def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Conflict:
 def with_sequence_form(
     problem: PlanProblem, plan: Plan, plain: Solution, staged: StagedForm | None = None
 ) -> Plan:
-    """Add the sequence-parallel form to a plan: the same shards, with activations sharded over the sequence.
-
-    Args:
-        problem: the problem of the plan.
-        plan: its plain form.
-        plain: the solution of the plain form.
-        staged: the staged form of a plan with stages.
-
-    Raises:
-        SolveError: if there is no such form.
-    """
+    """Add the sequence-parallel form to a plan: the same shards, activations sharded over the sequence."""
     if plan.training is None:
         raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
     training = plan.training
@@ -462,9 +413,6 @@ def _stored_alike(
 
     A bias that is added before a reduction in the plain form may be added behind it here. Then it is not
     partial.
-
-    Raises:
-        SolveError: if a parameter would have to be stored in another way.
     """
     stored = entries_of(plan)
     unread = frozenset[str]() if problem.given is None else problem.given.unread

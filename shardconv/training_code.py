@@ -40,12 +40,6 @@ def training_code(tape: Tape, analysis: Analysis, model: nn.Module, inputs: Trac
     """Trace a pass in training mode, and compare it with one in evaluation.
 
     Nothing is found if the pass in training mode cannot be traced. Then the proof on numbers decides.
-
-    Args:
-        tape: of the evaluation, folded.
-        analysis: of this tape.
-        model: the model on meta, with the layers bypassed that others represent; it does not change.
-        inputs: the inputs of the trace.
     """
     was_training = model.training
     model.train()

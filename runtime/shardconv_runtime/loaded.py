@@ -83,14 +83,7 @@ def remember(model: nn.Module, value: Loaded) -> None:
 
 
 def loaded(model: nn.Module) -> Loaded:
-    """Return where a model came from.
-
-    Args:
-        model: returned by ``load``, or a wrapper of it, see ``unwrapped``.
-
-    Raises:
-        PlanError: ``load`` did not return it.
-    """
+    """Return where a model came from."""
     value = getattr(unwrapped(model), _ATTRIBUTE, None)
     if not isinstance(value, Loaded):
         raise PlanError(

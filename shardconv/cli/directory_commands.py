@@ -363,11 +363,7 @@ def _directory(out: Path) -> Path | None:
 
 
 def _require_replaceable(target: Path, out: Path, mark: str, *, overwrite: bool) -> None:
-    """Refuse to write into OUT, or to replace a file that is not a report.
-
-    Raises:
-        CheckpointError: if ``target`` may not be written.
-    """
+    """Refuse to write into OUT, or to replace a file that is not a report."""
     directory = _directory(out)
     if directory is not None and target.resolve().is_relative_to(directory.resolve()):
         raise CheckpointError(

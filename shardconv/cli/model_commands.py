@@ -180,11 +180,7 @@ def plan_command(
 def _load(
     tp: int | str, device_memory: str | None, reserve: str | None, context: int | None, batch: int | None
 ) -> Workload | None:
-    """Return the workload and the device that the options describe; None if no device was named.
-
-    Raises:
-        UsageError: if an option was given that needs a device.
-    """
+    """Return the workload and the device that the options describe; None if no device was named."""
     if device_memory is None:
         given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
         for option in (name for name, value in given.items() if value):

@@ -335,12 +335,7 @@ class Opened:
     """The repository on the Hub that it comes from."""
 
     def check_sizes(self) -> None:
-        """Check that every file exists and has its size.
-
-        Raises:
-            CheckpointError: if a file is missing or has another size.
-            SourceError: if the Hub cannot be reached.
-        """
+        """Check that every file exists and has its size."""
         if self.repository is None:
             for entry in self.manifest.files:
                 reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
@@ -352,17 +347,6 @@ class Opened:
 def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     """Open the converted directory that OUT is or contains, or the directories of all its stages. Each gets
     the plan of all stages.
-
-    Args:
-        out: a directory, or the id of a repository.
-        tp: number of ranks; None: any, if there is only one directory.
-        hub: the fields of ``Hub``.
-
-    Raises:
-        SourceError: if the repository cannot be read, or has no directory for ``tp`` ranks, or several.
-        CheckpointError: if there is no converted directory, or it is malformed, or has stages of several
-            conversions.
-        PlanError: if the plan is malformed or of another version.
     """
     if is_on_hub(out):
         # The Hub client is slow to import, and a local directory does not need it.
@@ -388,11 +372,7 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
 
 
 def adapter_plan(out: str) -> Plan | None:
-    """Read the plan of a model with the adapter in a directory that ``adapt`` wrote; None for others.
-
-    Raises:
-        PlanError: if the plan is malformed or of another version.
-    """
+    """Read the plan of a model with the adapter in a directory that ``adapt`` wrote; None for others."""
     path = Path(out) / PLAN_NAME
     if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
         return None
@@ -408,11 +388,7 @@ def is_on_hub(out: str) -> bool:
 
 
 def require_local(out: str) -> None:
-    """Refuse the id of a repository, for a command that reads every byte.
-
-    Raises:
-        SourceError: if ``out`` is one; the message says how to download it.
-    """
+    """Refuse the id of a repository, for a command that reads every byte."""
     if is_on_hub(out):
         raise SourceError(
             f"no such directory: {out}; download a repository on the Hub first: hf download {out} "

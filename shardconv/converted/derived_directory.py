@@ -46,16 +46,7 @@ def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -
 
 
 def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Output:
-    """Check that a directory of another kind may be created, without creating it.
-
-    Args:
-        name: name of the argument, for messages.
-        directory: must not exist, be empty, or contain the unfinished files of an earlier run.
-        out: the converted directory that is read.
-
-    Raises:
-        ShardconvError: if the directory cannot be used.
-    """
+    """Check that a directory of another kind may be created, without creating it."""
     require_apart(out, directory)
     path = Path(directory).expanduser()
     if path.is_dir() and not known_files(path) and any(file.name != PARTIAL for file in path.iterdir()):
@@ -76,23 +67,14 @@ def require_trusted(out: str | os.PathLike[str], plan: Plan, *, trust_remote_cod
 
 
 def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
-    """Open a converted directory.
-
-    Raises:
-        CheckpointError: if it is not complete, or a file is not the manifest's.
-        SourceError: if it contains code that is not trusted.
-    """
+    """Open a converted directory."""
     found = shards.read(Path(out).expanduser())
     require_trusted(out, found.plan, trust_remote_code=trust_remote_code)
     return found
 
 
 def spec_of(found: Converted) -> ModelSpec:
-    """Return the model of a converted directory, without weights.
-
-    Raises:
-        ShardconvError: if it cannot be built here, or is of another class than was planned.
-    """
+    """Return the model of a converted directory, without weights."""
     model = found.plan.model
     spec = planned_spec(found.directory, found.plan)
     if spec.class_name != model.class_name:
@@ -131,11 +113,7 @@ def identity(found: Converted) -> dict[str, object]:
 
 
 def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
-    """Copy the files that are not weights to ``directory``.
-
-    Raises:
-        CheckpointError: if a file is not the one that was written.
-    """
+    """Copy the files that are not weights to ``directory``."""
     return small_files.copy_small_files(found.directory, found.manifest, directory)
 
 
@@ -146,11 +124,7 @@ def copy_unused(found: Converted, directory: Path) -> list[FileEntry]:
 
 
 def unused(found: Converted) -> dict[str, LazyTensor]:
-    """Return the tensors that the model does not use, which were copied from the source.
-
-    Raises:
-        CheckpointError: if their file is missing, or is not the one that was written.
-    """
+    """Return the tensors that the model does not use, which were copied from the source."""
     if not any(entry.path == UNUSED_NAME for entry in found.manifest.files):
         return {}
     path = resolve(found.directory, UNUSED_NAME)
@@ -186,13 +160,7 @@ def is_interleaved(tensor: LazyTensor) -> bool:
 
 
 def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
-    """Return the tensor as bands that are assembled in memory when they are needed.
-
-    Args:
-        name: the name of the tensor, for messages.
-        tensor: returned unchanged if its elements are not stored in their order in files: each band of a
-            transposed matrix would read the full matrix.
-    """
+    """Return the tensor as bands that are assembled in memory when they are needed."""
     if not tensor.shape or tensor.is_cast or not all(map(_is_in_order, tensor.pieces)):
         return tensor
     bands = ((_band(name, tensor, box), [(span,) for span in box]) for box in _boxes(tensor))

@@ -40,10 +40,6 @@ def checksums(files: Mapping[FileEntry, Path], advance: Advance) -> dict[FileEnt
     """Return the checksum of each file, of the kind in its entry, or the reason why it cannot be read.
 
     Shards are read in stretches by several threads at once.
-
-    Args:
-        files: paths of the files, which have the sizes in their entries.
-        advance: is called with the bytes of each finished part.
     """
     parts: dict[FileEntry, list[Extent]] = {entry: [] for entry in files}
     found: dict[FileEntry, str | CheckpointError] = {}
@@ -137,11 +133,7 @@ class Findings:
 
 
 def open_contents(directory: Path) -> Contents:
-    """Read the manifest and the plan.
-
-    Raises:
-        CheckpointError: if there is no manifest, or it cannot be read, so that nothing else can be checked.
-    """
+    """Read the manifest and the plan."""
     if (directory / PARTIAL).is_dir() and not (directory / MANIFEST_NAME).is_file():
         raise CheckpointError(
             f"{directory} holds an unfinished conversion ({PARTIAL}) and no {MANIFEST_NAME}; run the same "
@@ -164,12 +156,7 @@ def open_contents(directory: Path) -> Contents:
 
 
 def check(contents: Contents, progress: Progress) -> Findings:
-    """Check every file.
-
-    Args:
-        contents: the result of ``open_contents``.
-        progress: is told the bytes that are read.
-    """
+    """Check every file."""
     files = _Files(contents)
     files.look_for()
     total = sum(entry.num_bytes for entry in files.located)

@@ -62,15 +62,7 @@ def positions(name: str, dtype: str, shape: Shape) -> LazyTensor:
 def with_packed(
     saved: Mapping[str, LazyTensor], weights: Mapping[str, PackedWeight]
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a checkpoint, with stored tensors instead of proxies.
-
-    Args:
-        saved: result of ``saved_tensors`` for the model with ``positions`` for its packed weights.
-        weights: packed weights by the names of their proxies.
-
-    Raises:
-        SourceError: if a step is divided.
-    """
+    """Return the tensors of a checkpoint, with stored tensors instead of proxies."""
     found: dict[str, LazyTensor] = {}
     for name, tensor in saved.items():
         owners = {_owner(piece) for piece in tensor.pieces}
@@ -211,15 +203,7 @@ def model_of(spec: ModelSpec) -> Any:
 
 
 def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:
-    """Return the tensors that ``model.save_pretrained`` would write, by name, in its order.
-
-    Args:
-        model: the result of ``model_of``.
-        weights: the weights of the model.
-
-    Raises:
-        SourceError: if ``weights`` lack a parameter of the model, or transformers cannot save it.
-    """
+    """Return the tensors that ``model.save_pretrained`` would write, by name, in its order."""
     state = dict(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
@@ -253,13 +237,7 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
     says where each one came from. Computations run on random bytes, once for all layers that are alike.
 
     Args:
-        spec: the spec of the model.
-        model: the result of ``model_of``.
         weights: the weights of the model. Only their dtypes and shapes are used.
-        tied: other names of parameters -> their first names.
-
-    Raises:
-        SourceError: if a parameter would change, or a name would be missing or unexpected.
     """
     made = {}
     for name, weight in weights.items():
@@ -358,15 +336,7 @@ class _Comparison:
 
 
 def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, LazyTensor], int]:
-    """Return the tensors that transformers would save, in its order, and the number of parameters.
-
-    Args:
-        found: the directory.
-        spec: the spec of its model.
-
-    Raises:
-        SourceError: if a stored tensor would not be saved, or would change when it is loaded.
-    """
+    """Return the tensors that transformers would save, in its order, and the number of parameters."""
     model = model_of(spec)
     state = model.state_dict()
     tensors = derived_directory.weights_of(found)

@@ -90,16 +90,7 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
 
 
 def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
-    """Open a converted directory. Stages are assembled to a model without stages.
-
-    Args:
-        directory: written by ``convert``.
-        may_be_damaged: open files with the right headers and sizes without checking samples of their bytes.
-
-    Raises:
-        CheckpointError: if it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: if the plan is malformed, or the directory belongs to one stage of several.
-    """
+    """Open a converted directory. Stages are assembled to a model without stages."""
     path = Path(directory)
     if stage_directories(path):
         stages = read_stages(path, may_be_damaged=may_be_damaged)
@@ -120,16 +111,7 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
 
 
 def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
-    """Open the directories of all stages, each with the plan of all, and tensors by the first of their names.
-
-    Args:
-        path: directory of all stages, or of a model without stages.
-        may_be_damaged: see ``read``.
-
-    Raises:
-        CheckpointError: see ``read``; or they are stages of several conversions.
-        PlanError: see ``read``.
-    """
+    """Open the directories of all stages: each with the plan of all, tensors by their first names."""
     directories = stage_directories(path)
     if not directories:
         return [read(path, may_be_damaged=may_be_damaged)]

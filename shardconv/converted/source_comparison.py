@@ -69,13 +69,7 @@ def read_reference(
     """Find the weights of a model in the form of the plan.
 
     Args:
-        model: a directory or Hub id.
         plan: plan of the converted directory. The weights are cast to its dtypes.
-        hub: how to download it.
-        trust_remote_code: import the repository's own Python code.
-
-    Raises:
-        SourceError: if the model cannot be found, or its weights do not fit its config.
     """
     is_packed = any(entry.packing for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
@@ -114,12 +108,7 @@ def read_reference(
 
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:
-    """Compare every byte of every rank's shard of every tensor.
-
-    Raises:
-        SourceError: if a file of the source cannot be read.
-        CheckpointError: if a file of the directory cannot be read.
-    """
+    """Compare every byte of every rank's shard of every tensor."""
     spans = list(_spans(converted, reference.weights))
     with _Comparer(spans) as comparer:
         units = plan_units(comparer.placed(converted.plan, reference.weights), {}, MEMORY)

@@ -37,8 +37,6 @@ def analyze(
 
     Args:
         tape: the tape of the global model.
-        ties: pairs of tensors whose dims must have the same structure.
-        same: pairs of tensors that get the same layout.
     """
     builder = Builder(tape)
     norms = find_norms(tape)
@@ -116,10 +114,6 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     These are results of the encoder, if the model takes them as an argument, outputs of the base model that
     the model itself does not read, such as a pooler's, and tensors of which a loss may be
     computed.
-
-    Args:
-        analysis: the analysis of the model.
-        model: the model on meta.
     """
     handed_out: list[int] = []
     if "encoder_outputs" in forward_signature(model).parameters:

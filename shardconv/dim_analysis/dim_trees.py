@@ -135,11 +135,7 @@ def make_atomic(node: Node) -> None:
 
 
 def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
-    """Turn a leaf, and those linked to it, into a product or a sum.
-
-    Raises:
-        IncompatibleDims: if it is atomic.
-    """
+    """Turn a leaf, and those linked to it, into a product or a sum."""
     assert node.kind == LEAF
     assert node.parent is None
     if node.atomic:
@@ -153,11 +149,7 @@ def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
 
 
 def split(node: Node, inner: int) -> tuple[Node, Node]:
-    """Split a dim into (outer, inner) factors, the inner one of this size.
-
-    Raises:
-        IncompatibleDims: if its structure does not allow that.
-    """
+    """Split a dim into (outer, inner) factors, the inner one of this size."""
     if node.size == 0 or node.size % inner:
         raise IncompatibleDims
     parts = factors(node)
@@ -213,11 +205,7 @@ def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
 
 
 def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
-    """Cut a dim into consecutive segments of these sizes.
-
-    Raises:
-        IncompatibleDims: if a boundary falls inside of a factor that cannot be cut.
-    """
+    """Cut a dim into consecutive segments of these sizes."""
     node = find(node)
     assert sum(sizes) == node.size
     if sum(1 for s in sizes if s) <= 1:

@@ -54,11 +54,7 @@ class StorageRecord:
             self.writes.append((View(0, (size,), (1,)), _taken_for(tensor.dtype)))
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """Return the content of a view of the storage.
-
-        Raises:
-            UnknownContentError: if it cannot be known.
-        """
+        """Return the content of a view of the storage."""
         if tensor.dtype != self.tensor.dtype:
             raise UnknownContentError(_taken_for(tensor.dtype))
         known = []
@@ -118,11 +114,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leaves of which a tensor was changed in place; only that tensor has the new content."""
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """Return the content of a tensor.
-
-        Raises:
-            UnknownContentError: if it cannot be known.
-        """
+        """Return the content of a tensor."""
         if isinstance(tensor, RecordedTensor):
             if any(piece.leaf in self._changed for piece in tensor.lazy.pieces):
                 raise UnknownContentError("a tensor that may share its bytes was changed in place")
@@ -372,11 +364,7 @@ class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse functions that hand out the memory.
-
-        Raises:
-            UnknownContentError: if the tensor's memory does not have its values.
-        """
+        """Refuse functions that hand out the memory."""
         if func in _RAW and not self._writes.has_values(args[0]):
             raise UnknownContentError(f"the memory of a parameter is read by {func.__name__}")
         return func(*args, **(kwargs or {}))

@@ -62,15 +62,8 @@ def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
     They are for ``DistributedConfig(tp_size=plan.tp, tp_plan=rules)``. Recent versions of transformers add
     them to the rules of the model's class. If the plan does not change such a module, a rule says so.
 
-    Args:
-        plan: solved for this model.
-        model: its parameters may be on the meta device; see ``skeleton``.
-
     Returns:
         The style of each name, in which ``*`` is any layer number; empty for one rank.
-
-    Raises:
-        PlanError: if something in the plan has no counterpart. The message names the first such modules.
     """
     if plan.experts == "ep":
         raise PlanError(
@@ -103,12 +96,7 @@ def skeleton(
     """Build a model from its config, with parameters on the meta device.
 
     Args:
-        model: directory, Hub id or config object.
         hub, dtype, trust_remote_code: how to read it, see ``checkpoint.resolve``.
-        tied: ties of a plan; by default the ties of the class and the config.
-
-    Raises:
-        ShardconvError: if the model cannot be found or built, or its weights are quantized.
     """
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.quantization is not None:
@@ -131,11 +119,7 @@ class _Translation:
         self._known: dict[Dim, _Held] = {}
 
     def rules(self) -> dict[str, str]:
-        """Return the rules that do the same as the plan.
-
-        Raises:
-            PlanError: see ``tp_plan``.
-        """
+        """Return the rules that do the same as the plan."""
         found: dict[str, set[str | None]] = {}
         problems: dict[str, str] = {}
         for path in sorted(self._entries.keys() - self._modules.keys()):
@@ -235,9 +219,6 @@ class _Translation:
     def _is_of_halves(self, name: str, dim: Dim) -> bool:
         """Return whether each rank holds an equal block of each half of the dim (True), or of the dim
         (False).
-
-        Raises:
-            Inexpressible: if it holds something else.
         """
         held, tp = self._held(dim), self._plan.tp
         for parts in (1, 2):

@@ -111,11 +111,7 @@ class PlannedModule:
     """Sharding of each parameter of the module itself."""
 
     def styles(self) -> tuple[str | None, dict[str, str | None]]:
-        """Return the rule of the module and the rules of its parameters; None if no rule is needed.
-
-        Raises:
-            Inexpressible: if no style does the same as the plan.
-        """
+        """Return the rule of the module and the rules of its parameters; None if no rule is needed."""
         if not any(self.shardings.values()):
             if self.entry.category != "boundary":
                 raise Inexpressible("it computes with a sharded parameter of another module")

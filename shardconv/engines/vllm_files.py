@@ -57,11 +57,7 @@ class EngineSource:
 def engine_source(
     model: str | os.PathLike[str], hub: Hub, *, trust_remote_code: bool, stream: bool
 ) -> EngineSource:
-    """Find the tensors of an ordinary checkpoint or of a converted directory, without reading them.
-
-    Raises:
-        ShardconvError: see ``export_vllm``.
-    """
+    """Find the tensors of an ordinary checkpoint or of a converted directory, without reading them."""
     path = Path(model).expanduser()
     if (path / MANIFEST_NAME).is_file():
         converted = derived_directory.read(path, trust_remote_code=trust_remote_code)

@@ -48,13 +48,6 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     names.
 
     They are drawn and computed in float32, in float64 for a model of that dtype.
-
-    Args:
-        spec: a model. Only its config is used.
-        seed: the same seed gives the same weights.
-
-    Raises:
-        SourceError: if the model cannot be built, or its code leaves a parameter without a value.
     """
     seeds = _Seeds(seed)
     construction = Construction(seeds.of_step)
@@ -162,12 +155,7 @@ class _Weight:
             raise self._lacks("a value")
 
     def lazy(self, seeds: _Seeds, users: Mapping[int, int]) -> LazyTensor:
-        """Return the tensor, to be computed when it is written.
-
-        Args:
-            seeds: the seeds of the model.
-            users: number of tensors that depend on each step. They get the same numbers from a shared step.
-        """
+        """Return the tensor, to be computed when it is written."""
         step = self._construction.elementwise(self._tensor, self.chain)
         random = [index for index in self.chain.indices if self._construction.steps[index].is_random]
         alone = all(users[index] == 1 and not seeds.has_step(index) for index in random)

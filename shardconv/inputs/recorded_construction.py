@@ -207,9 +207,6 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
     """While active, build models on the meta device, and record how each tensor gets its values.
 
     Code that needs a value immediately, such as ``item``, gets the value of a replay.
-
-    Args:
-        seeds: returns the seed of each step that draws numbers.
     """
 
     def __init__(self, seeds: Seeds) -> None:
@@ -237,11 +234,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         return self._as_meta(tensor)
 
     def chain(self, tensor: Tensor) -> Chain:
-        """Return the steps that a meta tensor depends on.
-
-        Raises:
-            ValueError: if something that it depends on was made outside of the block.
-        """
+        """Return the steps that a meta tensor depends on."""
         own = memory_key(tensor)
         todo: list[int] = []
         live: set[MemoryKey] = set()

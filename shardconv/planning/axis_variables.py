@@ -33,15 +33,7 @@ _NOT_BOTH = np.array([[0.0, 0.0], [0.0, np.inf]])
 
 
 class SolverInput:
-    """The part of the problem that is the same for all mesh axes.
-
-    Args:
-        analysis: the analysis of the traced model.
-        forbidden: leaves that must stay replicated.
-        folded: tensors that must get the same choice, and weights of layers.
-        sequence: leaves of activations that may be sharded although their size comes from the input, see
-            ``gradients``.
-    """
+    """The part of the problem that is the same for all mesh axes."""
 
     def __init__(
         self,
@@ -127,13 +119,7 @@ Key = Node | Partial | OneOf
 
 
 class AxisVariables:
-    """Variables and costs of one mesh axis. ``solve`` returns the cheapest choice.
-
-    Args:
-        given: the part of the problem that is the same for all mesh axes.
-        extent: size of the mesh axis.
-        taken: leaf -> number of parts into which earlier axes shard it.
-    """
+    """Variables and costs of one mesh axis. ``solve`` returns the cheapest choice."""
 
     def __init__(self, given: SolverInput, extent: int, taken: Mapping[Node, int]) -> None:
         self.given = given
@@ -205,11 +191,7 @@ class AxisVariables:
     # Solution --------------------------------------------------------------------------------
 
     def solve(self) -> tuple[list[Node], list[Partial]]:
-        """Return the leaves that are sharded and the states that are partial.
-
-        Raises:
-            Infeasible: if every choice breaks a constraint.
-        """
+        """Return the leaves that are sharded and the states that are partial."""
         problem = Problem(len(self.keys))
         roots = [self._root(v) for v in range(len(self.keys))]
         zero = {roots[v] for v in self.zero}

@@ -48,11 +48,7 @@ class Problem:
         self.add((a, b), np.array([[0.0, 0.0], [0.0, np.inf]]))
 
     def solve(self) -> list[int]:
-        """Return the assignment of least cost, with 0 for variables that do not matter.
-
-        Raises:
-            Infeasible: if every assignment costs infinitely much.
-        """
+        """Return the assignment of least cost, with 0 for variables that do not matter."""
         solution = [0] * self.num_variables
         if _eliminate(dict(self._tables), solution) == np.inf:
             raise Infeasible

@@ -102,9 +102,7 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
     Subclasses are left out, since their forward may do something else.
 
     Args:
-        plan: a plan without groups.
         model: the global model, on meta.
-        folded: its tape.
     """
     layers = _Layers(
         model, parameter_plans(plan), module_plans(plan), {n for pair in plan.tied for n in pair}
@@ -130,12 +128,7 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
 
 
 def without_groups(plan: Plan, fqn: str) -> Plan:
-    """Remove the groups in a module and in modules named like it. If it has none, remove all groups.
-
-    Args:
-        plan: a plan with groups.
-        fqn: the module, or one inside of it.
-    """
+    """Remove the groups in a module and in modules named like it. If it has none, remove all groups."""
     inside = {starred(name) for name in prefixes(fqn)}
     kept = [g for g in fused_groups(plan) if starred(g[0].rpartition(".")[0]) not in inside]
     is_changed = len(kept) < len(fused_groups(plan))

@@ -70,13 +70,7 @@ class Gradients:
 
 
 def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) -> Gradients:
-    """Return the cheapest gradient states for a solved forward pass.
-
-    Args:
-        analysis: the analysis of the traced model.
-        assignment: the solved forward pass.
-        folded: tensors that must get the same choice, and weights of layers.
-    """
+    """Return the cheapest gradient states for a solved forward pass."""
     partial: dict[int, tuple[int, ...]] = {}
     for axis in range(len(assignment.mesh)):
         problem = _AxisGradients(analysis, assignment, folded, axis)
@@ -154,11 +148,7 @@ class _AxisGradients:
         self.fixed += [(tid, 0) for tid in outputs if self._is_variable(tid)]
 
     def solve(self) -> list[int]:
-        """Return the tensors whose gradients are partial.
-
-        Raises:
-            Infeasible: if the constraints contradict each other.
-        """
+        """Return the tensors whose gradients are partial."""
         roots = sorted({self._root(t) for t in self.kinds if self._is_variable(t)})
         number = {root: i for i, root in enumerate(roots)}
         problem = Problem(len(roots))
@@ -283,12 +273,6 @@ def solve_sequence(
 ) -> Assignment | None:
     """Return the cheapest assignment with the given layouts of parameters and activations sharded over the
     sequence.
-
-    Args:
-        analysis: the analysis of the traced model.
-        plain: the solved model.
-        folded: tensors that must get the same choice.
-        forbidden: leaves that must stay replicated.
 
     Returns:
         None if no activation would be sharded.

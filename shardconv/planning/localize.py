@@ -59,13 +59,7 @@ def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Conflict:
 def localized(
     shapes: Shapes, rank: int = 0, given: Mapping[Attribute, int] | None = None
 ) -> dict[Attribute, Change] | Conflict:
-    """Find the changes with which every recorded call gives a rank's shapes; a conflict if there are none.
-
-    Args:
-        shapes: the shapes of the tensors.
-        rank: the rank of the shapes.
-        given: values of attributes that are known. They are not returned.
-    """
+    """Find the changes with which every recorded call gives a rank's shapes; a conflict if there are none."""
     return _Localizer(shapes, rank, given or {}).changes()
 
 

@@ -41,27 +41,12 @@ def solve_axis(
     saving_weight: float = 1.0,
     pinned: Mapping[Node | Partial, bool] = MappingProxyType({}),
 ) -> tuple[list[Node], list[Partial]]:
-    """Return the leaves that a mesh axis shards, and the states that are partial on it.
-
-    Args:
-        given, extent, taken, saving_weight, pinned: see ``AxisProblem``.
-
-    Raises:
-        Infeasible: if the pinned choices contradict the constraints.
-    """
+    """Return the leaves that a mesh axis shards, and the states that are partial on it."""
     return AxisProblem(given, extent, taken, saving_weight, pinned).solve()
 
 
 class AxisProblem(AxisVariables):
-    """Variables, constraints and costs of one axis.
-
-    Args:
-        given: the part of the problem that is the same for all mesh axes.
-        extent: size of the mesh axis.
-        taken: leaf -> number of parts into which earlier axes shard it.
-        saving_weight: factor of the value of a sharded element of a parameter.
-        pinned: leaves and states of parameters with a fixed choice.
-    """
+    """Variables, constraints and costs of one axis."""
 
     def __init__(
         self,

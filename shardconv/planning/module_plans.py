@@ -163,7 +163,6 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Conf
 
     Args:
         model: the global model, on meta.
-        layouts: the layouts of its tensors.
 
     Returns:
         A conflict if no formula of the runtime computes the same as a norm, or if the calls of a norm are

@@ -80,7 +80,6 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     """Return the layout of every parameter and persistent buffer; equal ones share an entry.
 
     Args:
-        solution: the solution of the model.
         model: the global model, on meta.
     """
     by_name = {i.name: t for t, i in enumerate(solution.analysis.tape.tensors) if i.name}
@@ -137,10 +136,7 @@ def _levels(solution: Solution, model: nn.Module, tid: int, owners: Collection[s
     read.
 
     Args:
-        solution: the solution.
         model: the global model, on meta.
-        tid: the parameter.
-        owners: the modules that own it (several if it is tied). Each may read it.
     """
     tape = solution.analysis.tape
     called = {call.fqn for call in tape.calls}

@@ -43,14 +43,6 @@ def with_capped_sizes(stages: StagesPlan, model: nn.Module, inputs: TraceInputs)
     """Return the stages with upper limits for the sizes of integers, if any integers are sent.
 
     All modules that return integers are measured, since a sent tensor may depend on another module's result.
-
-    Args:
-        stages: the stages of the model.
-        model: the model on meta.
-        inputs: the inputs of its trace.
-
-    Raises:
-        SolveError: if a size depends neither on the inputs of its module nor on a constant.
     """
     if not any(_is_integer(entry.items[sent.item]) for entry in stages.modules for sent in entry.sent):
         return stages
@@ -77,11 +69,7 @@ def _is_integer(item: PlaceholderItem) -> bool:
 
 
 def _calls(model: nn.Module, inputs: TraceInputs, modules: Collection[str]) -> list[dict[str, _Call]]:
-    """Return the shapes in a short call, in one that continues it, and in two long ones.
-
-    Raises:
-        SolveError: if one of the calls fails.
-    """
+    """Return the shapes in a short call, in one that continues it, and in two long ones."""
     # A long call has to exceed the constants of the config. Numbers as large as the vocabulary are ids, or
     # count them; they would make the calls longer than necessary.
     config = getattr(model, "config", None)

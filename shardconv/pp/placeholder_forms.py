@@ -57,10 +57,6 @@ class SecondCall:
 def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
     """Trace a call with one more token, given the cache that the first call returned.
 
-    Args:
-        model: the model on meta.
-        inputs: the inputs of the first call.
-
     Returns:
         An empty result if the model returns no cache or cannot be called again.
     """
@@ -74,13 +70,7 @@ def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
 
 
 class _Twice(nn.Module):
-    """A model that is called twice.
-
-    Args:
-        model: the model on meta.
-        inputs: the inputs of the first call.
-        keeps_encoded: reuse the encoder's output in the second call, as ``generate`` does.
-    """
+    """A model that is called twice."""
 
     def __init__(self, model: nn.Module, inputs: TraceInputs, keeps_encoded: bool) -> None:
         super().__init__()
@@ -150,14 +140,7 @@ class _Sizes:
 
 
 class UnitForms:
-    """The forms of the units of one tape.
-
-    Args:
-        units: the units of the tape, which is not folded.
-        layouts: the layouts of the folded tape.
-        folded: the folding, which says which layers are on the folded tape.
-        second: a call that continues the call of the tape.
-    """
+    """The forms of the units of one tape."""
 
     def __init__(self, units: TapeUnits, layouts: Layouts, folded: Folded, second: SecondCall) -> None:
         self.units = units
@@ -170,11 +153,7 @@ class UnitForms:
         self._input_sizes = {n for t in self.tape.inputs for n in self.tape.tensors[t].shape}
 
     def returned(self, unit: Unit) -> tuple[str, tuple[PlaceholderItem, ...]]:
-        """Return the form of a unit's results, and its items.
-
-        Raises:
-            SolveError: if a placeholder cannot return such a result.
-        """
+        """Return the form of a unit's results, and its items."""
         forms = {self.tape.returned.get(call, Returned("other")) for call in unit.calls}
         if self._second.called(unit.fqn):
             forms.add(self._second.returned[unit.fqn])

@@ -42,16 +42,8 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
     The load of a stage is the larger of its share of all bytes and its share of all work. Ties are broken by
     the smallest sum of squares. The result is exact, by dynamic programming.
 
-    Args:
-        loads: the loads between borders; one more than there are borders.
-        allowed: whether the tape can be cut at each border.
-        num_stages: one more than there are cuts.
-
     Returns:
         Indices of borders, ascending.
-
-    Raises:
-        ShardconvError: if there are fewer allowed borders than cuts.
     """
     if sum(allowed) < num_stages - 1:
         raise ShardconvError(
@@ -82,15 +74,8 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
 def parse_stages(text: str, num_layers: int) -> list[int]:
     """Parse stages that are given as ``0-39,40-79``.
 
-    Args:
-        text: first and last layer of each stage, in order. All layers must be listed.
-        num_layers: number of layers of the model, which are counted in the order in which they run.
-
     Returns:
         The index of the last layer of each stage except the last.
-
-    Raises:
-        ShardconvError: if the text is not such a list.
     """
     expected, borders = 0, []
     for item in text.split(","):
@@ -135,21 +120,7 @@ def stages_plan(
     tied: Sequence[tuple[str, str]],
     second: SecondCall,
 ) -> StagesPlan:
-    """Cut a model into stages.
-
-    Args:
-        options: the number of stages, and optionally their layers.
-        tape: the tape of a prefill, not folded, without further outputs.
-        layouts: the layouts of the folded tape.
-        folded: the tape that was solved.
-        parameters: bytes of each parameter and persistent buffer, under the first of its names.
-        tied: (alias, first name) of parameters.
-        second: a call that continues the call of the tape.
-
-    Raises:
-        SolveError: if the model cannot be cut into stages.
-        ShardconvError: if it cannot be cut into this number of stages, or not at these layers.
-    """
+    """Cut a model into stages."""
     names = {name: name for name in parameters} | dict(tied)
     units = TapeUnits(tape, names)
     forms = UnitForms(units, layouts, folded, second)

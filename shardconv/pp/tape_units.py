@@ -41,13 +41,7 @@ class CutPoint:
 
 
 class TapeUnits:
-    """Units and borders of a tape.
-
-    Args:
-        tape: the tape of one forward pass, not folded.
-        names: each name of a parameter or persistent buffer -> the first name of that tensor.
-        everywhere: modules with parameters that run on every stage instead of being units.
-    """
+    """Units and borders of a tape."""
 
     def __init__(
         self, tape: Tape, names: Mapping[str, str], everywhere: Collection[str] = frozenset()
@@ -187,15 +181,7 @@ class Crossings:
                     self._results[event.target] = Value(event.target, fqn, call, event.slots[0])
 
     def needed(self, start: int, stop: int) -> list[Value]:
-        """Return the values that a stage needs from earlier ones, in the order in which they are computed.
-
-        Args:
-            start, stop: positions of its first event, and of the first one behind it. The last stage also
-                needs the outputs of the model.
-
-        Raises:
-            Uncut: if it needs a tensor from the inside of a unit.
-        """
+        """Return the values that a stage needs from earlier ones, in the order in which they are computed."""
         pending: list[int] = []
         for event in self.tape.events[start:stop]:
             pending += self._read_by(event, start, stop)
@@ -223,11 +209,7 @@ class Crossings:
         return sorted(found.values())
 
     def _read_by(self, event: Event, start: int, stop: int) -> tuple[int, ...]:
-        """Return the tensors that an event reads.
-
-        Raises:
-            Uncut: if one is a parameter that only units of other stages have.
-        """
+        """Return the tensors that an event reads."""
         inputs = reads_and_writes(event)[0]
         for name in (self.tape.tensors[t].name for t in inputs if t in self._stored):
             holders = [u for u in self.units.units.values() if name in u.parameters]

@@ -51,9 +51,6 @@ def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Mo
     """Return the move of one box of a tensor.
 
     Args:
-        tensor: the tensor that is written.
-        piece: box of it.
-        file: index of the target file.
         offset: the offset of the tensor in that file, in bytes.
     """
     strides = contiguous_strides(tensor.shape)
@@ -89,9 +86,6 @@ def is_run(dims: Sequence[BoxDim]) -> bool:
 def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
     """Return the contiguous runs of a box in the target.
 
-    Args:
-        dims: dims by descending target stride.
-
     Returns:
         The length of each run and their starts relative to the first, in elements.
     """
@@ -100,9 +94,6 @@ def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
 
 def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
     """Return the contiguous runs of a box in the leaf.
-
-    Args:
-        dims: dims by descending source stride.
 
     Returns:
         The length of each run and their starts relative to the first, in elements.
@@ -113,9 +104,6 @@ def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
 def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
     """Return the contiguous runs of a box in the leaf, counted.
 
-    Args:
-        dims: dims by descending source stride.
-
     Returns:
         The length of each run in elements, the number of runs, and the distance between their starts.
     """
@@ -125,10 +113,6 @@ def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
 
 def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
     """Yield the stretches of a leaf that hold all elements of the boxes.
-
-    Args:
-        boxes: boxes of one leaf.
-        gap: stretches with at most this many elements between them are merged.
 
     Yields:
         ``(start, stop)`` in elements, ascending.

@@ -102,8 +102,6 @@ def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memo
     """Divide the copying into units, in the order of the source files.
 
     Args:
-        placed: tensors with their target files.
-        leaves: numbers of the leaves; new leaves are added.
         memory: budget in bytes for the buffers of all workers.
     """
     by_leaf: dict[LazyLeaf, list[Move]] = {}
@@ -134,17 +132,7 @@ def num_workers(remote: bool = False) -> int:
 
 
 def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[CopyUnit, S], object]) -> None:
-    """Copy all units.
-
-    Args:
-        units: the units that ``plan_units`` returned.
-        make_sink: returns the sink of a unit.
-        done: called in this thread with each finished unit and its sink.
-
-    Raises:
-        SourceError: a source file cannot be read, or is shorter than it was.
-        Exception: raised by a sink. Other workers have stopped by then.
-    """
+    """Copy all units."""
     stop = threading.Event()
     todo: Iterator[CopyUnit] = iter(units)
     running: dict[Future[S], CopyUnit] = {}
@@ -364,9 +352,6 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
 
     Returns:
         On the CPU, contiguous, of the shapes and dtypes of ``tensors``.
-
-    Raises:
-        SourceError: a file cannot be read.
     """
     values = [torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for tensor in tensors]
     read_into(tensors, values)
@@ -377,11 +362,7 @@ def read_into(tensors: Sequence[LazyTensor], values: Sequence[torch.Tensor]) -> 
     """Read several tensors into memory that is there, in one pass over their files.
 
     Args:
-        tensors: the tensors to read.
         values: where to: on the CPU, contiguous, of the shapes and dtypes of ``tensors``.
-
-    Raises:
-        SourceError: a file cannot be read.
     """
     memory = [value.reshape(-1).view(torch.uint8).numpy() for value in values]
     placed = [PlacedTensor(tensor, index, 0) for index, tensor in enumerate(tensors)]
@@ -415,11 +396,7 @@ class OpenSources:
             os.close(handle)
 
     def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
-        """Fill ``into`` with elements of a leaf from ``start`` on.
-
-        Raises:
-            SourceError: the file cannot be read, or ends before.
-        """
+        """Fill ``into`` with elements of a leaf from ``start`` on."""
         offset = leaf.offset + start * item_bytes(leaf.dtype)
         if isinstance(leaf.path, RemoteFile):
             self._reader(leaf.path).read_into(offset, into)
@@ -438,17 +415,7 @@ class OpenSources:
             into, offset = into[count:], offset + count
 
     def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
-        """Fill ``into`` with runs of a local leaf, which may be many and short.
-
-        Args:
-            leaf: the leaf to read.
-            starts: the starts of the runs, in elements.
-            run: length of each run in elements.
-            into: filled with the runs in their order.
-
-        Raises:
-            SourceError: the file cannot be read, or ends before.
-        """
+        """Fill ``into`` with runs of a local leaf, which may be many and short."""
         assert isinstance(leaf.path, Path), "remote leaves are not read run by run"
         size = item_bytes(leaf.dtype)
         handle, length, end = self._handle(leaf.path), run * size, 0

@@ -101,8 +101,6 @@ def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTen
     """Return a tensor of a safetensors file.
 
     Args:
-        path: the path of the file.
-        start: byte at which the file's tensors begin.
         tensor: its entry in the header, of a dtype that torch has.
     """
     leaf = FileLeaf(path, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
@@ -175,11 +173,7 @@ def permute(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
 
 
 def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Return tensors of one dtype laid end to end along a dim.
-
-    Raises:
-        ValueError: the tensors differ in another dim.
-    """
+    """Return tensors of one dtype laid end to end along a dim."""
     first = tensors[0]
     if len({_with(tensor.shape, dim, 0) for tensor in tensors}) > 1:
         shapes = sorted({tensor.shape for tensor in tensors})
@@ -240,9 +234,6 @@ def assemble(
 
     Args:
         dtype: the dtype of the tensor and its parts.
-        shape: the shape of the tensor.
-        parts: (part, positions): for each dim, ``positions`` has the spans of the tensor that the part's
-            positions are, in order. Together the parts cover the tensor exactly once.
     """
     pieces: list[StridedBox] = []
     for part, positions in parts:

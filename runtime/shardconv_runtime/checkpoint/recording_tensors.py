@@ -164,9 +164,6 @@ def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor |
     Returns:
         Tensors by name, with the same shapes and dtypes; the ones with fewer than ``LARGE`` elements are on
         the CPU.
-
-    Raises:
-        SourceError: a file cannot be read.
     """
     return {
         name: read_tensor(lazy) if math.prod(lazy.shape) < LARGE else lazy for name, lazy in tensors.items()
@@ -208,17 +205,7 @@ def _absent(meta: torch.Tensor) -> RecordedTensor:
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], Any]) -> Any:
-    """Run an operator on meta tensors.
-
-    Args:
-        func: the operator.
-        args: its arguments; tensors of any kind.
-        kwargs: its keyword arguments.
-        make: replaces each tensor of the result.
-
-    Raises:
-        RuntimeError: torch's own error for these shapes and dtypes.
-    """
+    """Run an operator on meta tensors."""
 
     def to_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

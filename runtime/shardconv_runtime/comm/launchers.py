@@ -8,11 +8,7 @@ from ..errors import LaunchError
 
 
 def env_int(name: str, default: int) -> int:
-    """Return an environment variable that is a number.
-
-    Raises:
-        LaunchError: it is none.
-    """
+    """Return an environment variable that is a number."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)

@@ -44,9 +44,6 @@ def check_code(plan: Plan) -> None:
     """Check that the installed model code is the code that the plan is for.
 
     The source decides, not the versions: another build of torch with the same model code is fine.
-
-    Raises:
-        CodeMismatchError: it differs; the message has the versions of both and the remedy.
     """
     code = plan.code
     if fingerprint(code.sources) == code.fingerprint:

@@ -51,11 +51,7 @@ class Repository:
     hub: Hub
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        """Download the files that the cache lacks.
-
-        Raises:
-            SourceError: some files cannot be downloaded; the message names the first.
-        """
+        """Download the files that the cache lacks."""
         todo = [entry.path for entry in entries if not (self.directory / entry.path).is_file()]
         lost: list[tuple[str, Exception]] = []
 
@@ -79,10 +75,6 @@ class Repository:
         """Check that files exist in the repository and have the sizes of the manifest; download none.
 
         Offline this checks nothing: files in the cache are complete.
-
-        Raises:
-            CheckpointError: a file is missing, or has another size.
-            SourceError: the Hub cannot be reached.
         """
         if self.hub.local_files_only:
             return
@@ -105,34 +97,14 @@ class Repository:
 
 
 def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Repository, Manifest]:
-    """Find a converted directory in a repository and download its manifest and plan.
-
-    Args:
-        where: the id of a repository, and the name of a folder in it if that has to be chosen.
-        hub: how to reach it.
-        world_size: number of processes that it was converted for.
-        rank: the rank among these; if there are stages, the directory of its stage is taken.
-
-    Raises:
-        SourceError: the repository cannot be read, or holds no directory for this many ranks.
-        CheckpointError: the manifest is malformed, or several models are for this many processes.
-    """
+    """Find a converted directory in a repository and download its manifest and plan."""
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, world_size)
         return _with_plan(repo_id, *found[stage_of(rank, world_size, len(found))], hub)
 
 
 def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
-    """Return a directory next to another one in a repository, at the same commit, with its manifest and plan.
-
-    Args:
-        found: the other directory.
-        name: the name of the directory.
-
-    Raises:
-        SourceError: it cannot be downloaded.
-        CheckpointError: its manifest is malformed.
-    """
+    """Return another directory of a repository, at the same commit, with its manifest and plan."""
     around = found.path.rstrip("/").rpartition("/")[0]
     hub = replace(found.hub, revision=found.commit)
     with _explained(found.repo_id, found.hub):
@@ -140,17 +112,7 @@ def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
 
 
 def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Manifest]]:
-    """Find a converted model in a repository, with the directories of all its stages.
-
-    Args:
-        where: see ``find``.
-        hub: how to reach it.
-        tp: ranks that it was converted for; None takes any number, if there is only one.
-
-    Raises:
-        SourceError: see ``find``; or it holds several models.
-        CheckpointError: see ``find``.
-    """
+    """Find a converted model in a repository, with the directories of all its stages."""
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, tp)
         return [_with_plan(repo_id, path, file, hub) for path, file in found]
@@ -196,15 +158,7 @@ def _inside(path: str, name: str) -> str:
 
 
 def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
-    """Return the path of a plan's file; a plan on the Hub is downloaded.
-
-    Args:
-        plan: a file, a converted directory, or ``user/repo/path/in/it.json`` on the Hub.
-        hub: how to reach the Hub.
-
-    Raises:
-        SourceError: the file cannot be downloaded.
-    """
+    """Return the path of a plan's file; a plan on the Hub is downloaded."""
     path = Path(plan).expanduser()
     if path.is_dir():
         return path / PLAN_NAME
@@ -230,14 +184,7 @@ def _with_plan(repo_id: str, path: str, file: Path | None, hub: Hub) -> tuple[Re
 
 
 def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | None:
-    """Download a file; None if the repository (or, offline, the cache) lacks it.
-
-    Args:
-        repo_id: the id of the repository.
-        path: the path of the file.
-        hub: how to reach it.
-        is_last: raise if the file is missing from the cache offline; no other path is left to try.
-    """
+    """Download a file; None if the repository (or, offline, the cache) lacks it."""
     try:
         return Path(_download(repo_id, path, hub))
     except LocalEntryNotFoundError as error:

@@ -66,11 +66,6 @@ def bounded() -> Iterator[None]:
 
     Requests without a time-out get one of ``ANSWER_S``. Other time-outs are left to the client, which may use
     its cache or repeat the request, until no answer has come for ``PATIENCE_S``.
-
-    Raises:
-        NoAnswerError: no answer came; another try would take as long again.
-        NotReachedError: the connection for a request without its own time-out failed. The client would
-            replace its session by an unwatched one and try again.
     """
     global _num_uses
     _thread.since = None
@@ -106,14 +101,7 @@ def _begin(request: Any) -> None:
 
 
 def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
-    """Trace a request: one of its steps has begun, is complete or has failed.
-
-    Args:
-        is_open: the request did not have its own time-out.
-        event: such as ``"http11.receive_response_headers.complete"``.
-        info: the description of a failed step, with its ``exception``, raised by the library below the HTTP
-            library.
-    """
+    """Trace a request: one of its steps has begun, is complete or has failed."""
     if event.endswith("receive_response_headers.complete"):
         _thread.since = None
     if not event.endswith(".failed"):
@@ -210,11 +198,7 @@ def explain(repo_id: str, revision: str | None, error: BaseException, *, writing
     """Return one line that names an error and its remedy.
 
     Args:
-        repo_id: id of the repository.
-        revision: branch, tag or commit; None for the default branch.
         error: raised by the client or by ``bounded``; it has a ``hub_error`` or is a local one.
-        writing: the repository was to be written. Otherwise it was to be read, and the user may have meant
-            a directory by its id.
     """
     found, status = hub_error(error) or error, status_of(error)
     at = f" at revision {revision}" if revision else ""

@@ -169,14 +169,7 @@ def shard_path(rank: int | None, tp: int, index: int, count: int) -> str:
 
 
 def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, str]:
-    """Return the metadata in the header of each shard, by which a swapped file is known.
-
-    Args:
-        rank: whose file it is; None for a file of ``common/``.
-        tp: number of ranks.
-        layout_sha256: the layout sha256 of the plan, see ``stored_layout``; a plan that was solved again for
-            other code may keep it, and with it the shards.
-    """
+    """Return the metadata in the header of each shard, by which a swapped file is known."""
     return {
         "format": "pt",
         "shardconv.rank": "common" if rank is None else str(rank),
@@ -186,11 +179,7 @@ def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, s
 
 
 def loads(text: str) -> Manifest:
-    """Read a manifest from JSON.
-
-    Raises:
-        CheckpointError: the text violates ``docs/plan-format.md``; the message begins with the field.
-    """
+    """Read a manifest from JSON."""
     try:
         return load_document(Manifest, text, FORMAT, VERSION, plan_json.MAX_BYTES)
     except MalformedError as error:
@@ -198,11 +187,7 @@ def loads(text: str) -> Manifest:
 
 
 def read(directory: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a converted directory.
-
-    Raises:
-        CheckpointError: it is missing or malformed.
-    """
+    """Read the manifest of a converted directory."""
     path = resolve(directory, MANIFEST_NAME)
     if not _is_file(path):
         where = os.fspath(directory)
@@ -223,12 +208,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
-    """Read the plan of a converted directory.
-
-    Raises:
-        CheckpointError: it is missing, or not the one for which the manifest was written.
-        PlanError: it is malformed or of another version.
-    """
+    """Read the plan of a converted directory."""
     where = os.fspath(directory)
     path = resolve(directory, PLAN_NAME)
     if not _is_file(path):
@@ -267,9 +247,6 @@ def resolve(directory: str | os.PathLike[str], path: str) -> Path:
 
     Symbolic links may not lead out of the directory, except from a snapshot of a hub cache to the cache's
     blobs.
-
-    Raises:
-        CheckpointError: the path, or a link on it, leads out of the directory.
     """
     if problem := path_problem(path):
         raise CheckpointError(f"{path!r}: {problem}")
@@ -290,10 +267,6 @@ def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int
     """Check that the files of ``rank`` exist and have their sizes, and that the plan is the manifest's.
 
     Reads ``plan.json``; of the other files, only their sizes.
-
-    Raises:
-        CheckpointError: a file is missing or of another size, or the plan another one.
-        PlanError: the plan is malformed or of another version.
     """
     where = os.fspath(directory)
     if not 0 <= rank < manifest.tp:
@@ -304,11 +277,7 @@ def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int
 
 
 def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str) -> None:
-    """Check that a file exists and has its size.
-
-    Raises:
-        CheckpointError: it is missing, which the ``reader`` needs, or of another size.
-    """
+    """Check that a file exists and has its size."""
     where, path = os.fspath(directory), resolve(directory, entry.path)
     if not _is_file(path):
         raise CheckpointError(f"{where}: {entry.path} is missing ({reader} needs it); {_REMEDY}")
@@ -322,11 +291,7 @@ def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str)
 def check_shard(
     path: str | os.PathLike[str], rank: int | None, tp: int, layout_sha256: str
 ) -> dict[str, StoredTensor]:
-    """Check that a safetensors file is complete and belongs to this rank and layout; return its tensors.
-
-    Raises:
-        CheckpointError: it is truncated, or was swapped with a file of another rank, tp or layout.
-    """
+    """Check that a safetensors file is complete and belongs to this rank and layout; return its tensors."""
     metadata, tensors = read_header(path)
     for key, wanted in shard_metadata(rank, tp, layout_sha256).items():
         if key.startswith("shardconv.") and metadata.get(key) != wanted:
@@ -352,11 +317,7 @@ def _allowed_directories(root: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a file exists.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
+    """Return whether a file exists."""
     try:
         return path.is_file()
     except OSError as error:
@@ -389,11 +350,7 @@ def path_problem(path: str) -> str:
 
 
 def dumps(manifest: Manifest) -> str:
-    """Return the manifest as deterministic JSON, with its own checksum.
-
-    Raises:
-        CheckpointError: ``loads`` would refuse it.
-    """
+    """Return the manifest as deterministic JSON, with its own checksum."""
     plain = dump_document(replace(manifest, sha256=""), FORMAT)
     text = dump_document(replace(manifest, sha256=plan_json.sha256(plain)), FORMAT)
     loads(text)
@@ -401,11 +358,7 @@ def dumps(manifest: Manifest) -> str:
 
 
 def is_intact(text: str) -> bool:
-    """Return whether a manifest has exactly the bytes that ``dumps`` wrote.
-
-    Raises:
-        CheckpointError: it is malformed.
-    """
+    """Return whether a manifest has exactly the bytes that ``dumps`` wrote."""
     return dumps(loads(text)) == text
 
 

@@ -44,12 +44,7 @@ _REPOSITORY = re.compile(r"(hf[-_]hub|local-dir):")
 
 
 def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
-    """Return the config object of a converted directory; no code is imported unless the plan says so.
-
-    Raises:
-        CheckpointError: the file is missing, or names files or code outside of this directory.
-        PlanError: transformers does not accept it.
-    """
+    """Return the config object of a converted directory; no code is imported unless the plan says so."""
     # transformers takes seconds to import, and the command line, which imports this file, does without.
     from transformers import AutoConfig
 
@@ -66,11 +61,7 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
 
 
 def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
-    """Return the generation config of a converted directory; None if it has none.
-
-    Raises:
-        CheckpointError: it is malformed.
-    """
+    """Return the generation config of a converted directory; None if it has none."""
     if not _check(directory, manifest, GENERATION_CONFIG):
         return None
     from transformers import GenerationConfig  # takes seconds, see above

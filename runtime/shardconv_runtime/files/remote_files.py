@@ -71,18 +71,7 @@ class RemoteFile:
 def remote_files(
     repo_id: str, commit: str, names: Sequence[str], hub: Hub, *, must_exist: bool = True
 ) -> tuple[RemoteFile, ...]:
-    """Look up files of a repository without downloading them.
-
-    Args:
-        repo_id: the id of the repository.
-        commit: the commit of the repository.
-        names: the names of the files.
-        hub: how to reach it.
-        must_exist: raise if a file is missing; otherwise missing files are left out.
-
-    Raises:
-        SourceError: a file is missing, or the Hub cannot be reached.
-    """
+    """Look up files of a repository without downloading them."""
     api = HfApi(token=hub.token)
     found: dict[str, RepoFile] = {}
     try:
@@ -104,12 +93,7 @@ def remote_files(
 
 @cache
 def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return the metadata and the tensors of a safetensors file, read with two requests.
-
-    Raises:
-        CheckpointError: the file is not a safetensors file.
-        SourceError: the file cannot be read.
-    """
+    """Return the metadata and the tensors of a safetensors file, read with two requests."""
     reader = RemoteReader(file)
 
     def read(offset: int, count: int) -> bytes:
@@ -136,9 +120,6 @@ class RemoteReader:
         """Fill ``into`` with the bytes from ``offset`` on, and request no others.
 
         After a broken connection only the missing bytes are requested again.
-
-        Raises:
-            SourceError: several tries failed.
         """
         failures = silences = 0
         while len(into):

@@ -67,14 +67,7 @@ class PlannedShard:
 
 
 def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> Iterator[PlannedShard]:
-    """Yield the files of some ranks; the same plan and size give the same bytes.
-
-    Args:
-        plan: the tensors and their layouts.
-        ranks: the owners of the files; None for ``common/``.
-        max_file_size: bytes of tensors after which a new file is begun; those that lie next to each other
-            stay in one.
-    """
+    """Yield the files of some ranks; the same plan and size give the same bytes."""
     entries = stored_plans(plan)
     layout, adjacent = layout_sha256(plan), adjacent_tensors(plan)
     for rank in ranks:
@@ -102,7 +95,6 @@ def lay_out(
     Args:
         declared: torch's name of the dtype and the shape of each tensor; wider dtypes go first, which
             keeps all aligned.
-        metadata: the metadata of the header.
         alignment: the alignment of the first tensor, in bytes.
     """
     ordered = sorted(declared.items(), key=lambda item: -item_bytes(item[1][0]))
@@ -158,11 +150,7 @@ def sample_checksum(path: str | os.PathLike[str]) -> str:
 
 
 def check_sample(path: Path, sample: str) -> None:
-    """Check the blocks of a shard.
-
-    Raises:
-        CheckpointError: they have other bytes than were written, or the file cannot be read.
-    """
+    """Check the blocks of a shard."""
     try:
         found = sample_checksum(path)
     except OSError as error:

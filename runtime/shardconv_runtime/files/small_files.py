@@ -37,11 +37,7 @@ VARIANT = re.compile(r"(?:pp-([1-9][0-9]{0,4})-)?tp-([1-9][0-9]{0,4})")
 
 
 def variant(path: Path, world_size: int) -> Path:
-    """Return the converted directory for this number of ranks: itself, ``tp-N/`` or ``pp-P-tp-N/`` in it.
-
-    Raises:
-        CheckpointError: several with stages are for as many ranks.
-    """
+    """Return the converted directory for this number of ranks: itself, ``tp-N/`` or ``pp-P-tp-N/`` in it."""
     inner = path / variant_name(world_size)
     if (path / MANIFEST_NAME).is_file() or not path.is_dir():
         return path
@@ -57,11 +53,7 @@ def variant_name(tp: int, stages: int = 1) -> str:
 
 
 def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str | None:
-    """Return the folder with stages for this number of ranks in all; None if there is none.
-
-    Raises:
-        CheckpointError: there are several in ``where``.
-    """
+    """Return the folder with stages for this number of ranks in all; None if there is none."""
     found = set()
     for match in filter(None, map(VARIANT.fullmatch, folders)):
         if match[1] is not None and int(match[1]) * int(match[2]) == world_size:
@@ -80,11 +72,7 @@ def stage_directory(stage: int, count: int) -> str:
 
 
 def stages_in(path: Path) -> int:
-    """Return the number of stages of the directories in a directory; 0 if it has none.
-
-    Raises:
-        CheckpointError: they are of several numbers of stages.
-    """
+    """Return the number of stages of the directories in a directory; 0 if it has none."""
     if (path / MANIFEST_NAME).is_file() or not path.is_dir():
         return 0
     found = (STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
@@ -97,23 +85,13 @@ def stages_in(path: Path) -> int:
 
 
 def stage_directories(path: Path) -> list[Path]:
-    """Return the directories of the stages in a directory, in order, even if missing; none without stages.
-
-    Raises:
-        CheckpointError: they are of several numbers of stages.
-    """
+    """Return the directories of the stages in a directory, in order, even if missing; none without stages."""
     count = stages_in(path)
     return [path / stage_directory(stage, count) for stage in range(count)]
 
 
 def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
-    """Return the converted directory of a rank's stage in a directory of stages; otherwise the path itself.
-
-    Args:
-        path: the path of a directory.
-        rank: the rank among all processes.
-        world_size: number of processes.
-    """
+    """Return the directory of a rank's stage in a directory of stages; otherwise the path itself."""
     count = stages_in(path)
     return path / stage_directory(stage_of(rank, world_size, count), count) if count else path
 
@@ -171,10 +149,6 @@ def choose_files(sizes: Mapping[str, int], *, code: bool) -> ChosenFiles:
     """Choose the files to copy along with the weights: everything small that is not weights.
 
     A list of names would lose files that tokenizers and processors of other models have.
-
-    Args:
-        sizes: path in the directory, with ``/`` -> bytes.
-        code: the model runs its repository's code.
     """
     other_models = {str(PurePosixPath(path).parent) for path in sizes if _name(path) in _OTHER_MODELS} - {"."}
     wanted: list[str] = []
@@ -232,12 +206,7 @@ def sizes_in(directory: Path) -> dict[str, int]:
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
-    """Return the files to copy from a model's directory along with its weights; relative paths, sorted.
-
-    Args:
-        directory: the directory of an ordinary model.
-        code: it runs its repository's code.
-    """
+    """Return the files to copy from a model's directory along with its weights; relative paths, sorted."""
     return sorted(map(Path, choose_files(sizes_in(directory), code=code).copied))
 
 
@@ -268,17 +237,8 @@ def small_files(manifest: Manifest) -> list[FileEntry]:
 def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
     """Copy the files other than weights.
 
-    Args:
-        directory: a converted directory.
-        manifest: its manifest.
-        target: directory to copy to.
-
     Returns:
         The entries of the copies, for a manifest.
-
-    Raises:
-        CheckpointError: a file was changed since it was written.
-        OSError: it cannot be read or written.
     """
     return _copied(directory, small_files(manifest), target)
 

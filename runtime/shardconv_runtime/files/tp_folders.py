@@ -39,27 +39,14 @@ class Folder:
 
 
 def folders(names: Iterable[str]) -> list[Folder]:
-    """Return the folders that are complete, sorted by ranks and stages.
-
-    Args:
-        names: the names of all files.
-    """
+    """Return the folders that are complete, sorted by ranks and stages."""
     there = set(names)
     named = filter(None, {Folder.named(name.partition("/")[0]) for name in there})
     return sorted(f for f in named if all(f"{part}/{MANIFEST_NAME}" in there for part in f.parts))
 
 
 def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, ...]:
-    """Return the directories of the stages of a model for this many processes; none if it has no stages.
-
-    Args:
-        where: the files are; for errors.
-        names: the names of all files.
-        world_size: number of processes.
-
-    Raises:
-        CheckpointError: several models have stages for this many processes.
-    """
+    """Return the directories of the stages of a model for this many processes; none if it has no stages."""
     there = list(names)
     by_name = {folder.name: folder for folder in folders(there) if folder.stages > 1}
     found = staged_variant(where, by_name, world_size)
@@ -83,15 +70,8 @@ def folder_in(where: str) -> tuple[str, Folder | None]:
 def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return the directories of the only model that was converted: one, or one for each stage.
 
-    Args:
-        where: the place, for errors.
-        names: the names of all files, relative to the directory or repository.
-
     Returns:
         Their paths, such as ``"tp-8"``; empty for the directory or repository itself.
-
-    Raises:
-        SourceError: several converted directories exist, or none.
     """
     there = list(names)
     found = {folder.name: folder.parts for folder in folders(there)}

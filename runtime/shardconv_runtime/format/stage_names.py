@@ -23,11 +23,7 @@ def num_stages(plan: Plan) -> int:
 
 
 def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
-    """Return the entry of each module that has stages by FQN, with its position among the entry's names.
-
-    Raises:
-        PlanError: two entries claim one name, or the patterns expand to too many names.
-    """
+    """Return the entry of each module that has stages by FQN, with its position among the entry's names."""
     found: dict[str, tuple[StagedModule, int]] = {}
     for entry in plan.stages.modules if plan.stages is not None else ():
         for position, name in enumerate(expand_all(entry.names)):
@@ -38,13 +34,7 @@ def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
 
 
 def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
-    """Return the stages of a process, ascending: consecutive stages belong to consecutive processes.
-
-    Args:
-        plan: a plan with or without stages.
-        place: the place of the process in the pipeline.
-        num_places: the number of processes in the pipeline.
-    """
+    """Return the stages of a process, ascending: consecutive stages belong to consecutive processes."""
     return tuple(range(place, num_stages(plan), num_places))
 
 
@@ -55,13 +45,7 @@ def absent_modules(plan: Plan, stages: Stages) -> frozenset[str]:
 
 
 def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None) -> dict[str, str]:
-    """Return the parameters that a stage or process holds: first name -> name in its model.
-
-    Args:
-        plan: a plan with or without stages.
-        stages: the stages that hold the parameters.
-        names: first names of parameters and persistent buffers; by default all of the plan.
-    """
+    """Return the parameters that a stage or process holds: first name -> name in its model."""
     names = parameter_plans(plan).keys() if names is None else names
     absent = absent_modules(plan, stages)
     others: dict[str, list[str]] = {}
@@ -76,13 +60,7 @@ def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None)
 
 
 def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the values of a stage or process, by the names in its model.
-
-    Args:
-        plan: a plan with stages.
-        stages: the stages of the process.
-        tensors: the tensors of all stages, by the first of their names.
-    """
+    """Return the values of a stage or process, by the names in its model."""
     held = held_names(plan, stages, tensors.keys())
     return {name: tensors[first] for first, name in held.items()}
 

@@ -28,12 +28,7 @@ from .step_coordinator import Message, StageCoordinator
 
 
 class StepsInFlight:
-    """Makes a scheduler skip requests with a step in flight, in place.
-
-    Args:
-        scheduler: transformers' scheduler.
-        most_steps: the most steps in flight at a time; each gets its share of the requests.
-    """
+    """Makes a scheduler skip requests with a step in flight, in place."""
 
     def __init__(self, scheduler: Any, most_steps: int) -> None:
         self._scheduler = scheduler
@@ -126,14 +121,7 @@ class StagedBatchingManager(RankBatchingManager):
     def on_stage(
         cls, manager: Any, start: Launch, link: StageLink, num_microbatches: int
     ) -> StagedBatchingManager:
-        """Turn a manager that has not started into one of a stage, in place.
-
-        Args:
-            manager: the manager of transformers, made for a ``PagedModel``.
-            start: the ranks of all stages.
-            link: the link to the other stages.
-            num_microbatches: steps in flight at a time, 1 or more.
-        """
+        """Turn a manager that has not started into one of a stage, in place."""
         made = cls.adopt(manager, start)
         assert isinstance(made, cls)
         assert isinstance(link.transport, ProcessTransport), "requests are answered by processes"

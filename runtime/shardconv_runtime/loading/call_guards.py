@@ -51,12 +51,6 @@ def compare_inputs(
 ) -> None:
     """Compare the inputs of a model's calls between its ranks, in place.
 
-    Args:
-        model: the complete model of this rank.
-        start: the ranks.
-        always: compare every call; the environment variable has the same effect.
-        unless: returns True during calls that the ranks do not make at about the same time.
-
     Calls that Dynamo traces compare nothing, except in a model of ``load(compile=True)``.
     """
     always = always or os.environ.get(VARIABLE, "0") not in ("", "0")
@@ -109,16 +103,7 @@ def guard(
     training: bool,
     check_inputs: bool,
 ) -> None:
-    """Guard a model, in place.
-
-    Args:
-        model: the complete model of this rank, already compiled if it is to be.
-        start: the ranks of all stages.
-        stage: the ranks of the stages of this process; ``start`` without stages.
-        comm: the communicator of the model.
-        training: the model was loaded for training.
-        check_inputs: compare the inputs of every call.
-    """
+    """Guard a model, in place."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     if start.world_size == 1:
@@ -188,11 +173,7 @@ _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLay
 
 
 class _LocalCaches:
-    """Forward pre-hook of a model that looks at the caches among the arguments.
-
-    Args:
-        has_all_heads: the ranks are stages, and each has all heads of its layers.
-    """
+    """Forward pre-hook of a model that looks at the caches among the arguments."""
 
     def __init__(self, *, has_all_heads: bool) -> None:
         self._has_all_heads = has_all_heads
@@ -225,11 +206,7 @@ class _LocalCaches:
 
 
 def _first_quantized(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return ``update`` of a quantized layer with keys ``[B, local heads, S, head dim]``.
-
-    Raises:
-        PlanError: see ``require_scales_within_heads``.
-    """
+    """Return ``update`` of a quantized layer with keys ``[B, local heads, S, head dim]``."""
     vars(self).pop("update", None)
     if not self.get_seq_length():
         require_scales_within_heads(self, key_states.shape[-1])
@@ -237,15 +214,7 @@ def _first_quantized(self: Any, key_states: Tensor, value_states: Tensor, *args:
 
 
 def require_scales_within_heads(layer: Any, width: int) -> None:
-    """Check that an empty layer of a cache quantizes each head as it would if the others were not there.
-
-    Args:
-        layer: of a quantized cache of transformers.
-        width: the width of a head.
-
-    Raises:
-        PlanError: it does not, for example with one scale for all heads: each rank would take its own.
-    """
+    """Check that an empty layer of a cache quantizes each head as it would if the others were not there."""
     # Two heads ``[1, 2, S, head dim]`` of unlike sizes, in a prompt of 3 tokens and 2 more.
     sizes = torch.tensor([1.0, 7.3])[:, None, None]
     states = torch.linspace(-1, 1, 10 * width).reshape(1, 2, 5, width) * sizes
@@ -283,11 +252,7 @@ def _parts(given: Any) -> Iterator[Any]:
 
 
 def _first_update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return ``update`` of a layer with keys ``[B, local heads, S, head dim]``.
-
-    Raises:
-        PlanError: the layer has other heads than the rank.
-    """
+    """Return ``update`` of a layer with keys ``[B, local heads, S, head dim]``."""
     vars(self).pop("update", None)
     if self.keys.shape[1] != key_states.shape[1]:
         raise PlanError(

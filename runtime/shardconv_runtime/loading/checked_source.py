@@ -135,9 +135,6 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
 
     Returns:
         The config as it was stored, and the model.
-
-    Raises:
-        PlanError: it cannot be built.
     """
     plan, directory = checked.plan, checked.directory
     stored = config = read_config(directory, checked.manifest, plan)
@@ -152,11 +149,7 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
 
 
 def remote_class(directory: Path, class_name: str) -> type[nn.Module]:
-    """Import a class from Python code in a directory.
-
-    Raises:
-        PlanError: the code is in another repository.
-    """
+    """Import a class from Python code in a directory."""
     reference = class_name.replace(":", ".")
     if "--" in reference:
         raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")

@@ -143,11 +143,7 @@ def _summed(tensor: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
 
 
 def guard_adapters(wrapper: Any) -> Any:
-    """Make the methods of a ``PeftModel`` correct for sharded parameters, or refuse them, in place.
-
-    Args:
-        wrapper: the ``PeftModel`` around a loaded model.
-    """
+    """Make the methods of a ``PeftModel`` correct for sharded parameters, or refuse them, in place."""
     packed = loaded(wrapper).packed
     for name, remedy in _REFUSED.items():
         setattr(wrapper, name, partial(refuse_method, name, remedy))
@@ -169,11 +165,7 @@ def _save_pretrained(
     is_main_process: bool = True,
     **options: Any,
 ) -> None:
-    """Write the adapters as peft does; every rank calls it.
-
-    Raises:
-        PlanError: another argument than these was given, or tensors of the model were asked for.
-    """
+    """Write the adapters as peft does; every rank calls it."""
     if options or not safe_serialization or save_embedding_layers is True:
         given = ", ".join(options) or (
             "safe_serialization" if not safe_serialization else "save_embedding_layers"
@@ -278,11 +270,7 @@ def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
 
 
 def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) -> None:
-    """Try on a copy of each layer whether it computes the same with the adapters merged into its weight.
-
-    Raises:
-        PlanError: it computes something else on this rank's part, or it cannot be tried.
-    """
+    """Try on a copy of each layer whether it computes the same with the adapters merged into its weight."""
     if packed:
         raise PlanError("merging: the weights are packed; load the model with dequantize=True")
     _require_unsplit(wrapper, "merging")
@@ -303,13 +291,7 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
 
 @torch.no_grad()
 def _stays_the_same(layer: Any, names: list[str], tp: int) -> bool:
-    """Return whether a layer with adapters computes the same once they are merged.
-
-    Args:
-        layer: the layer of a rank, with its adapters.
-        names: the adapters to merge.
-        tp: number of ranks, which may have to divide the length of a sequence.
-    """
+    """Return whether a layer with adapters computes the same once they are merged."""
     base = layer.get_base_layer()
     if hasattr(layer, "parameter_name"):  # a stack of experts: compare shapes, since its layouts are pinned
         shape = getattr(base, layer.parameter_name).shape

@@ -154,16 +154,6 @@ def staged(
     buffers.
 
     At the peak, the host's memory holds the buffers, and the device's memory holds the tensors.
-
-    Args:
-        shards: the files.
-        device: the device of the tensors.
-        adjacent: tensors that share memory.
-        buffer_bytes: the number of bytes of each buffer.
-        num_buffers: the number of buffers and of threads.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is shorter than it was.
     """
     slabs = [slab for shard in shards for slab in _slabs(shard, adjacent, buffer_bytes)]
     fills = deque(fill for slab in slabs for fill in slab.fills)

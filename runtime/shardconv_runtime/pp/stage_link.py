@@ -54,11 +54,7 @@ class Handover(Transport):
         """Values that were received, and that the pass leaves for later stages."""
 
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
-        """Leave a value for the schedule.
-
-        Raises:
-            ShardconvError: if there is one already.
-        """
+        """Leave a value for the schedule."""
         if crossing in self.values:
             raise ShardconvError(
                 f"{crossing[0]} is called more than once, and another stage needs its results: such a model "
@@ -67,11 +63,7 @@ class Handover(Transport):
         self.values[crossing] = x
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Return a value that the schedule has received.
-
-        Raises:
-            ShardconvError: if there is none, or if it has another form.
-        """
+        """Return a value that the schedule has received."""
         found = self.values.get(crossing)
         if found is None or tuple(found.shape) != tuple(shape) or found.dtype != dtype:
             raise ShardconvError(
@@ -85,15 +77,7 @@ class Handover(Transport):
 
 
 class StageLink:
-    """The place of one rank in a pipeline, and its connection to the other stages.
-
-    Args:
-        place: the place of this rank among the ranks of equal place in their stages; with one stage each, its
-            stage.
-        count: the number of stages.
-        transport: the transport between the stages unless another one is handed over, see ``through``.
-        num_places: how many ranks share the stages, in turn; by default each has one.
-    """
+    """The place of one rank in a pipeline, and its connection to the other stages."""
 
     def __init__(self, place: int, count: int, transport: Transport, num_places: int | None = None) -> None:
         self.place = place
@@ -140,12 +124,7 @@ class StageLink:
 
     @contextmanager
     def through(self, transport: Transport, stage: int | None = None) -> Iterator[None]:
-        """Run passes with another transport.
-
-        Args:
-            transport: sends and receives the values of the passes.
-            stage: the one of this rank's stages whose pass it is; None: the same as before.
-        """
+        """Run passes with another transport."""
         before = self._transport, self._stage
         self._transport = transport
         self._stage = self._stage if stage is None else stage

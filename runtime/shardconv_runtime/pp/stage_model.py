@@ -42,11 +42,6 @@ Results = Callable[..., Any]
 def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeholder:
     """Put a placeholder in the place of a module of a model, in place.
 
-    Args:
-        model: the model that has the module.
-        fqn: the FQN of the module.
-        results: computes the results of the placeholder.
-
     Returns:
         The placeholder.
     """
@@ -171,10 +166,6 @@ def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
     """Return the argument names of the modules that run on only some stages.
 
     A placeholder may name its arguments in another way.
-
-    Args:
-        model: unsharded, before ``parallelize``.
-        plan: a plan with stages.
     """
     return {fqn: list(forward_signature(submodule(model, fqn)).parameters) for fqn in staged_modules(plan)}
 
@@ -191,19 +182,10 @@ def keep_stage(
     """Replace the modules of other stages, in place, and have the others send and receive.
 
     Args:
-        model: the model of one rank, as ``parallelize`` makes it; on meta.
-        plan: a plan with stages.
-        link: the link to the other stages.
-        rank: the rank among the ranks of the stage.
-        device: the device on which the rank computes.
         dtype: the dtype of the model's parameters, when it is called.
-        names: the names of the unsharded model.
 
     Returns:
         The stages and their units. The model has only parameters of this stage.
-
-    Raises:
-        PlanError: the plan does not fit the model.
     """
     own = StageRank(link, plan.mesh, rank, device, dtype)
     units: dict[str, StagedUnit] = {}
@@ -335,11 +317,7 @@ class _Sender:
         self._given = self._unit.bound(args, kwargs)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Send, in the order of the plan.
-
-        Raises:
-            ShardconvError: the results have another form than the plan says.
-        """
+        """Send, in the order of the plan."""
         unit = self._unit
         items = [output] if isinstance(output, Tensor) else output
         given = unit.bound(args, kwargs) if self._given is None else self._given
@@ -364,23 +342,14 @@ def _other_form(fqn: str, what: str) -> ShardconvError:
 
 
 class _Sharer:
-    """A hook that gives every stage the results of the model on the last one, except caches.
-
-    Args:
-        link: the link to the other stages.
-        expected: the values that each stage of this rank sends or receives in each call.
-    """
+    """A hook that gives every stage the results of the model on the last one, except caches."""
 
     def __init__(self, link: StageLink, expected: Mapping[int, frozenset[Crossing]]) -> None:
         self.link = link
         self._expected = expected
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Fill the results of the model.
-
-        Raises:
-            ShardconvError: a module was not called whose results are for another stage.
-        """
+        """Fill the results of the model."""
         if missing := self.link.missing(self._expected[self.link.stage]):
             raise ShardconvError(
                 f"{min(missing)[0]} was not called, but another stage needs its results: this call leaves it "

@@ -29,17 +29,7 @@ class StageProcesses:
 
 
 def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) -> StageProcesses:
-    """Divide the processes of a launch into stages; every process calls it.
-
-    Args:
-        start: the processes: as many as ranks on all stages, or that number divided by ``per_process``.
-        count: the number of stages, 2 or more.
-        tp: the number of ranks of each stage.
-        per_process: the number of stages of each process; they are as far apart as there are processes.
-
-    Raises:
-        LaunchError: they cannot communicate, or would have to send from GPUs over gloo.
-    """
+    """Divide the processes of a launch into stages; every process calls it."""
     assert start.group is not None, "several ranks have one"
     if needs_host(start.group, start.device):
         raise LaunchError(
@@ -89,12 +79,7 @@ class Traffic:
 
 
 class ProcessTransport(Transport):
-    """Sends between processes, of one stage or of several, and waits.
-
-    Args:
-        group: the processes of the pipeline that have this one's place in their stages, in order.
-        device: the device on which this process receives.
-    """
+    """Sends between processes, of one stage or of several, and waits."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -148,14 +133,7 @@ class ProcessTransport(Transport):
                 tensor.copy_(sent)
 
     def receive_early(self, seen: Traffic, num_tokens: int, most_tokens: int, num_calls: int) -> None:
-        """Prepare, over gloo, to receive in the next calls before they are made; all stages call this.
-
-        Args:
-            seen: the values of one call; each of the next ones has as many messages.
-            num_tokens: the number of tokens of that call.
-            most_tokens: the most tokens of the next ones.
-            num_calls: the number of calls to be ready for.
-        """
+        """Prepare, over gloo, to receive in the next calls before they are made; all stages call this."""
         if dist.get_backend(self.group) == "gloo":
             self._early = EarlyReceives(self.group, seen, num_tokens, most_tokens, num_calls)
 
@@ -167,11 +145,7 @@ class ProcessTransport(Transport):
 
 
 class AsyncTransport(Transport):
-    """Sends between processes without waiting, and records the messages.
-
-    Args:
-        processes: the transport that it sends with.
-    """
+    """Sends between processes without waiting, and records the messages."""
 
     def __init__(self, processes: ProcessTransport) -> None:
         self._processes = processes
@@ -214,15 +188,7 @@ class AsyncTransport(Transport):
 
 
 class EarlyReceives:
-    """Buffers for the messages of the next calls, which have the same messages as one before.
-
-    Args:
-        group: the process of each stage, in order, over gloo.
-        seen: the values that the call exchanged.
-        num_tokens: the number of tokens of that call.
-        most_tokens: the most tokens of any call.
-        num_calls: the number of calls for which buffers are ready.
-    """
+    """Buffers for the messages of the next calls, which have the same messages as one before."""
 
     def __init__(
         self, group: dist.ProcessGroup, seen: Traffic, num_tokens: int, most_tokens: int, num_calls: int
@@ -246,11 +212,7 @@ class EarlyReceives:
         self._ready[stage].append((dist.irecv(buffer, group=self._group, group_src=stage), buffer))
 
     def check(self, x: Tensor) -> None:
-        """Check that the other side has room for a tensor.
-
-        Raises:
-            ShardconvError: if it has none.
-        """
+        """Check that the other side has room for a tensor."""
         if x.nbytes > self._most_sent:
             raise ShardconvError(
                 f"a call of the model sends {x.nbytes} bytes to another stage, which expects calls of "

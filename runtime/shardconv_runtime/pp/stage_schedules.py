@@ -189,11 +189,7 @@ class Pipeline:
 
 
 def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None:
-    """Check whether a schedule suits the stages of a process, and the number of microbatches.
-
-    Raises:
-        PlanError: it does not.
-    """
+    """Check whether a schedule suits the stages of a process, and the number of microbatches."""
     held = len(link.stages)
     fitting, other = (SCHEDULES, SEVERAL) if held == 1 else (SEVERAL, SCHEDULES)
     names = ", ".join(map(repr, fitting))
@@ -220,12 +216,7 @@ def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None
 
 
 class _Step:
-    """The common state of the passes of a step: its microbatches, and the loss.
-
-    Args:
-        model: the model of the stages of this process.
-        loss: see ``Pipeline``.
-    """
+    """The common state of the passes of a step: its microbatches, and the loss."""
 
     def __init__(self, model: nn.Module, loss: LossOf | None) -> None:
         self.model = model
@@ -293,13 +284,7 @@ LOSS_DTYPE = torch.float64
 
 
 class _Pass(nn.Module):
-    """The passes of a stage, as torch's schedules call them.
-
-    Args:
-        step: the step to which the passes belong.
-        stage: the link and forms of this process.
-        number: the number of the stage.
-    """
+    """The passes of a stage, as torch's schedules call them."""
 
     def __init__(self, step: _Step, stage: StageModel, number: int) -> None:
         super().__init__()
@@ -312,7 +297,6 @@ class _Pass(nn.Module):
         """Return the values for the next stage, or on the last one the loss.
 
         Args:
-            received: the values of the stage before, in the order of its border.
             number: the number of the microbatch, ``[1]``, on the CPU.
         """
         part = self._step.parts[int(number)]

@@ -38,15 +38,7 @@ IGNORED = -100
 
 
 def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Divide the tensors of a batch along their first dim.
-
-    Args:
-        batch: arguments of a model by name; values that are not tensors go into each part.
-        count: the number of parts, which are equally long.
-
-    Raises:
-        PlanError: the sizes of their first dims differ, or cannot be divided.
-    """
+    """Divide the tensors of a batch along their first dim."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
     sizes = {name: value.shape[0] for name, value in tensors.items()}
     if not sizes:
@@ -65,11 +57,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
-    """Return the names, shapes and dtypes that all parts have.
-
-    Raises:
-        PlanError: they differ.
-    """
+    """Return the names, shapes and dtypes that all parts have."""
     forms = []
     for part in parts:
         form: list[tuple[Any, ...]] = []
@@ -133,11 +121,7 @@ class StageBoundary:
         return Handover(dict(zip(self.received, received, strict=True)))
 
     def leaving(self, handover: Handover) -> tuple[Tensor, ...]:
-        """Return the values that the pass leaves for the next stage.
-
-        Raises:
-            ShardconvError: it did not compute it.
-        """
+        """Return the values that the pass leaves for the next stage."""
         if missing := [crossing for crossing in self.left if crossing not in handover.values]:
             raise ShardconvError(
                 f"{missing[0][0]} was not called for this microbatch, and was for the first one; give all "
@@ -173,13 +157,7 @@ class _Measuring(Handover):
 def measured_forms(
     model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]
 ) -> dict[Crossing, ValueForm]:
-    """Return the forms of all values that stages hand on in a call.
-
-    Args:
-        model: the model of this stage. Its own hooks do not run.
-        stage: its link and the forms of its modules.
-        inputs: the inputs of the model, by name.
-    """
+    """Return the forms of all values that stages hand on in a call."""
     with padded(model, inputs) as given:
         return forms_inside(model, stage, given)
 
@@ -206,12 +184,7 @@ def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) 
 
 
 def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
-    """Have a call of a model run all stages of this process, in place.
-
-    Args:
-        model: the model of this process; its ``forward`` is replaced on the instance.
-        stage: its link and forms.
-    """
+    """Have a call of a model run all stages of this process, in place."""
     inner = getattr(model.forward, "__func__", type(model).forward)
     names = list(forward_signature(model).parameters)
 
@@ -255,11 +228,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
 
 
 class TiedGradients:
-    """Sums the gradients of a step over the processes that hold a parameter; each of them makes one.
-
-    Args:
-        model: the model with stages.
-    """
+    """Sums the gradients of a step over the processes that hold a parameter; each of them makes one."""
 
     def __init__(self, model: nn.Module) -> None:
         source = loaded(model)
@@ -298,10 +267,6 @@ class StageLoss:
     The last stage divides the sum over the tokens of a microbatch by the mean number of tokens of all
     microbatches, so that the mean over microbatches is the mean over all tokens. The other stages, which have
     no logits, return zero.
-
-    Args:
-        own: the model's loss function.
-        link: the link to the other stages.
     """
 
     def __init__(self, own: Any, link: StageLink) -> None:

@@ -41,16 +41,7 @@ class StageRank:
 
 
 class StagedUnit:
-    """A unit of the plan on one rank: the forms of its results, and these results in passes of other stages.
-
-    Args:
-        on: the rank.
-        fqn: the FQN of the module.
-        entry: the entry of the module.
-        position: the position of the module among the modules of the entry.
-        names: the names of its arguments.
-        tables: names of arguments that are ids of a table of the module -> the rows of the table.
-    """
+    """A unit on one rank: the forms of its results, and these results in passes of other stages."""
 
     def __init__(
         self,
@@ -83,12 +74,7 @@ class StagedUnit:
         return link.is_called and (link.stage not in self.entry.stages or link.is_measuring)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return results of the unit's shapes; only results that its stage has sent have the true values.
-
-        Raises:
-            OutOfRangeError: for ids that the unit refuses, so that this stage would wait forever.
-            ShardconvError: in a call that only this stage takes part in, or that was not traced.
-        """
+        """Return results of the unit's shapes; only results that its stage has sent have the true values."""
         if not self._link.is_called:
             raise ShardconvError(
                 f"{self.fqn} is on another stage; call the model itself, whose results every stage gets"
@@ -217,9 +203,6 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
 
     In passes of other stages the unit is called instead. The module keeps its parameters and buffers, its
     hooks, and its class as far as other code can see.
-
-    Raises:
-        PlanError: if it is on other stages by another of its names, or if its class cannot be changed.
     """
     other: StagedUnit | None = vars(module).get(_UNIT)
     if other is not None:

@@ -35,18 +35,7 @@ def save_adapters(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write adapters of a model that was loaded with them; every process calls it.
-
-    Args:
-        wrapper: the ``peft.PeftModel``.
-        out: directory to make: of one adapter it has the files, of several a directory for each.
-        names: the names of the adapters; None: of all.
-        overwrite: replace ``out`` if it has adapters only.
-
-    Raises:
-        PlanError: there is no such adapter.
-        ShardconvError: the message names the problem, the rank and the remedy.
-    """
+    """Write adapters of a model that was loaded with them; every process calls it."""
     adapters = loaded(wrapper).building.checked.adapters.adapters
     chosen = list(adapters if names is None else names)
     if unknown := [name for name in chosen if name not in adapters]:
@@ -76,11 +65,7 @@ def save_adapters(
 
 
 def wrapper_of(model: nn.Module) -> Any:
-    """Return the ``peft.PeftModel`` that a model is, or that is in its wrappers.
-
-    Raises:
-        PlanError: it is only the model in that.
-    """
+    """Return the ``peft.PeftModel`` that a model is, or that is in its wrappers."""
     found = next((module for module in model.modules() if isinstance(module, peft().PeftModel)), None)
     if found is None:
         raise PlanError("this is the model inside of a PeftModel; pass the PeftModel, which has the adapters")
@@ -88,11 +73,7 @@ def wrapper_of(model: nn.Module) -> Any:
 
 
 def adapter_files(directory: Path) -> list[str]:
-    """Return the files of a directory of adapters.
-
-    Raises:
-        CheckpointError: the directory is not one.
-    """
+    """Return the files of a directory of adapters."""
     found = [
         f"{path.parent.relative_to(directory) / name}"
         for path in directory.rglob(PLAN_NAME)
@@ -107,12 +88,6 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
     """Return the tensors of one adapter by FQN, global, on the CPU of the leader; elsewhere nothing.
 
     Every process of the model calls it.
-
-    Args:
-        wrapper: the ``peft.PeftModel``.
-        name: the name of the adapter.
-        holders: all processes.
-        whole: one with the modules of all stages, which peft asks for names.
     """
     source = loaded(wrapper)
     entries = parameter_plans(source.plan)

@@ -69,11 +69,7 @@ class HeldState:
     rank: int
 
     def summary(self) -> OptimizerSummary:
-        """Return the summary to send to the other processes.
-
-        Raises:
-            PlanError: some state is of a kind that cannot be stored.
-        """
+        """Return the summary to send to the other processes."""
         names, groups = {parameter: name for name, parameter in self.parameters.items()}, []
         for group in self.optimizer.param_groups:
             values: dict[str, StoredValue] = {}
@@ -128,11 +124,7 @@ class HeldState:
 
 
 def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> HeldState:
-    """Find the state that this process holds. No collective runs.
-
-    Raises:
-        PlanError: the model is not as it was loaded, or the optimizer has parameters of another model.
-    """
+    """Find the state that this process holds. No collective runs."""
     source = loaded(model)
     plan = source.plan
     stored = stored_model(model).tensors
@@ -176,11 +168,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
 
 
 def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
-    """Return the state of this process's parameters, with tensors of zeros to be filled.
-
-    Raises:
-        CheckpointError: the index is malformed.
-    """
+    """Return the state of this process's parameters, with tensors of zeros to be filled."""
     fresh: OptimizerState = {}
     for entry in index.parameters:
         parameter = held.parameters.get(entry.name)
@@ -200,15 +188,7 @@ def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
 def fresh_groups(
     held: HeldState, hyperparameters: Sequence[Mapping[str, StoredValue] | None]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
-
-    Args:
-        held: the optimizer.
-        hyperparameters: the saved ones for each of the optimizer's groups; None keeps its own.
-
-    Raises:
-        CheckpointError: the index is malformed.
-    """
+    """Return the optimizer's groups with the saved hyperparameters, as in its ``state_dict``."""
     numbers = iter(range(len(held.parameters)))
     return [
         {
@@ -275,15 +255,7 @@ Entries = Mapping[str, ParameterPlan]
 
 
 def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> OptimizerIndex:
-    """Return the index of the state that the processes hold together.
-
-    Args:
-        summaries: the summaries of all processes, in the order of their numbers.
-        entries: the entries of the model.
-
-    Raises:
-        PlanError: processes keep different state of one parameter; raised on all of them.
-    """
+    """Return the index of the state that the processes hold together."""
     groups = _groups(summaries, entries)
     states = [state for name in entries if (state := _common_state(name, summaries)) is not None]
     return OptimizerIndex(summaries[0].optimizer, groups, tuple(states))
@@ -312,12 +284,7 @@ def _shown(state: ParameterState | None) -> str:
 
 
 def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[ParameterGroup, ...]:
-    """Return the merged groups of all processes; a process may lack parameters of which it holds no values.
-
-    Raises:
-        PlanError: the number of groups, their hyperparameters or the optimizers' classes differ; raised on
-            all processes.
-    """
+    """Return the merged groups of all processes, which may lack parameters that they hold no values of."""
     first = summaries[0]
     merged = []
     for other, summary in enumerate(summaries):
@@ -361,19 +328,7 @@ class Resumption:
 def resumption(
     directory: Path, index: OptimizerIndex, summaries: Sequence[OptimizerSummary], entries: Entries
 ) -> Resumption:
-    """Find out by the names of parameters which saved group is continued by which group of an optimizer.
-
-    Args:
-        directory: the directory of the saved state, for messages.
-        index: the index of the saved state.
-        summaries: the summaries of all processes.
-        entries: the entries of the model.
-
-    Raises:
-        CheckpointError: the state is of another optimizer or model, or has a parameter that this optimizer
-            lacks, or a group has parameters of saved groups that differ; raised on all processes.
-        PlanError: the processes' optimizers differ; raised on all processes.
-    """
+    """Find out by the names of parameters which saved group is continued by which group of an optimizer."""
     groups = _groups(summaries, entries)
     if index.optimizer != summaries[0].optimizer:
         raise CheckpointError(

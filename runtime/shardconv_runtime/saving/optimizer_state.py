@@ -125,11 +125,7 @@ def load_optimizer(
 
 
 def optimizer_files(directory: Path) -> Collection[str]:
-    """Return the files of a directory that ``save_optimizer`` wrote.
-
-    Raises:
-        CheckpointError: ``save_optimizer`` did not write the directory.
-    """
+    """Return the files of a directory that ``save_optimizer`` wrote."""
     return {INDEX_NAME, *(entry.path for entry in read_index(directory).files)}
 
 
