@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..comm.agreement import PAGED
+from ..comm.call_agreement import PAGED
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from ..parallel.default_modes import in_one_thread

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..adapters.adapter_names import WEIGHTS_NAME
-from ..comm.agreement import require_same_call
+from ..comm.call_agreement import require_same_call
 from ..comm.mesh import mesh_processes
 from ..errors import PlanError
 from ..files import manifest

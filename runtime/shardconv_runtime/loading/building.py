@@ -17,12 +17,12 @@ from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
 from ..errors import PlanError
 from ..files.model_config import read_generation_config
+from ..format.fused_groups import adjacent_tensors
 from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, of_stage
 from ..format.slices import Rows
 from ..format.stage_names import absent_modules, held_by, held_names, num_stages
-from ..format.stored_layout import adjacent_tensors
 from ..inference.compiling import compile_model, compile_stage
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped

@@ -22,7 +22,7 @@ from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.slices import Rows
 from ..parallel.build import stored_tensors
-from ..saving.dcp_boxes import chunk, local_window
+from ..saving.local_windows import chunk, local_window
 from ..training.fsdp import DataParallel, require_data_dims, shard_parameters
 from . import rank_files
 from .reading import Span, with_rows

@@ -26,7 +26,7 @@ from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
 from ..parallel.default_modes import in_default_modes
-from ..parallel.refusals import refuse_method
+from ..parallel.refused_changes import refuse_method
 from ..saving.adapter_saving import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function

@@ -24,7 +24,7 @@ from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
 from ..format.stored_layout import by_axes
 from ..loaded import loaded
-from ..saving.dcp_boxes import local_tensor, local_window
+from ..saving.local_windows import local_tensor, local_window
 from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
 

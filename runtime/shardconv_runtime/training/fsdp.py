@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
-from ..comm.agreement import CALL_TIMEOUT_S, exchange
+from ..comm.agreement import exchange
+from ..comm.call_agreement import CALL_TIMEOUT_S
 from ..comm.mesh import PP, TP, Launch, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PlanError
 from ..loaded import loaded
-from ..parallel.refusals import MARK, require_own_part
+from ..parallel.refused_changes import MARK, require_own_part
 from .clipping import groups_of, norm_of_gradients, require_finite
 from .fsdp import MODELS, models_of
 from .optimizer_trial import TrialError, needs_full_tensors
