@@ -20,13 +20,6 @@ from torch import nn
 
 from ..tracing.tape import Event, Mark, Op, Ref, Tape, TensorInfo, reads_and_writes
 
-# Norms over the last dim, or over groups of it, would block this dim.
-#
-# A module whose complete tape is "reduce the last dim, scale, multiply by weights", perhaps also by a gate,
-# becomes one operator instead, and the runtime reduces its statistic over the ranks. A site that is found
-# here is only a candidate: ``shardconv.simulation.norm_formulas`` compares it with the module on numbers.
-
-
 EXPERTS = "shardconv.experts"
 """Name, without overload, of the operator that replaces a module of experts."""
 
@@ -208,8 +201,6 @@ def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable
 
     return stand_in
 
-
-# Stacks without ids ----------------------------------------------------------------------------------
 
 GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 """Products of rows with a stack of matrices, given the ends of the rows of each matrix."""

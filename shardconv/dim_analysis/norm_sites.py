@@ -42,7 +42,12 @@ ACTIVATIONS = {"aten.silu": "silu", "aten.sigmoid": "sigmoid", "aten.gelu": "gel
 
 @dataclass(frozen=True, slots=True)
 class NormSite:
-    """A call of a norm module: its operators (indices into the tape), tensors and parameters."""
+    """A call of a norm module: its operators (indices into the tape), tensors and parameters.
+
+    A module whose complete tape is "reduce the last dim, scale, multiply by weights", perhaps also by a gate,
+    becomes one operator instead, and the runtime reduces its statistic over the ranks. A site that is found
+    here is only a candidate: ``simulation/norm_formulas.py`` compares it with the module on numbers.
+    """
 
     call: int
     fqn: str

@@ -115,16 +115,3 @@ class ImageSizes:
     def grid(self, seed: int) -> tuple[int, int]:
         """Return rows and columns of patches, which depend on the seed."""
         return 2 * self.merge, (3 - bool(seed)) * self.merge
-
-
-# Copies of a config have smaller images, sounds, or chunks of a text.
-#
-# None of these is a size of a matrix, but all determine how many activations a call has. A smaller grid of
-# patches makes the numbers smaller that depend on it: the number of patches, of merged tokens, and of the
-# images that a large one is divided into.
-
-
-# Images -----------------------------------------------------------------------------------------
-
-
-# Others -----------------------------------------------------------------------------------------

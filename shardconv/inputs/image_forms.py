@@ -64,7 +64,11 @@ _OF_A_TOWER, _TOWER = "_pixel_values", "_vision_config"
 
 @dataclass(frozen=True, slots=True)
 class TileForms:
-    """Make the forms of one model's images in tiles."""
+    """Make the forms of one model's images in tiles.
+
+    An image has one of the sizes in the config, and as many tiles as cover it; or it has the number of one of
+    the ratios in the config.
+    """
 
     asked: Asked
     image: ImageSizes

@@ -26,15 +26,6 @@ from .config_sizes import ImageSizes, all_ints, first_int, has, nodes
 from .image_forms import GRIDS, IMAGE_SIZES, PATCHES_WITH_GRID, PLACES, SEEN_TILES, ImageForms
 from .input_forms import ENTITIES, IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, InputForm
 
-# Make images as patches: in one list with their rows and columns, in a row, or pooled by positions.
-
-
-# Images in tiles: each tile has the size from the config.
-#
-# An image has one of the sizes in the config, and as many tiles as cover it; or it has the number of one of
-# the ratios in the config.
-
-
 _SOUND_MASKS = ("input_features_mask", "feature_attention_mask", "audio_attention_mask", "padding_mask")
 _MEL_BINS = (
     "num_mel_bins",

@@ -1,4 +1,9 @@
-"""Copies of a config have smaller images, sounds, or chunks of a text."""
+"""Copies of a config have smaller images, sounds, or chunks of a text.
+
+None of these is a size of a matrix, but all determine how many activations a call has. A smaller grid of
+patches makes the numbers smaller that depend on it: the number of patches, of merged tokens, and of the
+images that a large one is divided into.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Find which modules draw the same random numbers on all ranks, and which draw independent ones."""
+"""Find which modules draw the same random numbers on all ranks, and which draw independent ones.
+
+A mask of dropout on a replicated tensor must be the same on all ranks; on shards, the ranks' masks must
+be independent. The runtime changes the stream of random numbers at module boundaries, so each operator
+that may draw is assigned to the stretch between two boundaries. Dropout is on the tape although it does
+nothing in evaluation.
+
+Modules that draw only in training, and are on no tape, draw like the code around them.
+"""
 
 from __future__ import annotations
 

@@ -208,13 +208,3 @@ def _reason(solution: Solution, tid: int) -> str:
     if all(x.size < max(solution.layouts.mesh) for x in free):
         return "it has fewer positions than there are ranks"
     return "sharding it would cost more communication than it saves"
-
-
-# Find which modules draw the same random numbers on all ranks, and which draw independent ones.
-#
-# A mask of dropout on a replicated tensor must be the same on all ranks; on shards, the ranks' masks must
-# be independent. The runtime changes the stream of random numbers at module boundaries, so each operator
-# that may draw is assigned to the stretch between two boundaries. Dropout is on the tape although it does
-# nothing in evaluation.
-#
-# Modules that draw only in training, and are on no tape, draw like the code around them.

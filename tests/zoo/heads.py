@@ -19,11 +19,11 @@ import transformers
 from made_inputs import make_inputs
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.comm.host_numbers import host_seed
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
-from shardconv_runtime.training.host_numbers import host_seed
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto

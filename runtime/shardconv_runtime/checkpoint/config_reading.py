@@ -1,4 +1,8 @@
-"""From ``config.json`` to a config object and the class to build, named there or found in auto mappings."""
+"""From ``config.json`` to a config object and the class to build, named there or found in auto mappings.
+
+There is no table of architectures. The config names the class (``architectures``), which is looked up in
+transformers' public namespace or in the repository's own code, or is found in transformers' auto mappings.
+"""
 
 from __future__ import annotations
 

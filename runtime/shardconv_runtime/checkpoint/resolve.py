@@ -26,14 +26,6 @@ from .model_location import locate
 from .quantized import quantization_of, require_supported, without_quantization
 from .stored_leaves import WeightFile, stored_dtype, validate
 
-# From ``config.json`` to a config object and the class to build.
-#
-# There is no table of architectures. The config names the class (``architectures``), which is looked up in
-# transformers' public namespace or in the repository's own code, or is found in transformers' auto mappings.
-
-
-# The description of a model to convert, known before the model is built.
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -83,9 +75,6 @@ class ModelSpec:
 def is_custom(cls: type) -> bool:
     """Return whether transformers imported the class from a model repository."""
     return cls.__module__.startswith("transformers_modules.")
-
-
-# From the user's path or Hub id to a local directory, downloading it if needed.
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

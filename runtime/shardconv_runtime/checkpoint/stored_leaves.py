@@ -12,9 +12,6 @@ from .lazy_tensor import LazyTensor, stored
 from .model_directory import Index
 from .pickled_files import load_pickled, pickled_tensors
 
-# The tensors of PyTorch files, as lazy tensors over their bytes if the file stores them contiguously.
-
-
 WeightFile = Path | RemoteFile
 
 
@@ -67,14 +64,6 @@ def stored_dtype(file: WeightFile) -> str | None:
     else:
         found = [dtype_name(tensor.dtype) for tensor in load_pickled(file, "meta").values()]
     return next((name for name in found if name in ("float64", "float32", "bfloat16", "float16")), None)
-
-
-# Names of tensors in checkpoints that were saved of a wrapped model: without the wrapper's part.
-#
-# ``torch.compile``, ``DistributedDataParallel``, FSDP, activation checkpointing and trainers put a model
-# into their own module, or wrap modules inside of it. A state dict that is taken of the wrapper has
-# names such as ``_orig_mod.lm_head.weight`` or
-# ``model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight``.
 
 
 def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dict[str, LazyTensor]:

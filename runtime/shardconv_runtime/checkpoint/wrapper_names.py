@@ -1,4 +1,10 @@
-"""Names of tensors in checkpoints that were saved of a wrapped model: without the wrapper's part."""
+"""Names of tensors in checkpoints that were saved of a wrapped model: without the wrapper's part.
+
+``torch.compile``, ``DistributedDataParallel``, FSDP, activation checkpointing and trainers put a model
+into their own module, or wrap modules inside of it. A state dict that is taken of the wrapper has
+names such as ``_orig_mod.lm_head.weight`` or
+``model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight``.
+"""
 
 from __future__ import annotations
 

@@ -20,17 +20,6 @@ from ..errors import LaunchError
 from .mesh import Launch, can_capture
 from .waiting import hinting
 
-# Values of rank 0 on every rank.
-
-
-# The random state of rank 0 on every rank.
-
-
-# The call of the user that control messages belong to.
-#
-# If ranks make different calls, the messages of one would be read as those of the other.
-
-
 T = TypeVar("T")
 
 AGREE_TIMEOUT_S = 300
@@ -106,9 +95,6 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None, call: str 
     return [value for _, value in messages]
 
 
-# Whether the ranks call a method of their model alike.
-
-
 def require_own_gpus(start: Launch) -> None:
     """Check that each rank has its own GPU, which nccl needs; every rank calls it."""
     if start.world_size > 1 and can_capture(start):
@@ -144,7 +130,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def named_call(name: str) -> Callable[[_Function], _Function]:
-    """Return a decorator: control messages of the function have its name, unless it runs in another call."""
+    """Return a decorator: control messages of the function have its name, unless it runs in another call.
+
+    If ranks make different calls, the messages of one would be read as those of the other.
+    """
 
     def decorated(function: _Function) -> _Function:
         @functools.wraps(function)

@@ -19,17 +19,6 @@ from ..errors import brief
 from ..hub_options import again, option
 from .hub_time_limits import NoAnswerError, NotReachedError
 
-# Time limits for servers that accept a request and never answer.
-#
-# The time-outs of the Hub's client differ between its versions: most requests have none (some pass
-# ``timeout=None`` in any session), and requests that time out are repeated up to six times. In all versions
-# threads share one session, whose hooks see each request: they fill in a time-out and, through the
-# request's ``trace``, a documented extension of the HTTP library, observe failures.
-
-
-# Contexts without the logs, warnings and progress bars of transformers and of the Hub client.
-
-
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
 """The base of all errors of the client's HTTP library, which differs between its major versions."""
 

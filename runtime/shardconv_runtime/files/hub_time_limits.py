@@ -1,4 +1,10 @@
-"""Time limits for servers that accept a request and never answer."""
+"""Time limits for servers that accept a request and never answer.
+
+The time-outs of the Hub's client differ between its versions: most requests have none (some pass
+``timeout=None`` in any session), and requests that time out are repeated up to six times. In all versions
+threads share one session, whose hooks see each request: they fill in a time-out and, through the
+request's ``trace``, a documented extension of the HTTP library, observe failures.
+"""
 
 from __future__ import annotations
 

@@ -33,14 +33,6 @@ from .stage_names import (
 )
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
-# The rules between the parts of a plan.
-
-
-# Pipeline stages.
-
-
-# The forms of a plan other than inference: for training, and sequence-parallel.
-
 
 def require_training(plan: Plan) -> None:
     """Check that a plan has the collectives of a backward pass."""

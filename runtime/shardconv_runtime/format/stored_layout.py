@@ -15,8 +15,6 @@ from .plan import WHOLE, Packing, ParameterPlan, Plan, by_name
 from .slices import Mesh, Range, coordinates, local_segments, ranges
 from .stage_names import own_parameters
 
-# The stored tensors of a packed parameter are laid out like the weight, in their own steps.
-
 
 def packed_entries(entry: ParameterPlan) -> Iterator[ParameterPlan]:
     """Yield the stored tensors of a packed parameter, each as its own entry."""
@@ -106,14 +104,12 @@ def _blocks(segment: Dim, step: int) -> Dim:
     return Leaf(math.ceil(size(segment) / step), tuple(axes))
 
 
-# A hash of each rank's positions binds shards to their plan.
-#
-# It covers the contents of the files and nothing else: a plan that was solved again for other model code has
-# the same hash if each rank's positions of each tensor are the same, and then keeps the files.
-
-
 def layout_sha256(plan: Plan) -> str:
-    """Return the sha256 (hex) of tp, stage, ties and each tensor's name, dtype, shape and positions."""
+    """Return the sha256 (hex) of tp, stage, ties and each tensor's name, dtype, shape and positions.
+
+    It covers the contents of the files and nothing else: a plan that was solved again for other model code
+    has the same hash if each rank's positions of each tensor are the same, and then keeps the files.
+    """
     digest = hashlib.sha256(f"shardconv layout 1\ntp {plan.tp}\n".encode())
     if plan.stages is not None and plan.stages.own is not None:
         digest.update(f"stage {plan.stages.own} of {plan.stages.count}\n".encode())
@@ -164,9 +160,6 @@ def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
     return by_name("parameters", tuple(stored_entries(plan)))
 
 
-# The ranks over which the gradient of a parameter is summed, and at which of its positions.
-
-
 @dataclass(frozen=True, slots=True)
 class GradSum:
     """Positions of a local tensor, ranges in each dim, and the mesh axes over which gradients are summed."""
@@ -200,9 +193,3 @@ def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range
     for span, sharded in local_segments(dim, mesh, rank):
         out[sharded] = (*out.get(sharded, ()), span)
     return out
-
-
-# The groups of linear layers that a plan fuses.
-
-
-# The tensors that lie next to each other in files, as the parameters of a group of fused layers.

@@ -1,4 +1,8 @@
-"""Assisted decoding: all ranks take the candidates of rank 0, whose draft model may be on some ranks only."""
+"""Assisted decoding: all ranks take the candidates of rank 0, whose draft model may be on some ranks only.
+
+Two ranks' drafts need not agree: they may differ in their last bits, and so in a token, or in their
+weights.
+"""
 
 from __future__ import annotations
 

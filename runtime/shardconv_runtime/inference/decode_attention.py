@@ -1,4 +1,14 @@
-"""Attention of a decoding step, in which each row has one query and the cache is read once."""
+"""Attention of a decoding step, in which each row has one query and the cache is read once.
+
+In a compiled call with a mask, such as a decoding step, transformers repeats keys and values for all heads
+of a group before it calls ``scaled_dot_product_attention``. The repeated cache is written to memory and
+read again: with 4 query heads for each key head, a step moves nine times the bytes of its cache. Here the
+heads of a group are the rows of one matrix, which is multiplied with the cache as it lies in memory.
+
+The form is two products and a softmax. Kernels for prefills give the keys of one head to one
+multiprocessor, which takes long over a long text; products share them among all multiprocessors. gpt-fast
+decodes in this form for the same reason (https://github.com/pytorch-labs/gpt-fast).
+"""
 
 from __future__ import annotations
 

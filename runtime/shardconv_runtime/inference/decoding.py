@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
+from ..comm.deadline import pause, progress
 from ..parallel.boundary import given_cache
 from ..parallel.fused_products import refresh_fused
-from .deadline import pause, progress
 from .decode_attention import attending_once
 from .decode_cache import Buffers, is_known, make_cache, num_tokens, windows
 from .decode_calls import Call, may_take, options_of, prepared_call

@@ -20,30 +20,14 @@ from transformers import StoppingCriteriaList, TextStreamer, generation
 
 from ..comm.agreement import exchange
 from ..comm.call_agreement import compare_calls, digest
+from ..comm.deadline import deadline, progress, raise_lost_rank
 from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
 from ..errors import PlanError
+from ..pp.stage_generation import on_stages
 from ..pp.stage_link import StageLink
 from .assisted_generation import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
 from .continuous_batching import prepare_batches
-from .deadline import deadline, progress, raise_lost_rank
-from .stage_generation import on_stages
-
-# Assisted decoding: all ranks take the candidates of rank 0, whose draft model may be on some ranks only.
-#
-# Two ranks' drafts need not agree: they may differ in their last bits, and so in a token, or in their
-# weights.
-
-
-# ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
-#
-# Only the last stage has the logits. If a call chooses one token for each sequence from them, greedily
-# or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
-# Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
-# each stage.
-
-
-# Criteria that end generation at the same step on every rank.
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:

@@ -32,8 +32,8 @@ from ..parallel.layers import with_local_logits
 from ..pp.stage_model import StageModel, argument_names, keep_stage
 from ..pp.stage_processes import StageProcesses, stage_processes
 from ..pp.stage_training import evaluate_in_passes, prepare_stage
-from ..training.fsdp import compare_replicas
 from ..training.prepare import backward_axes, parallelize_for_training
+from ..training.replica_comparison import compare_replicas
 from . import rank_files
 from .by_plan import local_tensors
 from .call_guards import guard

@@ -19,7 +19,12 @@ _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLay
 
 
 class LocalCaches:
-    """Forward pre-hook of a model that looks at the caches among the arguments."""
+    """Forward pre-hook of a model that looks at the caches among the arguments.
+
+    A cache that was allocated from the config, as in transformers' documentation and in its prefill in
+    chunks, has the heads of the full model. While it is empty, it is allocated again when the rank fills it.
+    A cache that another model has filled is refused.
+    """
 
     def __init__(self, *, has_all_heads: bool) -> None:
         self._has_all_heads = has_all_heads

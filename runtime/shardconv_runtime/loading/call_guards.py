@@ -23,14 +23,11 @@ from ..parallel.refused_changes import refuse_changes
 from ..parallel.user_hooks import watch_hooks
 from ..saving.save import save_pretrained
 from ..saving.stored_model import named_tensors
+from ..training.clipping import look_for_infinities_over_ranks, take_norms_over_ranks
 from ..training.dcp_refusals import refuse_distributed_checkpoints
 from ..training.direct_use import refuse_direct_use
 from ..training.fsdp import MODELS
-from ..training.optimizer_guards import (
-    guard_optimizers,
-    look_for_infinities_over_ranks,
-    take_norms_over_ranks,
-)
+from ..training.optimizer_guards import guard_optimizers
 from ..training.shared_draws import compare_draws
 from .cache_guards import LocalCaches
 
@@ -157,10 +154,3 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
         and (parameter.requires_grad or not only_trainable)
         and (parameter not in tables or not exclude_embeddings)
     )
-
-
-# A rank keeps the keys and values of its heads in a cache that a caller gives to the model.
-#
-# A cache that was allocated from the config, as in transformers' documentation and in its prefill in chunks,
-# has the heads of the full model. While it is empty, it is allocated again when the rank fills it. A cache
-# that another model has filled is refused.

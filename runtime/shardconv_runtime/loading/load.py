@@ -77,9 +77,6 @@ def require_same(
                 )
 
 
-# Options of transformers' ``from_pretrained`` that people pass to ``load`` get an error with a remedy.
-
-
 @in_default_modes
 def load(
     path: str | os.PathLike[str],

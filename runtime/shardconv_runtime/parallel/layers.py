@@ -245,6 +245,3 @@ def finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
     for step in steps:
         y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
     return y
-
-
-# Norms over a sharded dim: their statistic is reduced, and the tensor stays sharded.

@@ -16,8 +16,6 @@ from ..comm.collectives import Communicator
 from ..errors import PlanError
 from .boundary import forward_signature, renumber
 
-# Refused arguments of a forward pass: their result would be one rank's part.
-
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
     """Make a model refuse calls with an argument, given or set in its config."""
@@ -156,11 +154,3 @@ def digest(states: Tensor) -> Tensor:
     rates = torch.arange(1, NUM_PROJECTIONS + 1, dtype=torch.float64).sqrt()
     directions = torch.sin(torch.outer(places, rates)).to(wide)
     return (wide @ directions).double().flatten(0, -2).sum(0)
-
-
-# Changes of a loaded model that its plan does not hold for: refused when they are made.
-#
-# The plan is for the modules that were converted. A module that takes the place of one of them has the
-# global sizes, or lacks the steps that were attached to the old one; either way the results would be wrong
-# on every rank. Wrappers that keep the module and its parameters (``torch.compile``, for example) are
-# allowed, and also replacements by a model or an adapter in its forward pass, which was verified.

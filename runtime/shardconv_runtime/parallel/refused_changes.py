@@ -1,4 +1,10 @@
-"""Changes of a loaded model that its plan does not hold for: refused when they are made."""
+"""Changes of a loaded model that its plan does not hold for: refused when they are made.
+
+The plan is for the modules that were converted. A module that takes the place of one of them has the
+global sizes, or lacks the steps that were attached to the old one; either way the results would be wrong
+on every rank. Wrappers that keep the module and its parameters (``torch.compile``, for example) are
+allowed, and also replacements by a model or an adapter in its forward pass, which was verified.
+"""
 
 from __future__ import annotations
 

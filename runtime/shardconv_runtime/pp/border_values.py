@@ -1,4 +1,8 @@
-"""The values that cross the borders of a stage in the pass of a microbatch."""
+"""The values that cross the borders of a stage in the pass of a microbatch.
+
+Every stage finds their forms in a pass of placeholders, without a message: placeholders also replace its
+own modules and return tensors of the shapes in the plan, while the code around them runs unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Placeholders replace modules of a model, and return results from elsewhere."""
+"""Placeholders replace modules of a model, and return results from elsewhere.
+
+For a unit of another pipeline stage these were sent by the stage, or are zeros. In the proof of a plan, a
+layer that another one represents returns its arguments, or tensors of the same form as the other one.
+A placeholder has no parameters. Otherwise it looks to the code around it like the module that it replaces.
+"""
 
 from __future__ import annotations
 

@@ -28,16 +28,6 @@ from .stage_guards import attach_stage_guards
 from .stage_link import Crossing, StageLink
 from .stage_units import StagedUnit, StageRank, give_way, gives_way
 
-# Placeholders replace modules of a model, and return results from elsewhere.
-#
-# For a unit of another pipeline stage these were sent by the stage, or are zeros. In the proof of a plan, a
-# layer that another one represents returns its arguments, or tensors of the same form as the other one.
-# A placeholder has no parameters. Otherwise it looks to the code around it like the module that it replaces.
-
-
-# Refuses calls of a model with stages for which some stage would return numbers that it does not have.
-
-
 ArgumentNames = Mapping[str, Sequence[str]]
 """FQN -> the names of a module's arguments, in order."""
 

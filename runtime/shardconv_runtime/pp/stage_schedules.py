@@ -26,8 +26,8 @@ from torch.distributed.pipelining import (
 from ..comm.call_agreement import require_same_inputs
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
-from ..training.fsdp import COMPARISON, ReplicaComparison
 from ..training.loss_parallel import has_parallel_loss
+from ..training.replica_comparison import COMPARISON, ReplicaComparison
 from .border_values import StageBoundary, ValueForm, measured_forms
 from .microbatches import count_labels, divide, require_alike
 from .stage_link import Crossing, StageLink

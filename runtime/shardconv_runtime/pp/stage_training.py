@@ -20,23 +20,13 @@ from .border_values import StageBoundary, forms_inside
 from .stage_link import StageLink
 from .stage_model import StageModel
 
-# A batch in parts that run one after another.
-
-
-# The values that cross the borders of a stage in the pass of a microbatch.
-#
-# Every stage finds their forms in a pass of placeholders, without a message: placeholders also replace its
-# own modules and return tensors of the shapes in the plan, while the code around them runs unchanged.
-
-
-# A call, without gradients, of the model of a process that has several stages: one pass for each of them.
-#
-# Values that cross the border of two neighboring stages go from process to process as in a schedule, in which
-# this is one microbatch.
-
 
 def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
-    """Have a call of a model run all stages of this process, in place."""
+    """Have a call of a model run all stages of this process, in place.
+
+    Values that cross the border of two neighboring stages go from process to process as in a schedule, in
+    which this is one microbatch.
+    """
     inner = getattr(model.forward, "__func__", type(model).forward)
     names = list(forward_signature(model).parameters)
 
@@ -73,10 +63,6 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
         return output
 
     model.__dict__["forward"] = MethodType(forward, model)
-
-
-# Parameters that several processes hold for their stages, for example an embedding that is the head too.
-# Their gradients are summed. Gradients from stages of one process add up in its parameter by themselves.
 
 
 class StageLoss:

@@ -1,4 +1,7 @@
-"""Parameters that several processes hold for their stages, for example an embedding that is the head too."""
+"""Parameters that several processes hold for their stages, for example an embedding that is the head too.
+
+Their gradients are summed. Gradients from stages of one process add up in its parameter by themselves.
+"""
 
 from __future__ import annotations
 

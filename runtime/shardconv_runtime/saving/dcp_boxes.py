@@ -63,8 +63,6 @@ from .local_windows import LocalWindow
 # may hold only a **window** of its rank's tensor. If several ranks hold the same positions, the lowest
 # of them **owns** them: the owned boxes of all ranks tile the tensor.
 
-# The window of its rank's tensor that a process holds: a chunk if data-parallel processes share it.
-
 
 class Box(NamedTuple):
     """A box of a global tensor, and its position in a window of the local one."""

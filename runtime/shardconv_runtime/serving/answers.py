@@ -18,12 +18,6 @@ from .schemas import BadRequest, Sampling, TokenLogprob
 from .text_streams import TextStream
 from .token_texts import TokenTexts
 
-# The server's counts, in the form that Prometheus reads.
-
-
-# From the tokens of an answer to its text, piece by piece.
-
-
 RETRY_AFTER_S = 2
 """Seconds that a client is told to wait if too many requests are answered."""
 

@@ -1,4 +1,13 @@
-"""Gates: identities between parameters and their modules that sum gradients over ranks."""
+"""Gates: identities between parameters and their modules that sum gradients over ranks.
+
+A replicated parameter that ranks apply to different parts of the activations has a Partial gradient: a
+term of a sum on each rank. While its module runs, such a parameter is replaced by the output of a gate,
+whose backward sums the gradient over the ranks that share it. Positions that are sharded over a mesh axis
+are left out of the sum over it, segment by segment.
+
+A hook on the parameter itself would not suffice: under FSDP the gradient reaches another tensor than the
+one that the optimizer holds.
+"""
 
 from __future__ import annotations
 

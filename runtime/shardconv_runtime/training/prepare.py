@@ -28,25 +28,12 @@ from .random_streams import attach_random_streams
 from .regather import MIN_BYTES, attach_regather
 from .sequence import FLAT_OUTPUTS, attach_sequence
 
-# Gates: identities between parameters and their modules that sum gradients over ranks.
-#
-# A replicated parameter that ranks apply to different parts of the activations has a Partial gradient: a
-# term of a sum on each rank. While its module runs, such a parameter is replaced by the output of a gate,
-# whose backward sums the gradient over the ranks that share it. Positions that are sharded over a mesh axis
-# are left out of the sum over it, segment by segment.
-#
-# A hook on the parameter itself would not suffice: under FSDP the gradient reaches another tensor than the
-# one that the optimizer holds.
-
-
-# A check for code that was not traced, such as a fused kernel, and bypasses the layers that sum activations.
-#
-# Such code takes the local weights and returns a local term of the sum, without an error. It runs where a
-# kernel is installed, so the converter has not seen it. The first forward pass for training reveals it.
-
 
 def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> None:
     """Check in the first forward pass that no module returns sharded activations without their sum.
+
+    A fused kernel takes the local weights and returns a local term of the sum, without an error. It runs
+    where it is installed, so the converter has not seen it; the first forward pass for training reveals it.
 
     A module with row-parallel layers calls one of them if it calls a column-parallel one; otherwise the pass
     raises a ``PlanError``. Compiled code is not watched.

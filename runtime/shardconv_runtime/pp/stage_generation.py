@@ -1,4 +1,10 @@
-"""``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chose."""
+"""``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chose.
+
+Only the last stage has the logits. If a call chooses one token for each sequence from them, greedily
+or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
+Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
+each stage.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pp.stage_link import StageLink
+from .stage_link import StageLink
 
 _READ_SCORES = (
     "logits_processor",
