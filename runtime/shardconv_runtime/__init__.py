@@ -22,15 +22,15 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .comm.agreement import from_rank_0
-    from .loading.adapted_models import add_adapter
+    from .comm.rank_0 import from_rank_0
     from .loading.load import load
+    from .loading.loaded_adapters import add_adapter
+    from .pp.stage_schedules import Pipeline
     from .saving.optimizer_state import load_optimizer, save_optimizer
     from .saving.save import save
     from .training.checkpointing import checkpoint_activations
     from .training.clipping import clip_grad_norm, grad_norm
     from .training.fsdp import DataParallel, data_parallel
-    from .training.stage_schedules import Pipeline
     from .versions import __version__
 
 __all__ = [
@@ -59,13 +59,13 @@ __all__ = [
 
 _MODULES = {
     "__version__": "versions",
-    "add_adapter": "loading.adapted_models",
+    "add_adapter": "loading.loaded_adapters",
     "DataParallel": "training.fsdp",
-    "Pipeline": "training.stage_schedules",
+    "Pipeline": "pp.stage_schedules",
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",
-    "from_rank_0": "comm.agreement",
+    "from_rank_0": "comm.rank_0",
     "grad_norm": "training.clipping",
     "load": "loading.load",
     "load_optimizer": "saving.optimizer_state",

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.typed_json import write_text
 
 from ..arguments import parse_ranks
@@ -40,8 +40,6 @@ from .options import (
     where_options,
     working,
 )
-
-# The command that plans an adapter of a converted directory.
 
 
 @click.command("adapt")
@@ -292,9 +290,6 @@ COMMANDS = (
 """The commands in the order of the help."""
 
 
-# The command that shows a plan as a web page.
-
-
 @click.command("report")
 @click.argument("out", type=click.Path())
 @click.option(
@@ -363,11 +358,7 @@ def _directory(out: Path) -> Path | None:
 
 
 def _require_replaceable(target: Path, out: Path, mark: str, *, overwrite: bool) -> None:
-    """Refuse to write into OUT, or to replace a file that is not a report.
-
-    Raises:
-        CheckpointError: if ``target`` may not be written.
-    """
+    """Refuse to write into OUT, or to replace a file that is not a report."""
     directory = _directory(out)
     if directory is not None and target.resolve().is_relative_to(directory.resolve()):
         raise CheckpointError(

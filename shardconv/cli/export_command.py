@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from ..arguments import parse_ranks, require_tp
-from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
-from ..converted.export_dcp import export
 from ..converted.verify import DamagedError
+from ..engines.export_dcp import FORMATS as OF_DIRECTORIES
+from ..engines.export_dcp import export
 from ..engines.export_vllm import export_vllm
 from ..engines.vllm_calls import TESTED, is_tested
 from ..publishing.push import describe, push
@@ -147,6 +147,3 @@ def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: 
     if not quiet:
         for line in describe(pushed, options["dry_run"]):
             click.echo(line)
-
-
-"""The formats in the order of the help."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
@@ -25,8 +27,6 @@ from shardconv_runtime.packed.schemes import check_values, dequantize
 from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor, nn
 
 from ..dim_analysis.rules import RULES

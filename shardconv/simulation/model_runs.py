@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from shardconv_runtime.training.host_numbers import host_seed
+from shardconv_runtime.comm.host_numbers import host_seed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

@@ -18,7 +18,7 @@ from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.plan import ModulePlan, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.slot_steps import AllGatherStep
-from shardconv_runtime.format.staged_names import num_stages
+from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.layers import without_logits_gather
 from shardconv_runtime.parallel.local_modules import local_view
@@ -99,18 +99,10 @@ class Outcome:
 
     worst: float
     """Largest difference of an output, relative to its largest value."""
-    tolerance: float
-    dtype: torch.dtype
-    """Dtype of both runs."""
     gradients: str | None = None
     """The problem of the gradients; empty if they are right, None if they were not compared."""
     calls: int = 1
     """Number of calls that were compared."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is within rounding error."""
-        return self.worst <= self.tolerance
 
 
 class Logits(Enum):
@@ -179,16 +171,21 @@ class Simulation:
         collect_garbage()
         if self.plan.logits is None or "labels" in inputs.tensors:
             logits = Logits.GATHERED
+        find = partial(self.first_difference, inputs, len(want), logits)
         try:
             worst = max(self._run_ranks(lambda comm: self._distance(comm, inputs, want, logits)))
         except PlanError:
             raise
         except Exception as error:
             require_memory(error)
-            problem = f"the plan failed when its ranks were simulated: {error}"
-            find = partial(self.first_difference, inputs, len(want), logits)
-            raise RanksWrong(problem, find=find) from error
-        return Outcome(worst, self._precision.tolerance, self._precision.dtype, calls=len(want))
+            raise RanksWrong(f"the plan failed when its ranks were simulated: {error}", find=find) from error
+        if not worst <= self._precision.tolerance:
+            problem = (
+                f"the plan is wrong: simulated ranks differ from the unsharded model by {worst:.1e} of its "
+                f"largest output (allowed: {self._precision.tolerance:.0e})"
+            )
+            raise RanksWrong(problem, worst, find)
+        return Outcome(worst, calls=len(want))
 
     def first_difference(
         self, inputs: TraceInputs, calls: int = 1, logits: Logits = Logits.GATHERED
@@ -269,7 +266,7 @@ class Simulation:
         ranks = run_ranks(self.plan.mesh, rank, unsharded)
         return results[0], ranks
 
-    def evaluate_stages(self, inputs: TraceInputs, *, calls: int = 2) -> Outcome:
+    def evaluate_stages(self, inputs: TraceInputs, *, calls: int = 2) -> float:
         """Run the unsharded model, then all ranks of one stage after the other.
 
         Args:
@@ -300,7 +297,12 @@ class Simulation:
                 raise SolveError(f"stage {stage} failed when it was simulated: {error}") from error
         if left := sorted({(source, stage) for (_, source, stage), tensors in mail.items() if tensors}):
             raise SolveError("stage {1} does not receive all that stage {0} sends".format(*left[0]))
-        return Outcome(worst, precision.tolerance, precision.dtype, calls=len(want))
+        if not worst <= precision.tolerance:
+            raise SolveError(
+                "the model cannot be cut into stages: the last stage's results differ from the unsharded "
+                f"model's by {worst:.1e} of the largest (allowed: {precision.tolerance:.0e})"
+            )
+        return worst
 
     def wrong_gradient(self, inputs: TraceInputs) -> str:
         """Return the error of the ranks' gradients in training mode; empty if they are right.

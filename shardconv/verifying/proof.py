@@ -9,212 +9,19 @@ wrong.
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
 
-import torch
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.parallel.boundary import forward_signature
-from shardconv_runtime.training.sequence import FLAT_OUTPUTS
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..inputs.label_forms import LabelForm, forms_with_a_loss, loss_arguments, problem_type
 from ..inputs.trace_inputs import TraceInputs
-from ..simulation.random_weights import USUAL, Draw, RandomWeights
-from ..simulation.rank_simulation import Logits, Outcome, RanksWrong, Simulation, Unprovable
-from ..solving.gradients import SECOND_TOKENS
-
-# The ranks are simulated on numbers before a byte is written.
-#
-# All ranks run in one process, on random weights, in float64, and must return the same as the unsharded
-# model. Models are made smaller first, so that this takes little memory.
-
-
-@dataclass(frozen=True)
-class Case:
-    """A plan, its model, and the numbers to simulate them on."""
-
-    plan: Plan
-    model: nn.Module
-    """Unsharded, on meta; it is copied."""
-    inputs: TraceInputs
-    draw: Draw = USUAL
-    """Random numbers of the weights."""
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """Return the simulation on random weights, which builds its models once."""
-        return Simulation(self.plan, self.model, RandomWeights(self.plan, self.draw))
-
-    def with_model(self, model: nn.Module) -> Case:
-        """Return the case of another model with the same parameters, on the same weights."""
-        case = replace(self, model=model)
-        case.__dict__["simulation"] = Simulation(self.plan, model, self.simulation.weights)
-        return case
-
-
-def simulate(
-    case: Case,
-    inputs: TraceInputs | None = None,
-    *,
-    gradients: bool = False,
-    calls: int = 1,
-    logits: Logits = Logits.BOTH,
-) -> Outcome:
-    """Run every rank in this process and compare with the unsharded model.
-
-    Args:
-        case: the plan to prove, and its model.
-        inputs: inputs to use instead of the case's.
-        gradients: run the backward pass too.
-        calls: number of calls. With 2, a second call that continues the first is compared too.
-        logits: the choice of the ranks' logits to compare.
-
-    Returns:
-        The outcome. Wrong gradients are not an error; the outcome names the worst one.
-
-    Raises:
-        Unprovable: if the unsharded model fails.
-        RanksWrong: if the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``, or
-            the ranks fail.
-    """
-    inputs = inputs or case.inputs
-    outcome = case.simulation.evaluate(inputs, calls=calls, logits=logits)
-    if not outcome.agrees:
-        raise RanksWrong(
-            f"the plan is wrong: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
-            f"its largest output (allowed: {outcome.tolerance:.0e})",
-            outcome.worst,
-            partial(case.simulation.first_difference, inputs, outcome.calls, logits),
-        )
-    return replace(outcome, gradients=case.simulation.wrong_gradient(inputs)) if gradients else outcome
-
-
-def runs(case: Case) -> bool:
-    """Return whether the unsharded model runs on random weights."""
-    try:
-        case.simulation.run_unsharded(case.inputs)
-    except Unprovable:
-        return False
-    return True
-
-
-def may_be_padded(case: Case) -> bool:
-    """Return whether the runtime's padding at the end of sequences leaves the results of all tokens
-    unchanged.
-
-    The runtime pads one sequence, so models with an encoder and a decoder are not padded.
-    """
-    inputs = case.inputs
-    if SECOND_TOKENS in inputs.tensors:
-        return False
-    mask = inputs.tensors.get("attention_mask")
-    if mask is not None:  # masked at the end, since masking at the start leaves tokens that attend to nothing
-        mask = torch.ones_like(mask)
-        mask[0, -2:] = 0
-        inputs = replace(inputs, tensors={**inputs.tensors, "attention_mask": mask})
-    options = {name: value for name, value in inputs.options.items() if name not in FLAT_OUTPUTS}
-    return case.simulation.agrees_when_padded(replace(inputs, options=options))
-
-
-# Some models fail on the first random numbers: they divide by counts, take logarithms, or require certain
-# values. They are tried with a few other numbers, always the same ones in the same order.
-
-_DRAWS = (Draw(1), Draw(4, vectors=0.02), Draw(2, 0.25), Draw(3, 4.0))
-"""Small vectors are for code that divides vectors by the standard deviation of their initialization."""
-
-
-def other_numbers(case: Case) -> Iterator[tuple[str, Case]]:
-    """Yield the case as it is and with other numbers, each with a description."""
-    yield f"weights of {case.draw}", case
-    for draw in _DRAWS:
-        yield f"weights of {draw}", replace(case, draw=draw)
-    # Reversing all integers per token keeps their counts, and keeps them consistent with the ids.
-    tensors = case.inputs.tensors
-    ids = tensors.get("input_ids")
-    flipped = {
-        name: tensor.flip(1)
-        for name, tensor in tensors.items()
-        if ids is not None and not tensor.is_floating_point() and not name.endswith("attention_mask")
-        if tensor.shape[:2] == ids.shape[:2]
-    }
-    yield "ids in reverse order", replace(case, inputs=replace(case.inputs, tensors={**tensors, **flipped}))
-
-
-IN_PLACE_OF = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
-"""Argument of transformers' models -> the ids that it replaces."""
-
-
-def embedding_arguments(model: nn.Module, inputs: TraceInputs) -> tuple[str, ...]:
-    """Return the arguments of a model that may replace the ids that it is given."""
-    taken = forward_signature(model).parameters
-    return tuple(
-        name
-        for name, ids in IN_PLACE_OF.items()
-        if name in taken and ids in inputs.tensors and _width(model, name) is not None
-    )
-
-
-def proven_arguments(case: Case, *, gradients: bool) -> tuple[str, ...]:
-    """Return the arguments for embeddings with which the ranks compute the same, tested one at a time.
-
-    Arguments with which the unsharded model fails are not proven.
-
-    Args:
-        case: proven for ids; its plan allows these arguments.
-        gradients: also require right gradients.
-    """
-    return tuple(
-        name
-        for name in embedding_arguments(case.model, case.inputs)
-        if any(_holds(case, inputs, gradients) for inputs in with_embeddings(case, [name]))
-    )
-
-
-def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]:
-    """Yield the inputs with random embeddings (for example of a trained prompt) in place of ids.
-
-    The other inputs are kept first. If there are images or sounds, the second inputs keep only integers.
-
-    Args:
-        case: the model and its inputs.
-        names: the names of the arguments for embeddings.
-    """
-    rng = torch.Generator().manual_seed(0)
-    dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
-    others = dict(case.inputs.tensors)
-    embeds: dict[str, Tensor] = {}
-    for name in names:
-        width = _width(case.model, name)
-        assert width is not None
-        shape = (*others.pop(IN_PLACE_OF[name]).shape, width)
-        embeds[name] = torch.randn(shape, generator=rng, dtype=dtype)
-    alone = {n: t for n, t in others.items() if not t.is_floating_point()}
-    for beside in (others,) if len(alone) == len(others) else (others, alone):
-        yield replace(case.inputs, tensors={**beside, **embeds})
-
-
-def _holds(case: Case, inputs: TraceInputs, gradients: bool) -> bool:
-    try:
-        return not simulate(case, inputs, gradients=gradients).gradients
-    except ShardconvError:
-        return False
-
-
-def _width(model: nn.Module, name: str) -> int | None:
-    """Return the width of a model's embeddings of ids; None if the model does not say."""
-    try:
-        part = model.get_decoder() if name.startswith("decoder") else model  # type: ignore[operator]
-        return int(part.get_input_embeddings().weight.shape[-1])  # type: ignore[operator, union-attr]
-    except (AttributeError, NotImplementedError):
-        return None
-
+from ..simulation.rank_simulation import Logits, RanksWrong, Unprovable
+from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
+from .implementations import EAGER, Wrong, other_kinds, with_implementations, wrong_eager, wrong_others
+from .proof_case import Case, simulate
 
 Tell = Callable[[str], object]
 
@@ -377,17 +184,17 @@ class _Proof:
         The result is None if that run failed.
         """
         plan, kinds = self.case.plan, other_kinds(self.case.model)
-        plain = (
-            with_implementations(self.case, dict.fromkeys(kinds, PLAIN)) if kinds and plan.tp > 1 else None
+        eager = (
+            with_implementations(self.case, dict.fromkeys(kinds, EAGER)) if kinds and plan.tp > 1 else None
         )
-        if plain is None and plan.logits is None and not self.arguments:
+        if eager is None and plan.logits is None and not self.arguments:
             return self.case.inputs
         given = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
         for inputs in given:
             try:
-                outcome = simulate(plain or self.case, inputs, calls=2, logits=Logits.OWN)
-                if plain is not None and len(inputs.tensors) < len(self.case.inputs.tensors):
-                    simulate(plain, logits=Logits.GATHERED)  # the encoders of images are eager, too
+                outcome = simulate(eager or self.case, inputs, calls=2, logits=Logits.OWN)
+                if eager is not None and len(inputs.tensors) < len(self.case.inputs.tensors):
+                    simulate(eager, logits=Logits.GATHERED)  # the encoders of images are eager, too
             except Unprovable:
                 continue
             except ShardconvError:
@@ -399,7 +206,7 @@ class _Proof:
         """Compare each separately. With a loss, the gradients without one have not been compared yet."""
         self.tell("implementations and inputs one by one")
         simulate(self.case, logits=Logits.OWN)
-        wrong = wrong_plain(self.case) if self.case.plan.tp > 1 else ()
+        wrong = wrong_eager(self.case) if self.case.plan.tp > 1 else ()
         problem = problem or (self._wrong_gradient(self.case.inputs) if loss else "")
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)

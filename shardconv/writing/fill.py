@@ -8,9 +8,9 @@ import zlib
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
+from shardconv_runtime.checkpoint.copying import CopyUnit, PlacedTensor, plan_units, run
+from shardconv_runtime.checkpoint.lazy_tensor import LazyLeaf
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, run
-from shardconv_runtime.tensors.lazy_tensor import LazyLeaf
 
 from ..reporting.progress import Progress
 from .crc32 import Extent

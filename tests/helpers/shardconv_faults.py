@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, concatenate, take
 from shardconv_runtime.comm import steps
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.names import expand_all
@@ -27,7 +28,6 @@ from shardconv_runtime.format.plan import local_shape
 from shardconv_runtime.parallel import build, local_modules, row_ids
 from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.parallel.layers import finish
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, concatenate, take
 from shardconv_runtime.training import prepare
 from torch import Tensor
 

@@ -19,11 +19,11 @@ import transformers
 from made_inputs import make_inputs
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.comm.host_numbers import host_seed
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
-from shardconv_runtime.training.host_numbers import host_seed
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
@@ -31,7 +31,7 @@ from transformers.models.auto import modeling_auto
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.label_forms import forms_with_a_loss, loss_arguments, problem_type
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
 from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,11 @@ from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..errors import CheckpointError, LaunchError, PlanError, ShardconvError
-from ..format import fingerprint, manifest
-from ..format.manifest import Manifest
-from ..format.plan import Plan
-from ..format.plan_json import of_sequence, require_training
-from ..format.small_files import of_stage_of, stage_directory, variant
-from ..format.staged_names import num_stages, stages_of
-from ..hub.fetch import beside, find
-from ..hub.tp_folders import folder_in
+from ..files import fingerprint, manifest
+from ..files.hub_downloads import find
+from ..files.manifest import Manifest
+from ..files.small_files import of_stage_of, variant
+from ..files.tp_folders import folder_in
 from ..hub_options import Hub, looks_like_path
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
@@ -36,11 +33,12 @@ from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
 from . import rank_files
-from .adapted_models import guard_adapters
 from .building import ModelBuilder, require_several
 from .by_plan import ordinary
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
+from .load_options import parse_dtype, refuse_options, require_form, with_further
+from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
 from .reading import ReadAhead
 
@@ -63,17 +61,7 @@ FORM = (
 def require_same(
     start: Launch, manifest: Manifest, wanted: object, adapters: AdapterSet | None = None
 ) -> None:
-    """Compare the models that the ranks load; every rank calls it.
-
-    Args:
-        start: the ranks.
-        manifest: the manifest of this rank's directory. Copies of it in other places have the same checksums.
-        wanted: has the arguments of ``load``.
-        adapters: the adapters of the model.
-
-    Raises:
-        LaunchError: a rank loads another conversion, or the same one in another form.
-    """
+    """Compare the models that the ranks load; every rank calls it."""
     content = sha256(repr((manifest.plan_sha256, manifest.files, manifest.source.revision)).encode())
     form = ", ".join(f"{name}={getattr(wanted, name)}" for name in FORM)
     own = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
@@ -87,113 +75,6 @@ def require_same(
                     f"the ranks must load the same {what}: rank 0 loads {found[0].get(what)}, and rank "
                     f"{rank} loads {theirs.get(what)}; give all ranks the same files and arguments"
                 )
-
-
-# Options of transformers' ``from_pretrained`` that people pass to ``load`` get an error with a remedy.
-
-_CONVERTED = "it was decided when the model was converted; leave it out, or convert with another setting"
-_REMEDIES = {
-    "torch_dtype": "pass dtype=",
-    "device_map": "each rank loads its own part to its own device; leave it out, or pass device=",
-    "max_memory": "each rank loads its own part; `shardconv plan --device-memory` says what fits",
-    "low_cpu_mem_usage": "no rank builds the full model; leave it out",
-    "tp_plan": "the converted directory has a plan; leave it out",
-    "tp_size": "convert with --tp, or `shardconv reshard`",
-    "distributed_config": "pass mesh=; the converted directory has a plan",
-    "device_mesh": "pass mesh=",
-    "attn_implementation": "call model.set_attn_implementation(...) on every rank after loading",
-    "quantization_config": _CONVERTED,
-    "load_in_8bit": _CONVERTED,
-    "load_in_4bit": _CONVERTED,
-    "config": _CONVERTED,
-    "use_auth_token": "pass token=",
-    "force_download": "remove the files from the cache, or pass cache_dir=",
-    "subfolder": "pass the path of the directory itself",
-}
-"""Options -> the remedy."""
-
-
-def refuse_options(names: Collection[str]) -> NoReturn:
-    """Raise ``PlanError`` with the first option and its remedy."""
-    name = sorted(names)[0]
-    remedy = _REMEDIES.get(name, "see help(shardconv_runtime.load) for its arguments")
-    raise PlanError(f"load does not take {name}=: {remedy}")
-
-
-WITH_BACKWARD = frozenset({"bnb_4bit"})
-"""Methods of packings whose modules compute gradients of their inputs."""
-
-
-def require_form(
-    plan: Plan,
-    *,
-    training: bool,
-    sequence_parallel: bool,
-    stays_packed: bool,
-    in_parts: bool,
-    adapted: bool = False,
-) -> None:
-    """Check that a plan has the wanted form.
-
-    Args:
-        plan: the plan of the model.
-        training: the model is to have a backward pass.
-        sequence_parallel: activations are to be sharded over the sequence.
-        stays_packed: packed parameters are to stay packed.
-        in_parts: each process is to read a part of a rank's tensors.
-        adapted: the model has adapters, and only these are trained.
-
-    Raises:
-        PlanError: the plan lacks that form, or has packed parameters that do not support it.
-    """
-    packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
-    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= WITH_BACKWARD):
-        raise PlanError(
-            f"packed weights ({', '.join(packings)}) are for inference, without sequence parallelism, and of "
-            f"{', '.join(WITH_BACKWARD)} under adapters that are trained; pass dequantize=True"
-        )
-    if in_parts and packings:
-        raise PlanError(
-            f"data_parallel=: packed weights ({', '.join(packings)}) are dequantized as whole tensors of a "
-            "rank; leave it out, and call shardconv_runtime.data_parallel afterwards; or convert the model "
-            "with --dtype bfloat16"
-        )
-    if training:
-        require_training(plan)
-    if sequence_parallel:
-        of_sequence(plan)
-
-
-def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
-    """Add the directories of a process's other stages, which are next to its first stage's directory.
-
-    Args:
-        found: the directory of the first stage; an ordinary model has no others.
-        per_process: number of stages of a process.
-
-    Raises:
-        CheckpointError: a directory is missing, or is from another conversion.
-        SourceError: a directory cannot be downloaded.
-    """
-    stages = found.plan.stages
-    if found.checkpoint is not None or stages is None or stages.own is None:
-        return found
-    count, more = num_stages(found.plan), []
-    for stage in stages_of(found.plan, stages.own, count // per_process)[1:]:
-        name, repository = stage_directory(stage, count), found.repository
-        if repository is None:
-            directory = found.directory.parent / name
-            described = manifest.read(directory)
-        else:
-            repository, described = beside(repository, name)
-            directory = repository.directory
-        other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
-        if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
-            raise CheckpointError(
-                f"{directory} and {found.directory} are from two conversions; copy or convert the model again"
-            )
-        more.append(other)
-    return replace(found, more=tuple(more))
 
 
 @in_default_modes
@@ -328,7 +209,7 @@ def load(
         plan=None if plan is None else os.fspath(plan),
         hub=Hub(revision, cache_dir, local_files_only, token),
         trust_remote_code=trust_remote_code,
-        dtype=_dtype(dtype),
+        dtype=parse_dtype(dtype),
         training=training,
         sequence_parallel=sequence_parallel,
         regather=regather,
@@ -461,12 +342,3 @@ def _launch(
         if error is not None:
             raise error from failure
         raise
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
-    return found

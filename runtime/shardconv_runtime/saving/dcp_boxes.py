@@ -48,81 +48,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..comm.mesh import Launch
-from ..errors import CheckpointError, LaunchError, PlanError
+from ..errors import CheckpointError, LaunchError
 from ..format.dims import Dim
 from ..format.plan import ParameterPlan
-from ..format.slices import Mesh, Range, local_size, ranges
+from ..format.slices import Mesh, Range, ranges
 from ..format.stored_layout import holds_values
+from .local_windows import LocalWindow
 
 # The part of a global tensor that a process holds, as boxes.
 #
 # A rank's positions of a dim are ranges, so that a local tensor is a grid of boxes. A data-parallel process
 # may hold only a **window** of its rank's tensor. If several ranks hold the same positions, the lowest
 # of them **owns** them: the owned boxes of all ranks tile the tensor.
-
-# The window of its rank's tensor that a process holds: a chunk if data-parallel processes share it.
-
-
-def chunk(span: Range, parts: int, part: int) -> Range:
-    """Return a part of consecutive positions as in ``Shard`` and ``torch.chunk``; the last may be empty."""
-    start, stop = span
-    length = -(-(stop - start) // parts)
-    begin = min(start + part * length, stop)
-    return begin, min(begin + length, stop)
-
-
-def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
-    """Return the window of its rank's tensor that a process holds.
-
-    Args:
-        name: FQN, for messages.
-        parameter: local, or a DTensor over data-parallel processes whose global shape is the rank's local
-            shape.
-
-    Returns:
-        The window, one range of local positions for each dim, and whether this process is the first of those
-        that hold it.
-
-    Raises:
-        PlanError: the DTensor is neither sharded evenly nor replicated.
-    """
-    spans = [(0, size) for size in parameter.shape]
-    if not isinstance(parameter, DTensor):
-        return tuple(spans), True
-    coordinates = parameter.device_mesh.get_coordinate()
-    assert coordinates is not None, "this process is in its mesh"
-    first = True
-    for placement, parts, part in zip(
-        parameter.placements, parameter.device_mesh.shape, coordinates, strict=True
-    ):
-        if type(placement) is Shard:
-            spans[placement.dim] = chunk(spans[placement.dim], parts, part)
-        elif isinstance(placement, Replicate):
-            first = first and part == 0
-        else:
-            raise PlanError(
-                f"{name} is a DTensor placed as {placement}; only Shard and Replicate can be stored"
-            )
-    local = tuple(local_tensor(parameter).shape)
-    if local != tuple(stop - start for start, stop in spans):
-        raise PlanError(f"{name} is a DTensor whose local shape {local} is not an even chunk of it")
-    return tuple(spans), first
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that may be a DTensor over data-parallel processes.
-
-    Args:
-        tensor: any shape and dtype; returned unchanged if it is not a DTensor.
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-LocalWindow = Sequence[Range]
-"""Half-open local positions, one range for each dim."""
 
 
 class Box(NamedTuple):
@@ -135,18 +74,10 @@ class Box(NamedTuple):
     """The offsets in the window."""
 
 
-def full_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
-    """Return the window that covers a rank's tensor."""
-    return tuple((0, local_size(dim, mesh, rank)) for dim in entry.dims)
-
-
 def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
     """Return the boxes that fill a window of a rank's tensor; none of a Partial tensor where it is zero.
 
     Args:
-        entry: the parameter's plan.
-        mesh: the mesh of the plan.
-        rank: whose tensor it is.
         window: local positions.
     """
     if not holds_values(entry, mesh, rank):
@@ -258,12 +189,6 @@ def write(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> No
 
     Args:
         tensors: local, of this process; it may lack some of the checkpoint's tensors.
-        directory: exists, the same for all.
-        launch: the processes.
-
-    Raises:
-        CheckpointError: some process cannot write; all raise.
-        LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be written"):
         save(
@@ -280,12 +205,6 @@ def read(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> Non
 
     Args:
         tensors: local, of this process; changed in place.
-        directory: the directory of the checkpoint.
-        launch: the processes.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or lacks elements; all raise.
-        LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be read"):
         load(
@@ -368,11 +287,7 @@ def _write_item(tensor: BoxedTensor, box: Box) -> WriteItem:
 
 
 def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
-    """Return the stored chunks that fill the boxes.
-
-    Raises:
-        CheckpointError: the checkpoint lacks the tensor or some elements, or has another shape or dtype.
-    """
+    """Return the stored chunks that fill the boxes."""
     found = metadata.state_dict_metadata.get(tensor.name)
     if not isinstance(found, TensorStorageMetadata):
         raise CheckpointError(f"the checkpoint lacks {tensor.name}")

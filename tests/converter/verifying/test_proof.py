@@ -18,16 +18,19 @@ from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from shardconv import numeric_check, passes
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline import numeric_check, stages
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation import rank_simulation
 from shardconv.simulation.model_runs import ReusedModel
 from shardconv.simulation.random_weights import USUAL, Draw, RandomWeights
 from shardconv.simulation.rank_simulation import Logits, Simulation, Unprovable
+from shardconv.verifying import implementations
 from shardconv.verifying import proof as proofs
-from shardconv.verifying.proof import Case, prove, with_embeddings
+from shardconv.verifying.given_embeddings import with_embeddings
+from shardconv.verifying.proof import prove
+from shardconv.verifying.proof_case import Case
 
 SIZES = {
     "vocab_size": 131,
@@ -136,14 +139,14 @@ def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> No
         return evaluate(self, inputs, **how)
 
     monkeypatch.setattr(Simulation, "evaluate", evaluated)
-    assert not proofs.wrong_others(llama)
+    assert not implementations.wrong_others(llama)
     assert ran == ["flex_attention"]
     assert (torch.compile, attention._instance) == (compiled, kept)
 
 
 def test_one_thread_computes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    monkeypatch.setattr(stages, "_solved", lambda *_: found.append(torch.get_num_threads()))
+    monkeypatch.setattr(passes, "_solved", lambda *_: found.append(torch.get_num_threads()))
     torch.set_num_threads(2)
     try:
         spec = ModelSpec("model", transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, "float32")

@@ -18,17 +18,17 @@ import pytest
 import torch
 import transformers
 from plans_once import solve_as
+from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.manifest import FileEntry
-from shardconv_runtime.tensors import copying
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import FileEntry
 from small_models import hand_plan, make_custom, save_random, small_config
 from torch import Tensor
 from verify_cases import change_plan, change_tensors, describe_again, flip, set_element, shard
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import intact
+from shardconv.converted import file_checks
 from shardconv.converted.verify import DamagedError, Verified
 from shardconv.reporting.progress import Advance, Silent
 
@@ -310,8 +310,8 @@ class TestChecksums:
     def test_they_are_those_of_the_bytes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretch: int
     ) -> None:
-        monkeypatch.setattr(intact, "STRETCH_BYTES", stretch)
-        monkeypatch.setattr(intact, "READ_BYTES", 3)
+        monkeypatch.setattr(file_checks, "STRETCH_BYTES", stretch)
+        monkeypatch.setattr(file_checks, "READ_BYTES", 3)
         files = {}
         for size in (0, 1, 7, 700):
             data = random.Random(size).randbytes(size)
@@ -320,7 +320,7 @@ class TestChecksums:
             checksum = manifest.sha256_checksum(tmp_path / str(size))
             files[FileEntry(f"{size}.txt", size, checksum)] = tmp_path / str(size)
         done: list[int] = []
-        assert intact.checksums(files, done.append) == {entry: entry.checksum for entry in files}
+        assert file_checks.checksums(files, done.append) == {entry: entry.checksum for entry in files}
         assert sum(done) == 2 * 708
 
     def test_what_cannot_be_read(self, tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ class TestChecksums:
             FileEntry("absent", 4, "crc32:00000000"): tmp_path / "absent",
             FileEntry("absent.txt", 4, "sha256:" + 64 * "0"): tmp_path / "absent",
         }
-        found = [str(error) for error in intact.checksums(files, lambda count: None).values()]
+        found = [str(error) for error in file_checks.checksums(files, lambda count: None).values()]
         assert found[0] == "ends at byte 3: it was cut off while it was read"
         assert found[1] == "cannot be read at byte 0 (No such file or directory)"
         assert found[2] == "cannot be read (No such file or directory)"
@@ -482,7 +482,7 @@ class TestAgainst:
 
     def test_a_model_that_is_not_there(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is said before anything is read."""
-        monkeypatch.setattr(intact, "checksums", None)
+        monkeypatch.setattr(file_checks, "checksums", None)
         with pytest.raises(SourceError, match="no such directory"):
             shardconv.verify(out, "./absent")
 

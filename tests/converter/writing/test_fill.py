@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import ShardconvError, SourceError
-from shardconv_runtime.tensors import copying
 from small_conversion import Model, contents, placed
 
 from shardconv.writing import fill
