@@ -6,7 +6,9 @@ Every shape and every position must be the expected one, and every number the sa
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import layout_of
+from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -29,7 +32,7 @@ from ..planning.layout import Layouts, Shapes
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results
 from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
-from ..tracing.trace import trace
+from ..tracing.trace import tensor_slots, trace
 
 _SHAPED = frozenset(
     {
@@ -94,10 +97,6 @@ def compare_tapes(
     return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
 
 
-_Events = Mapping[tuple[str, int], list[Op | Mark]]
-"""FQN of a module and number of its call -> its events."""
-
-
 class _Comparison:
     """The comparison of the global tape with another one."""
 
@@ -128,16 +127,17 @@ class _Comparison:
                 continue
             conflict = self._align(key[0], events, found.get(key, []))
             if conflict is not None:
-                return replace(conflict, where=self._innermost(key[0], conflict.where, expected, found))
+                return conflict
         return None
 
-    def _innermost(self, fqn: str, where: str, expected: _Events, found: _Events) -> str:
+    def innermost(self, fqn: str, where: str) -> str:
         """Say where the first module in this one differs, if any: its code may have made the problem."""
+        expected, found = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
             if key[0].startswith(f"{fqn}." if fqn else "") and key[0] != fqn:
                 conflict = self._align(key[0], events, found.get(key, []))
                 if conflict is not None:
-                    return self._innermost(key[0], conflict.where, expected, found)
+                    return self.innermost(key[0], conflict.where)
         return where
 
     def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> Conflict | None:
@@ -189,7 +189,7 @@ class _Comparison:
             return self.unsharded.tensors[op.inputs[0]].shape == self.unsharded.tensors[op.outputs[0]].shape
         return base in view_rules.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
-    def _by_call(self, tape: Tape) -> _Events:
+    def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
         """Group the events by module call; of replaced modules, only their outputs are events.
 
         Calls are counted among the calls on the tape: a module that several layers share is also called by
@@ -363,13 +363,68 @@ class _RankRun:
         try:
             tape = trace(local, self.inputs.tensors, RULES, self.inputs.options, layouts.analysis.tape)
         except SolveError as error:
-            where = str(error).partition(":")[0]
-            return Conflict(_to_blame(layouts, plan, where), str(error))
-        found = compare_tapes(layouts, tape, changed, self.rank, pass_on=bool(self.left_out))
+            where, problem = str(error).partition(":")[0], str(error)
+            if earlier := self._first_wrong_shape(local):
+                problem = f"{earlier}, so that later {problem}"
+            return Conflict(_to_blame(layouts, plan, where), problem)
+        comparison = _Comparison(layouts, tape, changed, self.rank, numbers=True, pass_on=bool(self.left_out))
+        found = comparison.run(())
         if found is None:
             return None
         fqn = found.where.partition(" ")[0]
-        return replace(found, nodes=tuple(found.nodes) or _to_blame(layouts, plan, fqn))
+        nodes = tuple(found.nodes) or _to_blame(layouts, plan, fqn)
+        return replace(found, nodes=nodes, where=comparison.innermost(fqn, found.where))
+
+    def _first_wrong_shape(self, local: nn.Module) -> str:
+        """Say which module's code has made the first tensor of another shape at a boundary."""
+        tape = self.layouts.analysis.tape
+        expected = {
+            (tape.calls[event.call].fqn, tape.calls[event.call].index, slot): event
+            for event in tape.events
+            if isinstance(event, Mark)
+            for slot in event.slots
+        }
+        open_calls: list[str] = []
+        counts: Counter[str] = Counter()
+        problems: list[str] = []
+
+        def compare(fqn: str, index: int, prefix: str, value: Any) -> None:
+            for slot, tensor in tensor_slots(prefix, value):
+                mark = expected.get((fqn, index, slot))
+                if mark is None:
+                    continue
+                tids = (
+                    (mark.target,) if mark.is_output else (mark.target, mark.source)
+                )  # after steps, or before
+                shapes = [self.layouts.local_shape(tid, self.rank) for tid in tids]
+                if tuple(tensor.shape) not in shapes:
+                    maker = fqn if mark.is_output or len(open_calls) < 2 else open_calls[-2]
+                    problems.append(
+                        f"{maker}: {slot} of {fqn} has shape {tuple(tensor.shape)} on rank {self.rank}, "
+                        f"expected {shapes[0]}"
+                    )
+
+        def watch(fqn: str, module: nn.Module) -> None:
+            names = tuple(forward_signature(module).parameters)
+
+            def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+                open_calls.append(fqn)
+                named = {names[i] if i < len(names) else str(i): each for i, each in enumerate(args)}
+                compare(fqn, counts[fqn], "input", named | kwargs)
+
+            def after(module: nn.Module, args: Any, output: Any) -> None:
+                compare(fqn, counts[fqn], "output", output)
+                open_calls.pop()
+                counts[fqn] += 1
+
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
+
+        for fqn, module in local.named_modules():
+            watch(fqn, module)
+        with suppress(SolveError):  # it fails as it did before
+            trace(local, self.inputs.tensors, RULES, self.inputs.options, tape)
+        return problems[0] if problems else ""
 
 
 def _unlike_ranks(plan: Plan) -> list[int]:
