@@ -32,7 +32,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.converted import adaptation, new_solution
 from shardconv.planning.parameter_plans import Steps
 from shardconv.simulation import rank_simulation
-from shardconv.verifying import proof
+from shardconv.verifying import implementations
 
 SOLVER = (
     "shardconv.adapted_plan",
@@ -100,14 +100,14 @@ def _remembered(
 def _in_short() -> Iterator[None]:
     """Prove nothing for the further implementations of attention, unless the test asks for them; and leave
     the garbage of tiny models for later."""
-    before = proof.OTHERS, rank_simulation.collect_garbage
+    before = implementations.OTHERS, rank_simulation.collect_garbage
     rank_simulation.collect_garbage = lambda: None
     if not Solved.other_attentions:
-        proof.OTHERS = ()  # type: ignore[assignment]
+        implementations.OTHERS = ()  # type: ignore[assignment]
     try:
         yield
     finally:
-        proof.OTHERS, rank_simulation.collect_garbage = before
+        implementations.OTHERS, rank_simulation.collect_garbage = before
 
 
 def _read(path: Path, tell: passes.Tell) -> Plan:
