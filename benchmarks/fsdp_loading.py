@@ -28,7 +28,7 @@ from convert import render, show
 from disk import evict, files_of, machine, require_room, sync_files
 from fsdp_loading_rank import IN_PARTS, SPLIT, THEIRS
 from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
+from shardconv_runtime.format.manifest import OF_PIECES, FileEntry, Manifest, Source
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.shard_files import MAX_FILE_SIZE, sample_checksum, shard_files
 from shardconv_runtime.format.small_files import entry_of
@@ -133,7 +133,7 @@ def _shards(plan: Plan, out: Path) -> Iterator[FileEntry]:
         path.write_bytes(shard.layout.header)
         os.truncate(path, shard.layout.num_bytes)
         yield FileEntry(
-            shard.path, shard.layout.num_bytes, "crc32:00000000", shard.rank, sample_checksum(path)
+            shard.path, shard.layout.num_bytes, f"{OF_PIECES}:00000000", shard.rank, sample_checksum(path)
         )
 
 

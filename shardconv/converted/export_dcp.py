@@ -32,7 +32,7 @@ from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape, numbered
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
@@ -236,8 +236,7 @@ def _write(
         if workspace.is_finishing:
             workspace.finish_again()
             return
-        tensors = (file.tensor(name) for file in files for name in file.offsets)
-        fill(workspace, numbered(tensors), memory=memory, progress=progress)
+        fill(workspace, memory=memory, progress=progress)
         with workspace.exclusive():
             derived.require_nothing_new("DIR", output.path)
             assert workspace.checksums() is not None, "all of it was written"

@@ -19,7 +19,7 @@ from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_dir
 from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, numbered
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from shardconv_runtime.versions import tool_versions
 
 from ..converted import derived
@@ -36,9 +36,6 @@ from .state_files import signature
 from .vllm_state import Declared, EngineState
 
 CONFIG_NAME = "config.json"
-
-_LEAVES_OF_A_RANK = 1 << 32
-"""More than any rank computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +117,7 @@ def write_state(
     claim = claim_of({file.owner for file in files}, options.owners(len(state.declared)))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            # The numbers of leaves in the journals do not depend on the ranks that this run writes: the
-            # leaves of the checkpoint come first, and those that a rank computes are its own.
-            leaves = numbered(found.tensors.values())
-            for rank, tensors in state.ranks.items():
-                first = (rank + 1) * _LEAVES_OF_A_RANK
-                own = (leaf for leaf in numbered(tensors.values()) if leaf not in leaves)
-                leaves |= {leaf: first + index for index, leaf in enumerate(own)}
-            fill(workspace, leaves, memory=options.memory, progress=progress)
+            fill(workspace, memory=options.memory, progress=progress)
             require_unchanged(found.origin)
         with workspace.exclusive():
             return _finish(workspace, found, state, version, progress)
@@ -151,7 +141,7 @@ def _finish(
     if checksums is None:
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
-    entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]
+    entries = [FileEntry(path, sizes[path], checksum) for path, checksum in checksums.items()]
     small_files = {entry.path: entry for entry in found.origin.copy_small_files(workspace.path)}
     if CONFIG_NAME not in small_files:
         raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")
