@@ -29,7 +29,7 @@ from shardconv_runtime.training.prepare import parallelize_for_training
 from synthetic import Shape
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.streamed_weights import RandomWeights, fill
 

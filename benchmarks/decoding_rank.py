@@ -17,12 +17,12 @@ import transformers
 from inference_rank import join, load_transformers
 from measured import status_bytes
 from shardconv_runtime.comm import mesh
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.model_config import read_config
 from shardconv_runtime.inference.compiling import compile_model
 from shardconv_runtime.inference.generation import DECODER, prepare_generation
 from shardconv_runtime.parallel.build import parallelize, retie
 from shardconv_runtime.parallel.meta_model import build_model, find_class
-from shardconv_runtime.parallel.model_config import read_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

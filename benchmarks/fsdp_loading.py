@@ -27,11 +27,12 @@ from typing import Any
 from convert import render, show
 from disk import evict, files_of, machine, require_room, sync_files
 from fsdp_loading_rank import IN_PARTS, SPLIT, THEIRS
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.manifest import OF_PIECES, FileEntry, Manifest, Source
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import OF_PIECES, FileEntry, Manifest, Source
+from shardconv_runtime.files.shard_files import MAX_FILE_SIZE, sample_checksum, shard_files
+from shardconv_runtime.files.small_files import entry_of
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.shard_files import MAX_FILE_SIZE, sample_checksum, shard_files
-from shardconv_runtime.format.small_files import entry_of
 from synthetic import LLAMA_8B, LLAMA_405B, Shape, shape_of_size, write_checkpoint
 
 RANK = Path(__file__).with_name("fsdp_loading_rank.py")

@@ -24,7 +24,7 @@ from synthetic import Shape
 from torch import Tensor
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 Connect = Callable[[Plan], Communicator]
 

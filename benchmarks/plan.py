@@ -46,7 +46,7 @@ marks = [("import", time.perf_counter())]
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.format import plan_json
 tell = lambda name: marks.append((name, time.perf_counter()))

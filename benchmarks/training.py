@@ -41,7 +41,8 @@ from convert import describe, render, show, spread, tell, versions
 from disk import machine
 from inference import SAVE
 from observing import COLLECTIVES, total
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from synthetic import Shape
 from training_rank import OURS, THEIRS, UNSHARDED, key
 

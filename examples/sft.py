@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from datasets import Dataset  # type: ignore[import-not-found]
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
 from shardconv_runtime.integrations import ShardedSFTTrainer
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import ByT5Tokenizer

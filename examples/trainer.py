@@ -19,7 +19,7 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 import transformers
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
 from shardconv_runtime.integrations import ShardedTrainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 from shardconv_runtime.format.field_checks import MAX_TP
 from shardconv_runtime.format.plan import EXPERT_MODES
-from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""
@@ -36,11 +36,7 @@ class ExampleInputs:
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """The options that a model is solved for.
-
-    Raises:
-        ShardconvError: if ``tp`` or ``experts`` has an invalid value.
-    """
+    """The options that a model is solved for."""
 
     tp: int
     """Number of ranks."""
@@ -100,11 +96,7 @@ def require_seed(seed: int | None, *, random_init: bool) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Return bytes from a number or from text such as ``5GB``, ``500 MB``, ``2GiB``.
-
-    Raises:
-        ShardconvError: if it is not a size of 1 byte or more.
-    """
+    """Return bytes from a number or from text such as ``5GB``, ``500 MB``, ``2GiB``."""
     if isinstance(size, int):
         num_bytes = size
     else:
@@ -119,11 +111,7 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_memory(memory: int | str) -> int:
-    """Return bytes from a number or from text such as ``512MiB``.
-
-    Raises:
-        ShardconvError: if it is not a size, or too small to work with.
-    """
+    """Return bytes from a number or from text such as ``512MiB``."""
     num_bytes = parse_size(memory)
     if num_bytes < MIN_MEMORY:
         raise ShardconvError(f"memory of {memory} is too little; give 1MiB or more")
@@ -131,11 +119,7 @@ def parse_memory(memory: int | str) -> int:
 
 
 def parse_ranks(ranks: Collection[int] | str | None, tp: int) -> tuple[int, ...] | None:
-    """Return ranks, ascending, from numbers or from text such as ``0-3,6``; None means all.
-
-    Raises:
-        ShardconvError: if they are not ranks below ``tp``.
-    """
+    """Return ranks, ascending, from numbers or from text such as ``0-3,6``; None means all."""
     if ranks is None:
         return None
     if isinstance(ranks, str):

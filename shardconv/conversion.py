@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.files.hub_errors import without_library_logging
+from shardconv_runtime.files.small_files import told_left_out
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.small_files import told_left_out
-from shardconv_runtime.hub.hub_errors import without_library_logging
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from .arguments import SolveOptions
-from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
 from .inputs.example_inputs import Example, example_call, read_example
-from .pipeline.stages import solve_plan
+from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
+from .passes import solve_plan
 from .reporting.progress import Progress
 from .writing.outputs import Output, StageOutputs, WriteOptions, write_to
 from .writing.writer import origin_of, with_example, write

@@ -41,15 +41,7 @@ class FewestRanks:
 
 
 def smallest_tp(solve: Solve, load: Workload) -> FewestRanks:
-    """Return the smallest number of ranks, a power of two, on which the workload fits.
-
-    Args:
-        solve: returns the plan for a number of ranks.
-        load: the device of each rank, and the workload.
-
-    Raises:
-        ShardconvError: if none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
-    """
+    """Return the smallest number of ranks, a power of two, on which the workload fits."""
     found = [_tried(solve, 1, load)]
     # Begin where weights that are sharded evenly fit.
     tp, free = 2, load.device_bytes - load.reserve_bytes

@@ -23,7 +23,8 @@ from test_import_order import CONVERTER_ORDER, RUNTIME_ORDER
 
 import shardconv
 from shardconv.cli.entry import cli
-from shardconv.dim_analysis.rules import RULES, selection
+from shardconv.dim_analysis import selection_rules
+from shardconv.dim_analysis.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -280,7 +281,7 @@ def _block(marker: str) -> str:
 
 
 def _rule(source: str) -> Any:
-    names = dict(vars(selection))
+    names = dict(vars(selection_rules))
     flag = __future__.annotations.compiler_flag
     exec(compile(source, "CONTRIBUTING.md", "exec", flags=flag), names)
     return names["gated"]

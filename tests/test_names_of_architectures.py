@@ -54,7 +54,7 @@ READ = {
     (f"{CHECKPOINT}/resolve.py", "architectures"): "config.json names the model's class there",
     ("runtime/shardconv_runtime/saving/save.py", "architectures"): "written for transformers",
     (
-        "runtime/shardconv_runtime/loading/adapted_models.py",
+        "runtime/shardconv_runtime/loading/loaded_adapters.py",
         "word_embeddings",
     ): "an attribute of all configs says whether a model ties them, and peft changes it when it merges",
     (

@@ -23,14 +23,14 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .comm.agreement import from_rank_0
-    from .loading.adapted_models import add_adapter
     from .loading.load import load
+    from .loading.loaded_adapters import add_adapter
+    from .pp.stage_schedules import Pipeline
     from .saving.optimizer_state import load_optimizer, save_optimizer
     from .saving.save import save
     from .training.checkpointing import checkpoint_activations
     from .training.clipping import clip_grad_norm, grad_norm
     from .training.fsdp import DataParallel, data_parallel
-    from .training.stage_schedules import Pipeline
     from .versions import __version__
 
 __all__ = [
@@ -59,9 +59,9 @@ __all__ = [
 
 _MODULES = {
     "__version__": "versions",
-    "add_adapter": "loading.adapted_models",
+    "add_adapter": "loading.loaded_adapters",
     "DataParallel": "training.fsdp",
-    "Pipeline": "training.stage_schedules",
+    "Pipeline": "pp.stage_schedules",
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",

@@ -43,14 +43,7 @@ def brief(error: BaseException, limit: int = 200) -> str:
 
 
 def missing(names: Collection[str], noun: str, owner: str, holder: str) -> str:
-    """Return ``"3 parameters of the plan are missing from the model, e.g. X"``.
-
-    Args:
-        names: the missing names, at least one.
-        noun: the noun for one of them, such as ``"parameter"``.
-        owner: has them, such as ``"the plan"``.
-        holder: lacks them, such as ``"the model"``.
-    """
+    """Return ``"3 parameters of the plan are missing from the model, e.g. X"``."""
     if len(names) == 1:
         return f"1 {noun} of {owner} is missing from {holder}: {min(names)}"
     return f"{len(names)} {noun}s of {owner} are missing from {holder}, e.g. {min(names)}"

@@ -26,11 +26,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def require_repo_id(text: str) -> None:
-    """Refuse a text that cannot be the id of a repository.
-
-    Raises:
-        SourceError: the text looks like a path.
-    """
+    """Refuse a text that cannot be the id of a repository."""
     problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
     if looks_like_path(text):
         raise problem
@@ -63,11 +59,7 @@ def is_command() -> bool:
 
 
 def option(name: str) -> str:
-    """Return ``--local-files-only`` in a command, ``local_files_only=`` in Python.
-
-    Args:
-        name: the name of the Python argument.
-    """
+    """Return ``--local-files-only`` in a command, ``local_files_only=`` in Python."""
     return f"--{name.replace('_', '-')}" if is_command() else f"{name}="
 
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .comm.mesh import Launch
 from .errors import PlanError
-from .format import staged_names
-from .format.manifest import Manifest
+from .files.manifest import Manifest
+from .format import stage_names
 from .format.plan import Plan
 from .format.plan_json import of_stage
 
@@ -70,7 +70,7 @@ class Loaded:
         """Return the parameters that earlier stages hold too: first name -> name in this model."""
         if self.stage is None:
             return {}
-        return staged_names.held_before(self.plan, self.place, self.stage.link.num_places)
+        return stage_names.held_before(self.plan, self.place, self.stage.link.num_places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return this record: a copy of a model shares its origin and its process group."""
@@ -83,14 +83,7 @@ def remember(model: nn.Module, value: Loaded) -> None:
 
 
 def loaded(model: nn.Module) -> Loaded:
-    """Return where a model came from.
-
-    Args:
-        model: returned by ``load``, or a wrapper of it, see ``unwrapped``.
-
-    Raises:
-        PlanError: ``load`` did not return it.
-    """
+    """Return where a model came from."""
     value = getattr(unwrapped(model), _ATTRIBUTE, None)
     if not isinstance(value, Loaded):
         raise PlanError(

@@ -19,16 +19,7 @@ CONVERTER = "shardconv_runtime.converter"
 
 
 def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
-    """Return a function of the converter, which is its own distribution and may be missing.
-
-    Args:
-        name: the name of its entry point.
-        purpose: its purpose, as the beginning of a sentence.
-        remedy: an alternative for the user.
-
-    Raises:
-        LaunchError: the converter is not installed.
-    """
+    """Return a function of the converter, which is its own distribution and may be missing."""
     for found in entry_points(group=CONVERTER, name=name):
         return found.load()
     raise LaunchError(

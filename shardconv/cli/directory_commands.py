@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.typed_json import write_text
 
 from ..arguments import parse_ranks
@@ -363,11 +363,7 @@ def _directory(out: Path) -> Path | None:
 
 
 def _require_replaceable(target: Path, out: Path, mark: str, *, overwrite: bool) -> None:
-    """Refuse to write into OUT, or to replace a file that is not a report.
-
-    Raises:
-        CheckpointError: if ``target`` may not be written.
-    """
+    """Refuse to write into OUT, or to replace a file that is not a report."""
     directory = _directory(out)
     if directory is not None and target.resolve().is_relative_to(directory.resolve()):
         raise CheckpointError(

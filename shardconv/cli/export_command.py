@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from ..arguments import parse_ranks, require_tp
-from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
-from ..converted.export_dcp import export
 from ..converted.verify import DamagedError
+from ..engines.export_dcp import FORMATS as OF_DIRECTORIES
+from ..engines.export_dcp import export
 from ..engines.export_vllm import export_vllm
 from ..engines.vllm_calls import TESTED, is_tested
 from ..publishing.push import describe, push

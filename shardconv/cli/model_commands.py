@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.hub_options import Hub
@@ -180,11 +180,7 @@ def plan_command(
 def _load(
     tp: int | str, device_memory: str | None, reserve: str | None, context: int | None, batch: int | None
 ) -> Workload | None:
-    """Return the workload and the device that the options describe; None if no device was named.
-
-    Raises:
-        UsageError: if an option was given that needs a device.
-    """
+    """Return the workload and the device that the options describe; None if no device was named."""
     if device_memory is None:
         given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
         for option in (name for name, value in given.items() if value):
@@ -224,7 +220,7 @@ def _plan_text(
     """Return the plan in one of the formats; ``options`` are the options of the command ``plan``."""
     if chosen in ("tp_plan", "shards"):
         # It imports torch and transformers, which the help and wrong arguments do not need.
-        from ..converted.tp_plan import dumps, skeleton, to_json, tp_plan
+        from ..engines.tp_plan import dumps, skeleton, to_json, tp_plan
 
         if chosen == "shards":
             return dumps(solved)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.files.manifest import MANIFEST_NAME, check_size, read_plan
+from shardconv_runtime.files.manifest import read as read_manifest
+from shardconv_runtime.files.small_files import stage_directories, variant
+from shardconv_runtime.files.tp_folders import folder_in, folders, only
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME, check_size, read_plan
-from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import EXPERT_MODES
-from shardconv_runtime.format.small_files import stage_directories, variant
-from shardconv_runtime.hub.tp_folders import folder_in, folders, only
 from shardconv_runtime.hub_options import Hub, looks_like_path
 
 from ..arguments import parse_memory, parse_size, require_tp
@@ -30,9 +30,9 @@ from ..reporting.progress import for_terminal
 from ..reporting.report import report
 
 if TYPE_CHECKING:
-    from shardconv_runtime.format.manifest import Manifest
+    from shardconv_runtime.files.hub_downloads import Repository
+    from shardconv_runtime.files.manifest import Manifest
     from shardconv_runtime.format.plan import Plan
-    from shardconv_runtime.hub.fetch import Repository
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     if verbose:
         yield progress
     elif "transformers" in sys.modules:
-        from shardconv_runtime.hub.hub_errors import without_library_logging  # it imports the Hub client
+        from shardconv_runtime.files.hub_errors import without_library_logging  # it imports the Hub client
 
         with without_library_logging():
             yield progress
@@ -335,12 +335,7 @@ class Opened:
     """The repository on the Hub that it comes from."""
 
     def check_sizes(self) -> None:
-        """Check that every file exists and has its size.
-
-        Raises:
-            CheckpointError: if a file is missing or has another size.
-            SourceError: if the Hub cannot be reached.
-        """
+        """Check that every file exists and has its size."""
         if self.repository is None:
             for entry in self.manifest.files:
                 reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
@@ -352,22 +347,11 @@ class Opened:
 def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     """Open the converted directory that OUT is or contains, or the directories of all its stages. Each gets
     the plan of all stages.
-
-    Args:
-        out: a directory, or the id of a repository.
-        tp: number of ranks; None: any, if there is only one directory.
-        hub: the fields of ``Hub``.
-
-    Raises:
-        SourceError: if the repository cannot be read, or has no directory for ``tp`` ranks, or several.
-        CheckpointError: if there is no converted directory, or it is malformed, or has stages of several
-            conversions.
-        PlanError: if the plan is malformed or of another version.
     """
     if is_on_hub(out):
         # The Hub client is slow to import, and a local directory does not need it.
-        from shardconv_runtime.hub.fetch import find_all
-        from shardconv_runtime.hub.hub_errors import without_hub_logging
+        from shardconv_runtime.files.hub_downloads import find_all
+        from shardconv_runtime.files.hub_errors import without_hub_logging
 
         with without_hub_logging():
             found = find_all(out, Hub(**hub), tp)
@@ -388,11 +372,7 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
 
 
 def adapter_plan(out: str) -> Plan | None:
-    """Read the plan of a model with the adapter in a directory that ``adapt`` wrote; None for others.
-
-    Raises:
-        PlanError: if the plan is malformed or of another version.
-    """
+    """Read the plan of a model with the adapter in a directory that ``adapt`` wrote; None for others."""
     path = Path(out) / PLAN_NAME
     if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
         return None
@@ -408,11 +388,7 @@ def is_on_hub(out: str) -> bool:
 
 
 def require_local(out: str) -> None:
-    """Refuse the id of a repository, for a command that reads every byte.
-
-    Raises:
-        SourceError: if ``out`` is one; the message says how to download it.
-    """
+    """Refuse the id of a repository, for a command that reads every byte."""
     if is_on_hub(out):
         raise SourceError(
             f"no such directory: {out}; download a repository on the Hub first: hf download {out} "

@@ -29,17 +29,17 @@ from shardconv_runtime.adapters.attaching import (
     read_config,
     token_remedy,
 )
+from shardconv_runtime.checkpoint.copying import read_into
 from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.tensors.copying import read_into
 
+from ..adapted_plan import Adaptation
 from ..arguments import SolveOptions
-from ..pipeline.adapted_plan import Adaptation
-from ..pipeline.stages import solve_plan
-from .derived import has_sequence_form, planned_spec
+from ..passes import solve_plan
+from .derived_directory import has_sequence_form, planned_spec
 from .shards import read
 
 _OUTERMOST = "base_model."
@@ -60,15 +60,7 @@ def adapted(
     check: bool,
     tell: Callable[[str], None],
 ) -> Plan:
-    """Plan a model with an adapter and write both to ``target``. See ``adapt.adapt``.
-
-    Args:
-        root: the converted directory, or the directory of all stages.
-        directory: directory with the config of the model.
-        base: its plan, of all stages.
-        base_name: name of the model that was converted.
-        target: directory that may be created or replaced.
-    """
+    """Plan a model with an adapter and write both to ``target``. See ``adapt.adapt``."""
     is_path = isinstance(adapter, str | os.PathLike)
     is_saved = is_path and Path(adapter).is_dir()
     config = read_config(adapter) if is_path else adapter
@@ -112,15 +104,7 @@ def planned(
     check: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Plan a converted model with an adapter. See ``adapt`` for errors.
-
-    Args:
-        directory: directory with the config of the model.
-        base: its plan.
-        adapter: a saved or a new adapter.
-        check: compare simulated ranks with the unsharded model.
-        tell: is called with the name of each stage.
-    """
+    """Plan a converted model with an adapter. See ``adapt`` for errors."""
     stages = () if base.stages is None else base.stages.layers
     text = ",".join(f"{first}-{last}" for first, last in stages)
     options = SolveOptions(

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.format.small_files import config_in_dtype
+from shardconv_runtime.files.small_files import config_in_dtype
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
@@ -16,11 +16,11 @@ from ..reporting.progress import Progress, Silent
 from ..writing.durable import write_durably
 from ..writing.job import LEAST_ALIGNMENT, target_file
 from ..writing.workspace import Claim, Workspace, opened
-from . import derived
+from . import derived_directory
 from .shards import Converted
 
 if TYPE_CHECKING:
-    from .saved import CheckpointLayout
+    from .saved_layout import CheckpointLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -75,18 +75,18 @@ def merge(
     """
     progress = progress or Silent()
     limit, budget = parse_size(max_file_size), parse_memory(memory)
-    output = derived.prepare("HF_DIR", hf_dir, out)
-    found = derived.read(out, trust_remote_code=trust_remote_code)
+    output = derived_directory.prepare("HF_DIR", hf_dir, out)
+    found = derived_directory.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
     # torch and transformers are imported once the arguments are known to be right.
     from ..writing.fill import fill
-    from .saved import checkpoint_tensors, divided_into_files
+    from .saved_layout import checkpoint_tensors, divided_into_files
 
-    tensors, num_parameters = checkpoint_tensors(found, derived.spec_of(found))
-    layout = divided_into_files({**derived.unused(found), **tensors}, num_parameters, limit)
+    tensors, num_parameters = checkpoint_tensors(found, derived_directory.spec_of(found))
+    layout = divided_into_files({**derived_directory.unused(found), **tensors}, num_parameters, limit)
     job = {
-        "merge": {"name": found.manifest.source.name, **derived.identity(found)},
+        "merge": {"name": found.manifest.source.name, **derived_directory.identity(found)},
         "max_file_size": limit,
         "versions": tool_versions(),
     }
@@ -104,7 +104,7 @@ def merge(
         else:
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
-                derived.require_nothing_new("HF_DIR", output.path)
+                derived_directory.require_nothing_new("HF_DIR", output.path)
                 _finish(workspace, found, layout)
     num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
     return Merged(len(layout.tensors), len(layout.files), num_bytes)
@@ -113,7 +113,10 @@ def merge(
 def _finish(workspace: Workspace, found: Converted, layout: CheckpointLayout) -> None:
     """Move all files to ``hf_dir``. ``config.json`` is last, since nothing loads a directory without it."""
     assert workspace.checksums() is not None, "all of it was written"
-    paths = [*layout.files, *(entry.path for entry in derived.copy_small_files(found, workspace.path))]
+    paths = [
+        *layout.files,
+        *(entry.path for entry in derived_directory.copy_small_files(found, workspace.path)),
+    ]
     config = workspace.path / CONFIG_NAME
     write_durably(config, config_in_dtype(config.read_text(encoding="utf-8"), found.plan.model.dtype))
     if layout.index:

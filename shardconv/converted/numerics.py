@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 
 import torch
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
@@ -23,8 +25,6 @@ from shardconv_runtime.loading.packed_models import held_part
 from shardconv_runtime.packed.schemes import check_values, dequantize
 from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor
 
 from ..dim_analysis.rules import RULES

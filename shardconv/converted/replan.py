@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import Manifest
+from shardconv_runtime.files.small_files import stage_directories
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import to_text
-from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan, global_shape
-from shardconv_runtime.format.small_files import stage_directories
-from shardconv_runtime.format.staged_names import num_stages
+from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
@@ -24,8 +25,8 @@ from shardconv_runtime.versions import tool_versions
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
 from ..writing.outputs import WriteOptions, prepared
-from . import derived
-from .derived import has_sequence_form, planned_spec, require_trusted
+from . import derived_directory
+from .derived_directory import has_sequence_form, planned_spec, require_trusted
 
 
 @in_default_modes
@@ -66,7 +67,7 @@ def replan(
     require_trusted(out, old, trust_remote_code=trust_remote_code)
 
     # torch and transformers are imported once the directory is known to be readable.
-    from .solved_again import solved_again
+    from .new_solution import solved_again
 
     spec = planned_spec(first.directory, old)
     is_wanted = sequence_parallel or has_sequence_form(old)
@@ -188,14 +189,14 @@ def reshard(
     """
     require_tp(tp)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
-    derived.require_apart(out, out2)
+    derived_directory.require_apart(out, out2)
     outputs = prepared(out2, pp, overwrite=overwrite, source=out, options=write_options, tp=tp)
-    found = derived.read(out, trust_remote_code=trust_remote_code)
+    found = derived_directory.read(out, trust_remote_code=trust_remote_code)
 
     # torch and transformers are imported once the arguments are known to be right.
-    from .solved_again import resharded
+    from .new_solution import resharded
 
-    has_sequence_form = tp > 1 and derived.has_sequence_form(found.plan)
+    has_sequence_form = tp > 1 and derived_directory.has_sequence_form(found.plan)
     options = SolveOptions(
         tp, found.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=stages
     )

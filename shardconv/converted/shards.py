@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from shardconv_runtime.checkpoint import lazy_tensor as lazy
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import Manifest
+from shardconv_runtime.files.shard_files import check_sample
+from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
-from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.format.shard_files import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, gather_index, group_of
-from shardconv_runtime.format.small_files import stage_directories
-from shardconv_runtime.format.staged_names import held_names
+from shardconv_runtime.format.stage_names import held_names
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
-from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,7 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
 
 
 def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
-    """Open a converted directory. Stages are assembled to a model without stages.
-
-    Args:
-        directory: written by ``convert``.
-        may_be_damaged: open files with the right headers and sizes without checking samples of their bytes.
-
-    Raises:
-        CheckpointError: if it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: if the plan is malformed, or the directory belongs to one stage of several.
-    """
+    """Open a converted directory. Stages are assembled to a model without stages."""
     path = Path(directory)
     if stage_directories(path):
         stages = read_stages(path, may_be_damaged=may_be_damaged)
@@ -120,16 +111,7 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
 
 
 def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
-    """Open the directories of all stages, each with the plan of all, and tensors by the first of their names.
-
-    Args:
-        path: directory of all stages, or of a model without stages.
-        may_be_damaged: see ``read``.
-
-    Raises:
-        CheckpointError: see ``read``; or they are stages of several conversions.
-        PlanError: see ``read``.
-    """
+    """Open the directories of all stages: each with the plan of all, tensors by their first names."""
     directories = stage_directories(path)
     if not directories:
         return [read(path, may_be_damaged=may_be_damaged)]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.fingerprint import check_code
-from shardconv_runtime.format.manifest import MANIFEST_NAME
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.fingerprint import check_code
+from shardconv_runtime.files.manifest import MANIFEST_NAME
+from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.default_modes import in_default_modes
 
@@ -21,8 +21,8 @@ from ..reporting.progress import Progress, Silent
 from ..reporting.report import numerics_text
 from ..reporting.summary import human_bytes
 from . import shards
-from .derived import require_trusted
-from .intact import Contents, Findings, check, open_contents
+from .derived_directory import require_trusted
+from .file_checks import Contents, Findings, check, open_contents
 from .shards import of_all_stages
 
 
@@ -117,8 +117,8 @@ def verify(
     reference = None
     if against is not None:
         # Comparing and running import torch and transformers, which are not needed for checksums.
-        from ..initializing.initial_weights import is_initialized
-        from .against import add_differences, read_reference
+        from ..inputs.initial_weights import is_initialized
+        from .source_comparison import add_differences, read_reference
 
         source = parts[0].manifest.source
         if is_initialized(source):

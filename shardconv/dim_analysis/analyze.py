@@ -15,12 +15,12 @@ from ..inputs.label_forms import loss_arguments
 from ..tracing.functions import sources
 from ..tracing.opaque import OPAQUE
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
-from . import dim_trees
+from . import dim_trees, view_rules
 from .analysis import Analysis, frozen_leaves
-from .dim_trees import Conflict, Node
+from .composite_modules import NormSite, find_norms
+from .dim_trees import IncompatibleDims, Node
 from .rule_builder import Arguments, Builder, NotCovered, owning_modules
-from .rules import POINTWISE, RULES, views
-from .sites import NormSite, find_norms
+from .rules import POINTWISE, RULES
 
 STRICT_RULES = "SHARDCONV_STRICT_RULES"
 """Environment variable. If it is set, errors in rules are raised."""
@@ -37,8 +37,6 @@ def analyze(
 
     Args:
         tape: the tape of the global model.
-        ties: pairs of tensors whose dims must have the same structure.
-        same: pairs of tensors that get the same layout.
     """
     builder = Builder(tape)
     norms = find_norms(tape)
@@ -116,10 +114,6 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     These are results of the encoder, if the model takes them as an argument, outputs of the base model that
     the model itself does not read, such as a pooler's, and tensors of which a loss may be
     computed.
-
-    Args:
-        analysis: the analysis of the model.
-        model: the model on meta.
     """
     handed_out: list[int] = []
     if "encoder_outputs" in forward_signature(model).parameters:
@@ -208,12 +202,15 @@ def _apply(builder: Builder, op: Op) -> None:
             if os.environ.get(STRICT_RULES):
                 raise RuleError(f"the rule of {op.name} failed: {type(error).__name__}: {error}") from error
             raise NotCovered from error
-    except (Conflict, NotCovered):  # calls of the builder that the rule made so far only add constraints
+    except (
+        IncompatibleDims,
+        NotCovered,
+    ):  # calls of the builder that the rule made so far only add constraints
         _block_all(builder, op, f"{op.name} as it is called")
         return
     if op.inputs and builder.parametric.issuperset(op.inputs):
         builder.parametric.update(op.outputs)
-    if (base in views.RULES or base in _PARTS) and not builder.from_stack.isdisjoint(op.inputs):
+    if (base in view_rules.RULES or base in _PARTS) and not builder.from_stack.isdisjoint(op.inputs):
         builder.from_stack.update(op.outputs)
 
 

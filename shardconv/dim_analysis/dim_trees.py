@@ -48,7 +48,7 @@ class Node:
         return "[" + "|".join(map(repr, node.children)) + "]"
 
 
-class Conflict(Exception):
+class IncompatibleDims(Exception):
     """Two dims, or a dim and a size, do not fit together. The caller blocks them."""
 
 
@@ -135,15 +135,11 @@ def make_atomic(node: Node) -> None:
 
 
 def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
-    """Turn a leaf, and those linked to it, into a product or a sum.
-
-    Raises:
-        Conflict: if it is atomic.
-    """
+    """Turn a leaf, and those linked to it, into a product or a sum."""
     assert node.kind == LEAF
     assert node.parent is None
     if node.atomic:
-        raise Conflict
+        raise IncompatibleDims
     node.kind, node.children = kind, tuple(children)
     if node.blocked:
         block(node, node.why)
@@ -153,13 +149,9 @@ def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
 
 
 def split(node: Node, inner: int) -> tuple[Node, Node]:
-    """Split a dim into (outer, inner) factors, the inner one of this size.
-
-    Raises:
-        Conflict: if its structure does not allow that.
-    """
+    """Split a dim into (outer, inner) factors, the inner one of this size."""
     if node.size == 0 or node.size % inner:
-        raise Conflict
+        raise IncompatibleDims
     parts = factors(node)
     done = 1
     for index in range(len(parts) - 1, -1, -1):
@@ -172,13 +164,13 @@ def split(node: Node, inner: int) -> tuple[Node, Node]:
         outer_part, inner_part = _split_factor(part, inner, done)
         return product([*parts[:index], outer_part]), product([inner_part, *parts[index + 1 :]])
     if done != inner:
-        raise Conflict
+        raise IncompatibleDims
     return leaf(1), product(parts)
 
 
 def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
     if inner % done or part.size % (inner // done):
-        raise Conflict
+        raise IncompatibleDims
     need = inner // done
     if part.kind == LEAF:
         pair = leaf(part.size // need), leaf(need)
@@ -194,7 +186,7 @@ def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
             run.append(segment)
             total = sum(s.size for s in run)
             if total > need:
-                raise Conflict
+                raise IncompatibleDims
             if total == need:
                 runs.append(concatenation(run))
                 run = []
@@ -213,11 +205,7 @@ def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
 
 
 def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
-    """Cut a dim into consecutive segments of these sizes.
-
-    Raises:
-        Conflict: if a boundary falls inside of a factor that cannot be cut.
-    """
+    """Cut a dim into consecutive segments of these sizes."""
     node = find(node)
     assert sum(sizes) == node.size
     if sum(1 for s in sizes if s) <= 1:
@@ -248,7 +236,7 @@ def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
     parts = factors(node)
     inner = math.prod(p.size for p in parts[1:])
     if any(s % inner for s in sizes):
-        raise Conflict
+        raise IncompatibleDims
     return [product([p, *parts[1:]]) for p in cut(parts[0], [s // inner for s in sizes])]
 
 
@@ -272,7 +260,7 @@ def unify(a: Node, b: Node) -> None:
         return
     try:
         _pair_up(a, b, unify)
-    except Conflict:
+    except IncompatibleDims:
         block(a, "it is used in two forms that do not fit together")
         block(b, "it is used in two forms that do not fit together")
         return
@@ -304,7 +292,7 @@ def link(a: Node, b: Node) -> None:
         return
     try:
         _pair_up(a, b, link)
-    except Conflict:
+    except IncompatibleDims:
         return
 
 
@@ -330,7 +318,7 @@ def _pair_up(a: Node, b: Node, join: Join) -> None:
         known = dict(zip(left, starts[0], strict=False))
         for node, start in zip(right, starts[1], strict=False):
             if 0 < abs(start - known.get(node, start)) < node.size:
-                raise Conflict
+                raise IncompatibleDims
         sizes = [stop - start for start, stop in pairwise(sorted({*starts[0], *starts[1]}))]
         for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
             join(x, y)

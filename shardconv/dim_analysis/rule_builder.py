@@ -10,8 +10,8 @@ from typing import Any
 from ..tracing.tape import Mark, Op, Ref, Tape, makers, prefixes
 from . import dim_trees
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
-from .dim_trees import Conflict, Node
-from .sites import NormSite
+from .composite_modules import NormSite
+from .dim_trees import IncompatibleDims, Node
 
 
 class NotCovered(Exception):
@@ -157,7 +157,7 @@ class Builder:
         """Return (outer, inner) factors of a dim, which are blocked if its structure has none."""
         try:
             return dim_trees.split(dim, inner)
-        except Conflict:
+        except IncompatibleDims:
             self.block_dim(dim)
             return dim_trees.leaf(dim.size // inner, True), dim_trees.leaf(inner, True)
 
@@ -165,7 +165,7 @@ class Builder:
         """Return consecutive segments of a dim, which are blocked if its structure has none."""
         try:
             return dim_trees.cut(dim, sizes)
-        except Conflict:
+        except IncompatibleDims:
             self.block_dim(dim)
             return [dim_trees.leaf(n, True) for n in sizes]
 

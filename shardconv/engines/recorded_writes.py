@@ -17,10 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of, on_meta
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import (
+    ComputedLeaf,
+    LazyLeaf,
+    LazyTensor,
+    from_leaf,
+    zeros,
+)
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor, lazy_of, on_meta
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, from_leaf, zeros
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -48,11 +54,7 @@ class StorageRecord:
             self.writes.append((View(0, (size,), (1,)), _taken_for(tensor.dtype)))
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """Return the content of a view of the storage.
-
-        Raises:
-            UnknownContentError: if it cannot be known.
-        """
+        """Return the content of a view of the storage."""
         if tensor.dtype != self.tensor.dtype:
             raise UnknownContentError(_taken_for(tensor.dtype))
         known = []
@@ -112,11 +114,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leaves of which a tensor was changed in place; only that tensor has the new content."""
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """Return the content of a tensor.
-
-        Raises:
-            UnknownContentError: if it cannot be known.
-        """
+        """Return the content of a tensor."""
         if isinstance(tensor, RecordedTensor):
             if any(piece.leaf in self._changed for piece in tensor.lazy.pieces):
                 raise UnknownContentError("a tensor that may share its bytes was changed in place")
@@ -366,11 +364,7 @@ class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse functions that hand out the memory.
-
-        Raises:
-            UnknownContentError: if the tensor's memory does not have its values.
-        """
+        """Refuse functions that hand out the memory."""
         if func in _RAW and not self._writes.has_values(args[0]):
             raise UnknownContentError(f"the memory of a parameter is read by {func.__name__}")
         return func(*args, **(kwargs or {}))

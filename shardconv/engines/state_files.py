@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format import manifest as paths
-from shardconv_runtime.format.checksums import checksums
+from shardconv_runtime.files import manifest as paths
+from shardconv_runtime.files.checksums import checksums
+from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, Source
 from shardconv_runtime.format.header import TORCH_NAME, read_header
-from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Source
 from shardconv_runtime.format.typed_json import (
     MalformedError,
     decode,
@@ -88,11 +88,7 @@ def is_engine_state(directory: str | os.PathLike[str]) -> bool:
 
 
 def read(directory: str | os.PathLike[str]) -> StateManifest:
-    """Read the manifest.
-
-    Raises:
-        CheckpointError: if it is missing, malformed, or was changed.
-    """
+    """Read the manifest."""
     try:
         text = read_text(Path(directory) / MANIFEST_NAME)
         found = load_document(StateManifest, text, FORMAT, VERSION)
@@ -118,16 +114,7 @@ class VerifiedState:
 
 
 def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifiedState:
-    """Check sizes, checksums, the signature of each rank's tensors, and the engine's version.
-
-    Args:
-        out: a directory that ``export_vllm`` wrote.
-        progress: where to report progress.
-
-    Raises:
-        DamagedError: with all problems; the installed engine is of another version than recorded, too.
-        CheckpointError: if ``out`` has no manifest that can be read.
-    """
+    """Check sizes, checksums, the signature of each rank's tensors, and the engine's version."""
     directory = Path(out)
     found = read(directory)
     located: dict[FileEntry, Path] = {}

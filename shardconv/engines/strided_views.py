@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.checkpoint import lazy_tensor as lazy
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor
 from shardconv_runtime.format.slices import Range
-from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 Box = tuple[Range, ...]
 
@@ -52,12 +52,7 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
     """Return the content of a view.
 
     Args:
-        view: a view of the storage.
         dtype: the dtype of all elements.
-        writes: writes to views of the same storage, in their order; a later one hides an earlier one.
-
-    Raises:
-        UnknownContentError: if an element was never written, or to something that is not known.
     """
     if math.prod(view.shape) == 0:
         return LazyTensor(dtype, view.shape, ())
@@ -127,9 +122,6 @@ def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[
 
     Digits are counted from the start of the storage, or, if the storage has more than this view and the view
     begins in the middle of a row, from the start of the view.
-
-    Raises:
-        UnknownContentError: if a stride does not divide the next larger one, or a view is not a box.
     """
     strides = {1, *(stride for each in (view, *others) for _, stride in _merged(each))}
     radices = sorted(strides, reverse=True)

@@ -35,11 +35,7 @@ def installed_version() -> str | None:
 
 
 def require_vllm() -> str:
-    """Return the version of vLLM.
-
-    Raises:
-        ShardconvError: if it is not installed, or its package cannot be found.
-    """
+    """Return the version of vLLM."""
     found = installed_version()
     if found is None or find_spec("vllm") is None:
         raise ShardconvError(
@@ -149,11 +145,7 @@ USES: Sequence[EngineValue] = (
 
 
 def require_known(uses: Sequence[EngineValue] = USES) -> None:
-    """Import the parts of vLLM that are used.
-
-    Raises:
-        ShardconvError: if a name is missing or has another signature; the message names it.
-    """
+    """Import the parts of vLLM that are used."""
     problems = [problem for use in uses if (problem := use.problem()) is not None]
     if len(problems) > SHOWN:
         problems[SHOWN:] = [f"and {len(problems) - SHOWN} more"]

@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, rank_directory
+from shardconv_runtime.files.shard_files import grouped
+from shardconv_runtime.files.small_files import config_in_dtype, entry_of
 from shardconv_runtime.format.header import item_bytes
-from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
-from shardconv_runtime.format.shard_files import grouped
-from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from shardconv_runtime.versions import tool_versions
 
-from ..converted import derived
-from ..converted.saved import checkpoint_tensors
+from ..converted import derived_directory
+from ..converted.saved_layout import checkpoint_tensors
 from ..reporting.progress import Progress
 from ..writing.durable import write_durably
 from ..writing.fill import fill
@@ -54,19 +54,15 @@ class EngineSource:
 def engine_source(
     model: str | os.PathLike[str], hub: Hub, *, trust_remote_code: bool, stream: bool
 ) -> EngineSource:
-    """Find the tensors of an ordinary checkpoint or of a converted directory, without reading them.
-
-    Raises:
-        ShardconvError: see ``export_vllm``.
-    """
+    """Find the tensors of an ordinary checkpoint or of a converted directory, without reading them."""
     path = Path(model).expanduser()
     if (path / MANIFEST_NAME).is_file():
-        converted = derived.read(path, trust_remote_code=trust_remote_code)
-        tensors, _ = checkpoint_tensors(converted, derived.spec_of(converted))
+        converted = derived_directory.read(path, trust_remote_code=trust_remote_code)
+        tensors, _ = checkpoint_tensors(converted, derived_directory.spec_of(converted))
         origin = Origin(
             converted.manifest.source,
-            derived.identity(converted),
-            lambda directory: derived.copy_small_files(converted, directory),
+            derived_directory.identity(converted),
+            lambda directory: derived_directory.copy_small_files(converted, directory),
         )
         return EngineSource(str(path), path, tensors, origin, converted.plan.model.trust_remote_code)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, stream=stream)

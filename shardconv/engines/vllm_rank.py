@@ -12,9 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's way to have a rank alone
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -69,11 +69,7 @@ def lone_rank(rank: int, tp: int) -> Iterator[None]:
 
 
 def engine_config(request: Request) -> Any:
-    """Return vLLM's config, which is the same for all ranks.
-
-    Raises:
-        Exception: any that vLLM raises.
-    """
+    """Return vLLM's config, which is the same for all ranks."""
     asked = EngineArgs(
         model=str(request.directory),
         tensor_parallel_size=request.tp,
@@ -90,11 +86,7 @@ def engine_config(request: Request) -> Any:
 
 
 def answer(request: Request, config: Any, rank: int) -> Answer:
-    """Build vLLM's model for a rank and load the tensors, none of which is read.
-
-    Raises:
-        Exception: any that vLLM raises.
-    """
+    """Build vLLM's model for a rank and load the tensors, none of which is read."""
 
     class _Loader(DefaultModelLoader):  # type: ignore[misc]
         """vLLM's default loader, which gets the given tensors instead of reading files."""

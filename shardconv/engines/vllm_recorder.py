@@ -61,12 +61,7 @@ def main(folder: str) -> None:
 
 
 def _import() -> None:
-    """Import vLLM's loader.
-
-    Raises:
-        ShardconvError: if vLLM lacks a part, or a part has another signature than here.
-        ImportError: if vLLM cannot be imported.
-    """
+    """Import vLLM's loader."""
     import torch  # reports its errors to the program that waits, like the other modules
 
     if TARGET not in os.environ and not torch.accelerator.is_available():

@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 # The messages between the program that exports for vLLM and its process that records vLLM's loader. They are
 # pickled into files of one folder.
@@ -148,16 +148,8 @@ class StateRecorder:
         """Record vLLM's loader.
 
         Args:
-            name: the name of the model, for messages.
-            directory: the directory with the model's config.
             tensors: the global tensors of the checkpoint, by its names.
-            tp: number of ranks.
-            ranks: the ranks whose loading is recorded; None: all.
             dtype: the dtype of the parameters; None: vLLM chooses it.
-            trust_remote_code: let vLLM import the Python code in ``directory``.
-
-        Raises:
-            SourceError: if vLLM cannot load the model, or writes something that cannot be recorded.
         """
         own = tuple(range(tp)) if ranks is None else tuple(sorted(ranks))
         request = Request(directory, tensors, tp, own, dtype or "auto", trust_remote_code)

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format.small_files import EXAMPLE_NAME
+from shardconv_runtime.files.small_files import EXAMPLE_NAME
 from shardconv_runtime.parallel.build import EMBEDDINGS
 from torch import Tensor, nn
 
@@ -43,11 +43,7 @@ Example = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | str | os.Path
 
 
 def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the other arguments of the call for a config; the same ones each time.
-
-    Raises:
-        SourceError: if there are none, or their values cannot be passed on.
-    """
+    """Return the tensors and the other arguments of the call for a config; the same ones each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a function may draw its values
         try:
@@ -75,11 +71,7 @@ def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor]
 
 
 def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the example for a model. Floating point tensors get its dtype.
-
-    Raises:
-        SourceError: if its forward method does not take these arguments, or needs others.
-    """
+    """Return the example for a model. Floating point tensors get its dtype."""
     tensors, others = example_call(example, getattr(model, "config", None))
     parameters = inspect.signature(model.forward).parameters
     name = type(model).__name__
@@ -116,17 +108,7 @@ def save_example(example: ExampleInputs, config: Any, directory: Path) -> Path:
 
 
 def read_example(example: Example) -> ExampleInputs:
-    """Read the example that a user gives.
-
-    Args:
-        example: the keyword arguments, a function that returns them for a config, or the path of a file.
-            A Python file defines ``example_inputs(config)``; it is run. A safetensors file has the tensors
-            under their argument names, and other arguments in its metadata, under ``arguments``, as a JSON
-            object.
-
-    Raises:
-        SourceError: if the file cannot be read, or is of another kind.
-    """
+    """Read the example that a user gives."""
     if isinstance(example, Mapping):
         found = dict(example)
         return ExampleInputs("the example inputs", lambda config: found)

@@ -56,11 +56,6 @@ def free_sizes(model: nn.Module, multiple: int, tokens: int = 0) -> tuple[int, i
     Neither of them, nor their product, is the size of a parameter's dim. If possible, the length is a
     multiple of ``multiple``, and differs from numbers in the model's code: twice the size of a buffer (rotary
     frequencies), and int attributes.
-
-    Args:
-        model: a model with parameters and buffers.
-        multiple: the length is a multiple of it.
-        tokens: fewest tokens in a batch, also of a decoder.
     """
     taken = {n for p in model.parameters() for n in p.shape}
     # Sizes that tensors may get in the forward pass: sizes of buffers, and attributes. Attributes that differ
@@ -182,10 +177,6 @@ def is_about_tokens(error: Exception) -> bool:
 
 def needed_count(error: Exception, count: int) -> int | None:
     """Return the number of features from an error that compares it with a number of tokens.
-
-    Args:
-        error: error of a call.
-        count: number of tokens of the call.
 
     Returns:
         None if the error is another one, or does not name exactly these two numbers.

@@ -191,13 +191,7 @@ class InputMaker:
                 yield replace(choice, length=n)
 
     def widened(self, choice: InputChoice, error: Exception, of_forms: bool) -> InputChoice | None:
-        """Return the choice with an input of the width that the model's error asks for, or None.
-
-        Args:
-            choice: the choice with which the model failed.
-            error: its error.
-            of_forms: change inputs in forms, instead of unknown inputs.
-        """
+        """Return the choice with an input of the width that the model's error asks for, or None."""
         try:
             tensors = self.tensors(choice)
         except SolveError:
@@ -228,12 +222,7 @@ class InputMaker:
         return None
 
     def lengthened(self, choice: InputChoice, error: Exception) -> InputChoice | None:
-        """Return the choice with a form of the length that the model's error asks for, or None.
-
-        Args:
-            choice: the choice with which the model failed.
-            error: its error: a length is not a multiple of a number, or a mask and features differ in length.
-        """
+        """Return the choice with a form of the length that the model's error asks for, or None."""
         formed = {name: t for form in choice.forms for name, t in form.tensors.items()}
         free = {n: t for n, t in formed.items() if n not in dict(choice.widths)}
         mask = needed_mask(error, free)
@@ -249,11 +238,7 @@ class InputMaker:
         return replace(choice, widths=(*choice.widths, *((name, length) for name in names)))
 
     def tensors(self, choice: InputChoice) -> dict[str, Tensor]:
-        """Return the tokens, with placeholders for the chosen forms, the forms, and other required tensors.
-
-        Raises:
-            SolveError: if nothing is known of a required parameter.
-        """
+        """Return tokens with placeholders for the chosen forms, the forms, and other required tensors."""
         tensors = self._known(choice)
         for name in self._required(tensors):  # nothing is known of these except that they are tensors
             annotation = self.parameters[name].annotation
@@ -343,12 +328,7 @@ class InputMaker:
         )
 
     def run(self, tensors: Mapping[str, Tensor], forms: Sequence[InputForm], on_numbers: bool) -> Tape:
-        """Trace the forward pass.
-
-        Raises:
-            SolveError: if it fails.
-            NotReadError: if it does not read a form's tensor.
-        """
+        """Trace the forward pass."""
         tape = trace(self.model, tensors, self.keep, self.options(), None, on_numbers, self.few_chosen)
         for form in forms:
             name = next(iter(form.tensors))

@@ -48,8 +48,6 @@ def label_forms(model: nn.Module, inputs: TraceInputs, returned: Mapping[str, Te
     """Yield calls with labels, the likeliest first. The model's code may take none of them.
 
     Args:
-        model: a model that takes labels.
-        inputs: the inputs of a call without.
         returned: the outputs of the unsharded model in that call, by name: global ``[B, ...]``.
     """
     names = [name for name in loss_arguments(model) if name not in inputs.tensors]

@@ -441,12 +441,7 @@ class FormMaker:
                 yield InputForm(kind, tensors, seen)
 
     def resized(self, form: InputForm, sizes: Sequence[int]) -> Iterator[InputForm]:
-        """Yield the form with images ``[B, C, H, W]`` with other numbers of patches.
-
-        Args:
-            form: the form of images.
-            sizes: their number of patches, and other numbers to try.
-        """
+        """Yield the form with images ``[B, C, H, W]`` with other numbers of patches."""
         image = ImageSizes.of(self.asked.config)
         name, pixels = next(iter(form.tensors.items()))
         if form.kind != "image" or pixels.dim() != 4:

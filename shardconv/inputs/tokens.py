@@ -59,10 +59,6 @@ class TokenMaker:
     def tensors(self, placeholders: Sequence[tuple[str, int]], length: int) -> dict[str, Tensor]:
         """Return ids, and the masks, types and boxes that the model takes with them.
 
-        Args:
-            placeholders: (kind of input, number of its placeholders in each row).
-            length: number of tokens of the text.
-
         Returns:
             int64 tensors ``[B, S]`` by parameter, ``bbox`` ``[B, S, 4]``; S counts the placeholders too.
         """

@@ -33,10 +33,6 @@ def left_out_experts(model: nn.Module, tape: Tape) -> int:
 
     Experts that code chose by a guess are modules whose names differ only in a number. Parameters of some of
     them were read.
-
-    Args:
-        model: the traced model.
-        tape: the tape of the call.
     """
     if not tape.guesses:
         return 0
@@ -99,17 +95,9 @@ def trace_inputs(
 
     Args:
         model: the model on meta; floating point inputs get the dtype of its parameters.
-        keep: operators that are recorded as one even if they are composite.
-        seed: another seed gives other values and other sizes, for a second run on numbers.
-        multiple: the length of the sequence is a multiple of it, if the model allows this.
-        example: arguments of a call. Only ``use_cache`` and arguments that ask for more outputs are added.
 
     Returns:
         The first inputs with which the forward pass can be traced, and the tape.
-
-    Raises:
-        SolveError: if it cannot be traced with any inputs, or with the example.
-        SourceError: if the example does not fit the model.
     """
     if example is not None:
         return _traced_example(model, keep, example)
@@ -140,13 +128,7 @@ def _traced(
     experts: int = 0,
     offers_states: bool = False,
 ) -> tuple[TraceInputs, Tape]:
-    """Trace the model with the first inputs that it accepts.
-
-    Args:
-        model, keep, seed, multiple: see ``trace_inputs``.
-        experts: number of experts that each need a token; 0 if a few are enough.
-        offers_states: give the model the states of an encoder.
-    """
+    """Trace the model with the first inputs that it accepts."""
     make = partial(InputMaker, model, keep, seed, multiple, experts=experts, offers_states=offers_states)
     maker = make()
     makers = _with_other_options(make, maker)
@@ -201,12 +183,7 @@ def _with_other_options(make: Callable[..., InputMaker], maker: InputMaker) -> l
 def _traced_example(
     model: nn.Module, keep: Collection[str], example: ExampleInputs
 ) -> tuple[TraceInputs, Tape]:
-    """Return the example, and the tape of a call with it.
-
-    Raises:
-        SolveError: if the model cannot be traced with it, or it leaves out experts.
-        SourceError: if it does not fit the model.
-    """
+    """Return the example, and the tape of a call with it."""
     call = example_call_of(example, model)
     missing = 0
     for all_experts in (False, True):
@@ -287,13 +264,6 @@ def _first(
 
     If an error names the width of an input, a divisor of it, or the number of tokens, this is tried next. If
     the error of the first choice is new and names numbers, they are tried as sizes.
-
-    Args:
-        maker: the maker of the inputs.
-        choices: choices to try.
-        known: errors for which no sizes are tried.
-        failed: gets the choices with which the model does not run, and its errors.
-        on_numbers: run modules that fail on numbers.
     """
     todo, before = list(choices), ""
     while todo:
@@ -326,13 +296,6 @@ def not_in_training(
 
     Code that bypasses a module in training reads its parameters itself. The result is empty if the forward
     pass cannot be traced in training mode.
-
-    Args:
-        tape: the tape of the forward pass in evaluation.
-        model: the model on meta; it does not change.
-        inputs: the inputs of the trace.
-        shown_by: maps a module's FQN to the FQN of a module that does the same. The model may only run the
-            latter.
     """
     was_training = model.training
     model.train()
@@ -351,10 +314,6 @@ def returns_its_loss_function(model: nn.Module, inputs: TraceInputs) -> bool:
 
     Some models have the function and compute another loss. The result is False if the model cannot be traced
     with labels.
-
-    Args:
-        model: the model on meta; it cannot be used afterwards.
-        inputs: the inputs of a trace, without labels.
     """
     made: list[Tensor] = []
     returned: list[Any] = []

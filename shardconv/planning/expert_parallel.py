@@ -17,9 +17,9 @@ from shardconv_runtime.format.dims import axes_of
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis, corresponding_leaves
+from ..dim_analysis.composite_modules import ExpertSite, find_experts, find_stacks, isolate
 from ..dim_analysis.dim_trees import Node, find, leaves, unify
-from ..dim_analysis.sites import ExpertSite, find_experts, find_stacks, isolate
-from ..matching.expert_sums import NotProven, prove_experts
+from ..simulation.expert_sums import NotProven, prove_experts
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Tape
 from .layout import Layouts
@@ -29,11 +29,7 @@ REMEDY = "use --experts tp, the default, which shards each expert"
 
 
 def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
-    """Fold each module of experts on the tape into one operator.
-
-    Raises:
-        SolveError: if a module that is called like experts was not proven to be a sum over them.
-    """
+    """Fold each module of experts on the tape into one operator."""
     sites = []
     for candidate in find_experts(folded.tape):
         module = model.get_submodule(candidate.fqn)
@@ -52,12 +48,6 @@ class ExpertParallel:
 
     If modules are called with ids, stacks that every token is multiplied with (shared experts) are left to
     the solver.
-
-    Args:
-        analysis: the analysis of the tape that ``isolate_experts`` returned.
-
-    Raises:
-        SolveError: if the model has no experts, or some that cannot be distributed.
     """
 
     def __init__(self, analysis: Analysis) -> None:
@@ -91,11 +81,7 @@ class ExpertParallel:
         return out
 
     def notes(self, layouts: Layouts) -> tuple[str, ...]:
-        """Describe experts that several ranks hold.
-
-        Raises:
-            SolveError: if every rank would hold all experts of a module.
-        """
+        """Describe experts that several ranks hold."""
         found: dict[str, None] = {}
         num_ranks = math.prod(layouts.mesh)
         dense = [(_owner(self.analysis.tape, tid), self.analysis.dims[tid][0]) for tid in self.dense]
@@ -143,9 +129,6 @@ def _join(analysis: Analysis, tid: int) -> None:
     """Unify the dim of experts of a stack on both sides of marks, wherever it may be sharded.
 
     Tensors that are multiplied with it, or read its size, then have the local size from the first mark on.
-
-    Raises:
-        SolveError: if it cannot be sharded up to the operator that sums over it.
     """
     counts = leaves(analysis.dims[tid][0])
     neighbors: dict[Node, list[Node]] = {}

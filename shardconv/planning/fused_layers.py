@@ -28,12 +28,12 @@ from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.fold import NUMBERED, Folded, Segment, alike, segments_of
 from ..tracing.tape import Mark, prefixes, starred
-from .obstacle import Obstacle, joined
+from .conflict import Conflict, joined
 
-# An obstacle in one layer occurs in every layer that does the same, so all of them are ruled out at once.
+# A conflict in one layer occurs in every layer that does the same, so all of them are ruled out at once.
 #
 # Layers of a stack that was folded are solved as one anyway. In other stacks, such as layers that write to
-# states of the model, each layer would need another round for the obstacle.
+# states of the model, each layer would need another round for the conflict.
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class PeerLayers:
 
     analysis: Analysis
 
-    def widened(self, obstacle: Obstacle) -> Obstacle:
-        """Add the leaves that correspond to the obstacle's leaves in all layers that do the same.
+    def widened(self, conflict: Conflict) -> Conflict:
+        """Add the leaves that correspond to the conflict's leaves in all layers that do the same.
 
-        Other obstacles of the round that blame some of these leaves are dropped.
+        Other conflicts of the round that blame some of these leaves are dropped.
         """
         wider = []
-        for each in (obstacle, *obstacle.others):
+        for each in (conflict, *conflict.others):
             found = dict.fromkeys(find(x) for node in each.nodes for x in leaves(node))
             for group in self._groups if found else ():
                 found |= self._corresponding(group, found)
             wider.append(replace(each, nodes=tuple(found) or each.nodes, others=()))
-        return joined(wider) or obstacle
+        return joined(wider) or conflict
 
     @cached_property
     def _groups(self) -> list[list[Segment]]:
@@ -102,9 +102,7 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
     Subclasses are left out, since their forward may do something else.
 
     Args:
-        plan: a plan without groups.
         model: the global model, on meta.
-        folded: its tape.
     """
     layers = _Layers(
         model, parameter_plans(plan), module_plans(plan), {n for pair in plan.tied for n in pair}
@@ -130,12 +128,7 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
 
 
 def without_groups(plan: Plan, fqn: str) -> Plan:
-    """Remove the groups in a module and in modules named like it. If it has none, remove all groups.
-
-    Args:
-        plan: a plan with groups.
-        fqn: the module, or one inside of it.
-    """
+    """Remove the groups in a module and in modules named like it. If it has none, remove all groups."""
     inside = {starred(name) for name in prefixes(fqn)}
     kept = [g for g in fused_groups(plan) if starred(g[0].rpartition(".")[0]) not in inside]
     is_changed = len(kept) < len(fused_groups(plan))

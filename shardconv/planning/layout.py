@@ -13,8 +13,8 @@ from shardconv_runtime.format.dims import leaves as dim_leaves
 
 from ..dim_analysis.analysis import Analysis, frozen_leaves, num_tokens
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
-from ..solving.gradients import sequence_leaves
-from ..solving.solve import Assignment
+from .gradients import sequence_leaves
+from .solve import Assignment
 
 
 class Shapes(Protocol):

@@ -22,8 +22,8 @@ from ..dim_analysis.dim_trees import leaves
 from ..tracing.fold import NUMBERED
 from ..tracing.functions import Expr, evaluate, sources, traced_ints
 from ..tracing.tape import Ref, Tape, TracedIntCall, prefixes
+from .conflict import Conflict, joined
 from .layout import Layouts, Shapes
-from .obstacle import Obstacle, joined
 
 Attribute = tuple[str, str]
 """(module FQN, attribute)."""
@@ -39,13 +39,13 @@ class AttributeEdit:
     local: tuple[int, ...]
 
 
-def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
-    """Find the edits for all ranks; an obstacle if no edits make some call right."""
+def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Conflict:
+    """Find the edits for all ranks; a conflict if no edits make some call right."""
     ranks = range(math.prod(layouts.mesh)) if layouts.ranks_differ() else range(1)
     per_rank: list[dict[Attribute, Change]] = []
     for rank in ranks:
         changes = localized(layouts, rank)
-        if isinstance(changes, Obstacle):
+        if isinstance(changes, Conflict):
             return changes
         per_rank.append(changes)
     values = {attribute: change.value for changes in per_rank for attribute, change in changes.items()}
@@ -58,14 +58,8 @@ def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
 
 def localized(
     shapes: Shapes, rank: int = 0, given: Mapping[Attribute, int] | None = None
-) -> dict[Attribute, Change] | Obstacle:
-    """Find the changes with which every recorded call gives a rank's shapes; an obstacle if there are none.
-
-    Args:
-        shapes: the shapes of the tensors.
-        rank: the rank of the shapes.
-        given: values of attributes that are known. They are not returned.
-    """
+) -> dict[Attribute, Change] | Conflict:
+    """Find the changes with which every recorded call gives a rank's shapes; a conflict if there are none."""
     return _Localizer(shapes, rank, given or {}).changes()
 
 
@@ -105,14 +99,14 @@ class _Localizer:
         self.num_trials = 0
         self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
 
-    def changes(self) -> dict[Attribute, Change] | Obstacle:
-        """Find the attributes whose local value differs from the global one; an obstacle if no values are
+    def changes(self) -> dict[Attribute, Change] | Conflict:
+        """Find the attributes whose local value differs from the global one; a conflict if no values are
         right."""
         failing = [call for call in self.calls if not self._holds(call, {})]
-        obstacles = [self._obstacle(call) for call in failing if not call.attributes]
+        conflicts = [self._conflict(call) for call in failing if not call.attributes]
         out: dict[Attribute, Change] = {}
         pending = {a for call in failing for a in call.attributes}
-        while pending and not (obstacles and self.num_trials >= MAX_TRIALS):
+        while pending and not (conflicts and self.num_trials >= MAX_TRIALS):
             # Attributes that failing calls read together must be chosen together.
             start = min(pending)
             group = {start}
@@ -125,21 +119,21 @@ class _Localizer:
                         group |= new
                         grown = True
             chosen = self._search(sorted(group), self._concerned(group))
-            if isinstance(chosen, Obstacle):
+            if isinstance(chosen, Conflict):
                 reading = (call for call in self.calls if group & call.attributes.keys())
                 wider = {a for call in reading for a in call.attributes} - out.keys()
                 if wider != group:
                     group = wider
                     chosen = self._search(sorted(group), self._concerned(group))
             pending -= group
-            if isinstance(chosen, Obstacle):
-                obstacles.append(chosen)
+            if isinstance(chosen, Conflict):
+                conflicts.append(chosen)
             else:
                 out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
-        # Keep the first obstacle of each layer: the dims that it rules out may help other calls of the layer.
-        first: dict[str, Obstacle] = {}
-        for obstacle in obstacles:
-            first.setdefault(_layer_of(obstacle.where), obstacle)
+        # Keep the first conflict of each layer: the dims that it rules out may help other calls of the layer.
+        first: dict[str, Conflict] = {}
+        for conflict in conflicts:
+            first.setdefault(_layer_of(conflict.where), conflict)
         return joined(first.values()) or out
 
     def _matters(self, replay: TracedIntCall) -> bool:
@@ -153,14 +147,14 @@ class _Localizer:
 
     # Search ----------------------------------------------------------------------------------
 
-    def _search(self, group: Sequence[Attribute], calls: Sequence[_Call]) -> dict[Attribute, int] | Obstacle:
+    def _search(self, group: Sequence[Attribute], calls: Sequence[_Call]) -> dict[Attribute, int] | Conflict:
         """Return the fewest changes that make every call right, among the first ``MAX_TRIALS``."""
         candidates = {attribute: self._candidates(attribute, calls) for attribute in group}
         for edits in itertools.islice(_trials(candidates), MAX_TRIALS):
             self.num_trials += 1
             if all(self._holds(call, edits) for call in calls):
                 return edits
-        return self._obstacle(next(call for call in calls if not self._holds(call, {})))
+        return self._conflict(next(call for call in calls if not self._holds(call, {})))
 
     def _candidates(self, attribute: Attribute, calls: Sequence[_Call]) -> list[int]:
         """Return local sizes of dims of the attribute's value, and quotients by parts of the mesh."""
@@ -211,14 +205,14 @@ class _Localizer:
         got = [tuple(t.shape) for t in results if isinstance(t, torch.Tensor)]
         return got == [self.shapes.local_shape(t, self.rank) for t in replay.outputs]
 
-    def _obstacle(self, call: _Call) -> Obstacle:
+    def _conflict(self, call: _Call) -> Conflict:
         """Return the changed leaves of the tensors that a call reads and returns."""
         replay = call.replay
         tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
         nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
         changed = tuple(x for x in nodes if self.shapes.changed(x))
         function = getattr(replay.function, "__name__", str(replay.function))
-        return Obstacle(changed, f"{replay.fqn}: {function}")
+        return Conflict(changed, f"{replay.fqn}: {function}")
 
 
 def _layer_of(where: str) -> str:

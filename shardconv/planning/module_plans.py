@@ -32,14 +32,14 @@ from shardconv_runtime.format.slot_steps import (
 )
 from torch import nn
 
+from ..dim_analysis import contraction_rules
 from ..dim_analysis.analysis import Analysis, NormUse
 from ..dim_analysis.dim_trees import Node, leaves
-from ..dim_analysis.rules import contraction
-from ..matching.norm_formulas import fit_norm
-from ..solving.gradients import PARTIAL, REPLICATED
+from ..simulation.norm_formulas import fit_norm
 from ..tracing.tape import Mark, Op, starred
+from .conflict import Conflict, joined
+from .gradients import PARTIAL, REPLICATED
 from .layout import Layouts
-from .obstacle import Obstacle, joined
 from .solution import Solution
 
 
@@ -158,15 +158,14 @@ def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[
     return reached, region
 
 
-def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obstacle:
+def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Conflict:
     """Find formulas for the norms over a sharded dim, proven on numbers, by FQN.
 
     Args:
         model: the global model, on meta.
-        layouts: the layouts of its tensors.
 
     Returns:
-        An obstacle if no formula of the runtime computes the same as a norm, or if the calls of a norm are
+        A conflict if no formula of the runtime computes the same as a norm, or if the calls of a norm are
         not all on shards of the same dims, since it gets one formula for all of them.
     """
     first: dict[str, NormUse] = {}
@@ -176,7 +175,7 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
         if one != two and any(axes for axes, _ in (*one, *two)):
             nodes = tuple(x for each in trees for n in each for x in leaves(n))
             where = f"the norm {use.site.fqn} is called on shards and on other tensors"
-            return Obstacle(nodes, where, use.site.fqn)
+            return Conflict(nodes, where, use.site.fqn)
     out: dict[str, NormInfo] = {}
     for use in layouts.analysis.norms:
         axes = _axes(use.normalized, layouts)
@@ -187,7 +186,7 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
         info = fit_norm(model.get_submodule(fqn), use.site, layouts.analysis.tape)
         if info is None:
             nodes = (*leaves(use.groups), *leaves(use.normalized))
-            return Obstacle(nodes, f"the runtime has no formula for the norm {fqn} on shards")
+            return Conflict(nodes, f"the runtime has no formula for the norm {fqn} on shards")
         out[fqn] = replace(info, axes=axes, groups=_sizes(use.groups, layouts))
     return out
 
@@ -229,11 +228,11 @@ class _Call:
         return replace(self, inputs=steps[: len(self.inputs)], outputs=steps[len(self.inputs) :])
 
 
-def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Obstacle:
+def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Conflict:
     """Return the plans of all modules that change; equal ones share an entry.
 
     Returns:
-        An obstacle if a module that is called more than once would need different steps each time.
+        A conflict if a module that is called more than once would need different steps each time.
     """
     entries: dict[str, _Entry] = {}
     for event in solution.analysis.tape.events:
@@ -243,9 +242,9 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Obstacle:
                 entries.setdefault(solution.fqn(event), _Entry()).category = category
     _collect_lookups(solution, entries)
     _collect_experts(solution, entries)
-    obstacle = _collect_steps(solution, entries)
-    if obstacle is not None:
-        return obstacle
+    conflict = _collect_steps(solution, entries)
+    if conflict is not None:
+        return conflict
     for (fqn, attribute), edit in sorted(solution.edits.items()):
         entries.setdefault(fqn, _Entry()).edits.append(Edit(attribute, edit.value, edit.local))
     for fqn, norm in solution.norms.items():
@@ -284,7 +283,7 @@ def _category(solution: Solution, op: Op) -> str:
     """Return the category of a module that contains this operator; empty if the operator does not decide
     it."""
     analysis = solution.analysis
-    if op.name.rsplit(".", 1)[0] not in contraction.PRODUCTS:
+    if op.name.rsplit(".", 1)[0] not in contraction_rules.PRODUCTS:
         return ""
     is_weight = [t in analysis.parametric or t in analysis.from_stack for t in op.inputs]
     weights = [t for t, w in zip(op.inputs, is_weight, strict=True) if w and len(analysis.dims[t]) > 1]
@@ -329,22 +328,22 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
 # Steps ---------------------------------------------------------------------------------------------
 
 
-def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Obstacle | None:
+def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Conflict | None:
     """Add the steps of every module. Modules that are called several times have the same steps in all
     calls."""
     first: dict[str, _Call] = {}
-    obstacles: dict[str, Obstacle] = {}
+    conflicts: dict[str, Conflict] = {}
     for call, found in _calls(solution).items():
         fqn = solution.analysis.tape.calls[call].fqn
         known = first.setdefault(fqn, found)
         if known.from_end != found.from_end:
             nodes = [x for d in known.nodes + found.nodes for x in leaves(d)]
             where = f"{fqn} is called in different ways"
-            obstacles.setdefault(fqn, Obstacle(solution.sharded(nodes), where, fqn))
+            conflicts.setdefault(fqn, Conflict(solution.sharded(nodes), where, fqn))
         elif list(map(_dim, known.inputs + known.outputs)) != list(map(_dim, found.inputs + found.outputs)):
             first[fqn] = known.counted_from_end()
-    if obstacles:
-        return joined(obstacles.values())
+    if conflicts:
+        return joined(conflicts.values())
     for fqn, found in first.items():
         if found.from_end:
             entry = entries.setdefault(fqn, _Entry())

@@ -16,11 +16,11 @@ from shardconv_runtime.parallel.meta_model import tied_names
 from torch import Tensor, nn
 
 from ..dim_analysis.analysis import Analysis
-from ..dim_analysis.dim_trees import Conflict, Node, find, leaves, split
-from ..solving.gradients import PARTIALLY_SHARDED, placement
+from ..dim_analysis.dim_trees import IncompatibleDims, Node, find, leaves, split
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, ModuleCall, Op, prefixes, starred
-from .obstacle import Obstacle
+from .conflict import Conflict
+from .gradients import PARTIALLY_SHARDED, placement
 from .solution import Solution, stand_in
 
 # A solution must not cut packed parameters inside of their steps.
@@ -47,7 +47,7 @@ def split_at_steps(analysis: Analysis, folded: Folded, steps: Steps) -> list[Nod
         if tid not in analysis.dims:
             continue
         for dim, step in zip(analysis.dims[tid], sizes, strict=True):
-            with suppress(Conflict):
+            with suppress(IncompatibleDims):
                 if step > 1:
                     forbidden += leaves(split(dim, step)[1])
     return forbidden
@@ -55,7 +55,7 @@ def split_at_steps(analysis: Analysis, folded: Folded, steps: Steps) -> list[Nod
 
 def find_divided_step(
     solution: Solution, parameters: Iterable[ParameterPlan], steps: Steps
-) -> Obstacle | None:
+) -> Conflict | None:
     """Return the first dim of a packed parameter in which a rank's shard begins or ends inside of a step."""
     if not steps:
         return None
@@ -72,7 +72,7 @@ def find_divided_step(
             for index, (dim, step) in enumerate(zip(entry.dims, sizes, strict=False)):
                 if not is_sharded_between(dim, step, solution.layouts.mesh):
                     tid = by_name[stand_in(name, stand_ins)]
-                    return Obstacle((analysis.dims[tid][index],), f"{name} is packed in steps of {step}")
+                    return Conflict((analysis.dims[tid][index],), f"{name} is packed in steps of {step}")
     return None
 
 
@@ -80,7 +80,6 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     """Return the layout of every parameter and persistent buffer; equal ones share an entry.
 
     Args:
-        solution: the solution of the model.
         model: the global model, on meta.
     """
     by_name = {i.name: t for t, i in enumerate(solution.analysis.tape.tensors) if i.name}
@@ -137,10 +136,7 @@ def _levels(solution: Solution, model: nn.Module, tid: int, owners: Collection[s
     read.
 
     Args:
-        solution: the solution.
         model: the global model, on meta.
-        tid: the parameter.
-        owners: the modules that own it (several if it is tied). Each may read it.
     """
     tape = solution.analysis.tape
     called = {call.fqn for call in tape.calls}

@@ -12,20 +12,15 @@ from shardconv_runtime.parallel.boundary import in_use
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node
-from ..solving.gradients import Gradients, placement
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Op, prefixes
+from .gradients import Gradients, placement
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit
 
 
 def inference_only(plan: Plan, why: str = "") -> Plan:
-    """Remove everything that is for training from a plan.
-
-    Args:
-        plan: a plan.
-        why: why it has no gradients.
-    """
+    """Remove everything that is for training from a plan."""
     modules = [
         replace(entry, inputs=_steps(entry.inputs), outputs=_steps(entry.outputs)) for entry in plan.modules
     ]
@@ -95,11 +90,6 @@ class Solution:
 
 
 def stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
-    """Map the name of a parameter to its counterpart in the layer that was solved.
-
-    Args:
-        name: FQN of a parameter.
-        stand_ins: FQNs of layers -> the layer that was solved in their place.
-    """
+    """Map the name of a parameter to its counterpart in the layer that was solved."""
     layer = next((p for p in prefixes(name) if p in stand_ins), "")
     return stand_ins[layer] + name[len(layer) :] if layer else name

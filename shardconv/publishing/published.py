@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.manifest import MANIFEST_NAME, Manifest
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import MANIFEST_NAME, Manifest
+from shardconv_runtime.files.tp_folders import Folder
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.hub.tp_folders import Folder
 
 from ..converted.shards import of_all_stages
 

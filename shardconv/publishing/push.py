@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.small_files import stage_directories
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..converted.verify import verify

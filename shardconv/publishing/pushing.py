@@ -17,9 +17,9 @@ from posixpath import join
 
 from huggingface_hub import cached_assets_path, constants
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, sha256_of
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, sha256_of
+from shardconv_runtime.files.tp_folders import Folder, folders
 from shardconv_runtime.format.typed_json import write_text
-from shardconv_runtime.hub.tp_folders import Folder, folders
 
 from ..reporting.progress import Progress
 from .branch import Meter, Remote

@@ -16,7 +16,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from shardconv_runtime.format.manifest import Manifest
+from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.format.plan import Edit, Plan
 from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.stored_layout import is_common

@@ -12,7 +12,7 @@ from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import Plan, local_shape
 from shardconv_runtime.format.plan_json import of_stage
-from shardconv_runtime.format.staged_names import staged_modules
+from shardconv_runtime.format.stage_names import staged_modules
 from shardconv_runtime.format.stored_layout import stored_plans
 
 from .summary import human_bytes, shown_stages, stage_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.format.dims import to_text
-from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardconv_runtime.files.manifest import FileEntry, Manifest
 from shardconv_runtime.format.header import item_bytes
-from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
     Edit,
@@ -21,7 +21,7 @@ from shardconv_runtime.format.plan import (
     module_plans,
     parameter_plans,
 )
-from shardconv_runtime.format.staged_names import held_names, num_stages
+from shardconv_runtime.format.stage_names import held_names, num_stages
 from shardconv_runtime.format.stored_layout import is_common, stored_entries, tensor_name
 
 COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter")

@@ -16,7 +16,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.format.stored_layout import fused_groups
 from shardconv_runtime.parallel.boundary import forward_signature
-from shardconv_runtime.parallel.stage_model import Results, placeholder_for, swap_for_placeholder
+from shardconv_runtime.pp.stage_model import Results, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

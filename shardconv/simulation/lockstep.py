@@ -16,13 +16,13 @@ from itertools import chain, combinations
 from typing import Any
 
 import torch
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.dims import Dim, axes_of, leaves, size
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import group_of, ranges
 from shardconv_runtime.format.slot_steps import layout_of
 from shardconv_runtime.parallel.build import parallelize
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

@@ -17,7 +17,7 @@ from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.slot_steps import AllGatherStep
-from shardconv_runtime.format.staged_names import num_stages
+from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.fused_products import refresh_fused
 from shardconv_runtime.parallel.local_modules import local_view

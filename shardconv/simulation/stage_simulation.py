@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from shardconv_runtime.comm.stage_link import Crossing, Handover, StageLink, Transport
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.staged_names import absent_modules, held_by, held_names, num_stages
+from shardconv_runtime.format.stage_names import absent_modules, held_by, held_names, num_stages
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.fused_products import refresh_fused
-from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
+from shardconv_runtime.pp.stage_link import Crossing, Handover, StageLink, Transport
+from shardconv_runtime.pp.stage_model import argument_names, keep_stage
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 

@@ -22,15 +22,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.checkpoint.copying import read_into, read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import (
+    ComputedLeaf,
+    LazyTensor,
+    cast,
+    concatenate,
+    from_leaf,
+    take,
+)
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.parallel.local_modules import local_tensor
-from shardconv_runtime.tensors.copying import read_into, read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, cast, concatenate, from_leaf, take
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 

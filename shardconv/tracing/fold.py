@@ -299,11 +299,6 @@ def fold(tape: Tape, first_apart: bool = False) -> Folded:
     """Fold every stack of numbered layers in which a layer only reads tensors of the layer before it.
 
     If layers of a stack contain stacks, the outermost stack that can be folded is folded.
-
-    Args:
-        tape: the tape of the model.
-        first_apart: treat the first layer of a stack as a separate kind, so that its inputs may have another
-            layout than the inputs of the others.
     """
     # Calls of numbered siblings, three or more. Outer stacks come before the stacks in their layers.
     stacks: dict[tuple[int, str], list[int]] = {}

@@ -261,11 +261,7 @@ _ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})
 
 
 def _check_rows(into: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool = False) -> None:
-    """Check that there are as many rows as places for them, which torch only checks for real tensors.
-
-    Raises:
-        ValueError: if there are more or fewer.
-    """
+    """Check that there are as many rows as places for them, which torch only checks for real tensors."""
     places: tuple[int, ...] = indices[0].shape if indices and indices[0] is not None else ()
     if len(places) != 1 or values.dim() != into.dim() - len(indices) + 1 or indices[0].dtype == torch.bool:
         return

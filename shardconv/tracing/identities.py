@@ -68,13 +68,7 @@ def storage_key(tensor: Tensor) -> StorageKey:
 
 
 class Identities:
-    """The tensors that were seen, and their numbers on one tape.
-
-    Args:
-        tape: gets the tensors, and an ``alias_write`` for each stale one that is read.
-        values: the values of its tensors.
-        stack: the indices of the module calls that are running, outermost first; the recorder changes it.
-    """
+    """The tensors that were seen, and their numbers on one tape."""
 
     def __init__(self, tape: Tape, values: Values, stack: Sequence[int]) -> None:
         self.tape = tape

@@ -51,12 +51,7 @@ class Opaque:
     read: tuple[int, ...]
 
     def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module on numbers, record it as an operator, and return its results on meta.
-
-        Raises:
-            TooLarge: if it has too many parameters to run.
-            Exception: any error of its code.
-        """
+        """Run the module on numbers, record it as an operator, and return its results on meta."""
         own = [*module.parameters(), *module.buffers()]
         if sum(t.numel() for t in own) > MAX_ELEMENTS:
             raise TooLarge
@@ -174,13 +169,7 @@ class _Numbers:
 
 
 def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[str, Any]) -> nn.Module:
-    """Deep copy a traced module as it was before it was wrapped.
-
-    Args:
-        module: the module, which does not change.
-        keep: memo of ``copy.deepcopy``: by ``id``, objects that are not copied, and their replacements.
-        forwards: path of a module in it -> the ``forward`` that its instance had, if any.
-    """
+    """Deep copy a traced module as it was before it was wrapped."""
     memo = dict(keep)
     copied = copy.deepcopy(module, memo)
     for path, part in copied.named_modules(remove_duplicate=False):

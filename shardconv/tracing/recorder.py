@@ -39,13 +39,7 @@ T = TypeVar("T")
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record every ATen operator on a tape.
-
-    Args:
-        keep: names of operators, without overload, that are recorded as one even if they are composite.
-        answers: guesses by module call, from the tape of an earlier run.
-        few_chosen: guessed choices are among a few columns.
-    """
+    """Record every ATen operator on a tape."""
 
     def __init__(
         self,

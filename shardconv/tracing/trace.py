@@ -110,19 +110,9 @@ def trace(
     """Run ``model(**inputs, **options)`` once and record it.
 
     Args:
-        model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it runs, and
-            restored afterwards.
         inputs: real CPU tensors by keyword, of global shapes. Their values answer questions about data.
-        keep: operators that are recorded as one even if they are composite.
-        options: further arguments, not tensors.
         like: the tape of the global model, if this is a rank's. Questions get the same answers, and the same
             modules become one operator.
-        on_numbers: run a module that fails on the meta device on numbers, and record it as one operator.
-        few_chosen: choices that depend on parameters, for example of experts, are among a few of many. This
-            is enough if all of them run the same code with the same parameters.
-
-    Raises:
-        SolveError: if the forward pass failed on the meta device.
     """
     recorder = Recorder(keep, like.answers if like else None, few_chosen)
     recorder.register_model(model)

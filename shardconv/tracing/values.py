@@ -68,10 +68,6 @@ class Values:
     Attributes:
         known: true values by tensor.
         guessed: guesses for tensors that depend on parameters, if they were needed.
-
-    Args:
-        tape: whose tensors they are.
-        few_chosen: guessed choices fall on few columns.
     """
 
     def __init__(self, tape: Tape, few_chosen: bool = False) -> None:
@@ -148,12 +144,7 @@ class Values:
         return value
 
     def results(self, op: Op, asked: Collection[int]) -> Any:
-        """Return the results of an operator.
-
-        Args:
-            op: the operator; it has no outputs yet.
-            asked: inputs whose values are used. Of other inputs, only the shape is used.
-        """
+        """Return the results of an operator."""
         return _call(op, lambda t: self.guess(t) if t in asked else _repeated(0, self._tape.tensors[t]))
 
     def stand_in(self, tid: int) -> Tensor:

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..dim_analysis.analysis import Analysis, frozen_leaves
+from ..dim_analysis.composite_modules import GROUPED_PRODUCTS, find_stacks
 from ..dim_analysis.dim_trees import LEAF, Node, find, leaf, leaves
-from ..dim_analysis.sites import GROUPED_PRODUCTS, find_stacks
 from ..planning.solution import stand_in
 from ..tracing.tape import Mark, Op, Ref, Tape, starred, tensors_read
 from .token_tables import HashedTable, hashed_tables

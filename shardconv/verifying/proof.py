@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from ..inputs.label_forms import PROBLEM_TYPES, LabelForm, label_forms, loss_arguments
 from ..inputs.trace_inputs import TraceInputs
+from ..planning.gradients import SECOND_TOKENS
 from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
 from ..simulation.streamed_weights import USUAL, Draw, RandomWeights
-from ..solving.gradients import SECOND_TOKENS
 
 # The ranks are simulated on numbers before a byte is written.
 #

@@ -19,12 +19,13 @@ from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..dim_analysis import view_rules
+from ..dim_analysis.composite_modules import leave_out
 from ..dim_analysis.dim_trees import Node, leaves
-from ..dim_analysis.rules import RULES, views
-from ..dim_analysis.sites import leave_out
+from ..dim_analysis.rules import RULES
 from ..inputs.trace_inputs import TraceInputs
+from ..planning.conflict import Conflict
 from ..planning.layout import Layouts, Shapes
-from ..planning.obstacle import Obstacle
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results
 from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
@@ -75,7 +76,7 @@ def compare_tapes(
     numbers: bool = True,
     left_out: Collection[str] = (),
     pass_on: bool = False,
-) -> Obstacle | None:
+) -> Conflict | None:
     """Return the first difference between a tape and the expected one; None if there is none.
 
     Args:
@@ -88,7 +89,7 @@ def compare_tapes(
         pass_on: the other model has layers that return their arguments, so one tensor may be several results.
 
     Returns:
-        An obstacle with the changed leaves of the tensors at the difference, which may be empty.
+        A conflict with the changed leaves of the tensors at the difference, which may be empty.
     """
     return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
 
@@ -115,27 +116,27 @@ class _Comparison:
         self.read = tensors_read(self.unsharded).union(self.unsharded.outputs)
         """Tensors that are read. Results that are never read only tell how many positions a mask selects."""
 
-    def run(self, left_out: Collection[str]) -> Obstacle | None:
+    def run(self, left_out: Collection[str]) -> Conflict | None:
         """Return the first difference; None if there is none."""
         expected, found = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
             if key[0] in left_out:
                 continue
-            obstacle = self._align(key[0], events, found.get(key, []))
-            if obstacle is not None:
-                return obstacle
+            conflict = self._align(key[0], events, found.get(key, []))
+            if conflict is not None:
+                return conflict
         return None
 
-    def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> Obstacle | None:
+    def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> Conflict | None:
         """Pair the operators of one call. A rank may leave out views, such as repeating a group of one."""
         position = 0
         skipped: list[Op | Mark] = []
         for event in events:
             other = mine[position] if position < len(mine) else None
             if other is not None and self._same_kind(event, other) and not self._is_skipped(event, other):
-                obstacle = self._compare(fqn, event, other)
-                if obstacle is not None:
-                    return obstacle
+                conflict = self._compare(fqn, event, other)
+                if conflict is not None:
+                    return conflict
                 # One mark of the other model may be several marks here; its last slot ends it.
                 if (
                     not isinstance(event, Mark)
@@ -148,10 +149,10 @@ class _Comparison:
             else:
                 runs = "nothing more" if other is None else _label(other)
                 problem = f"runs {runs} on a rank where the unsharded model runs {_label(event)}"
-                return self._obstacle(fqn, [*skipped, event], problem)
+                return self._conflict(fqn, [*skipped, event], problem)
         if position < len(mine):
             problem = f"runs {_label(mine[position])} on a rank, which the unsharded model does not"
-            return self._obstacle(fqn, skipped or events, problem)
+            return self._conflict(fqn, skipped or events, problem)
         return None
 
     def _same_kind(self, event: Op | Mark, other: Op | Mark) -> bool:
@@ -173,7 +174,7 @@ class _Comparison:
         base = op.name.rsplit(".", 1)[0]
         if base == "aten.slice":
             return self.unsharded.tensors[op.inputs[0]].shape == self.unsharded.tensors[op.outputs[0]].shape
-        return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
+        return base in view_rules.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
         """Group the events by module call; of replaced modules, only their outputs are events.
@@ -198,7 +199,7 @@ class _Comparison:
             out.setdefault((call.fqn, number), []).append(event)
         return out
 
-    def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> Obstacle | None:
+    def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> Conflict | None:
         if isinstance(event, Mark) or isinstance(other, Mark):
             if isinstance(event, Mark) and isinstance(other, Mark):
                 return self._compare_tensor(fqn, event, event.target, other.target)
@@ -206,9 +207,9 @@ class _Comparison:
         for want, got in zip(event.outputs, other.outputs, strict=True):
             if want not in self.read:
                 continue
-            obstacle = self._compare_tensor(fqn, event, want, got)
-            if obstacle is not None:
-                return obstacle
+            conflict = self._compare_tensor(fqn, event, want, got)
+            if conflict is not None:
+                return conflict
         is_slice = event.name == "aten.slice.Tensor"
         is_known = event.outputs and event.outputs[0] in self.shapes.analysis.dims
         if not is_known or event.name.rsplit(".", 1)[0] in _SHAPED or not (self.numbers or is_slice):
@@ -220,19 +221,19 @@ class _Comparison:
         if expected == found:
             return None
         problem = f"{event.name} is given {found} on rank {self.rank}, expected {expected}"
-        return self._obstacle(fqn, [event], problem)
+        return self._conflict(fqn, [event], problem)
 
-    def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> Obstacle | None:
+    def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> Conflict | None:
         if want not in self.shapes.analysis.dims:
             return None
         found, expected = self.local.tensors[got], self.shapes.local_shape(want, self.rank)
         dtype = self.unsharded.tensors[want].dtype
         if found.shape != expected:
             problem = f"{_label(event)} has shape {found.shape} on rank {self.rank}, expected {expected}"
-            return self._obstacle(fqn, [event], problem)
+            return self._conflict(fqn, [event], problem)
         if found.dtype != dtype:
             problem = f"{_label(event)} has dtype {found.dtype} on rank {self.rank}, expected {dtype}"
-            return self._obstacle(fqn, [event], problem)
+            return self._conflict(fqn, [event], problem)
         return None
 
     def _positions(self, op: Op) -> list[int | None]:
@@ -246,7 +247,7 @@ class _Comparison:
             return [start, stop if stop != full else size, step]
         return [*(self.shapes.position(tid, dim, p, self.rank) for p in (start, stop)), step]
 
-    def _obstacle(self, fqn: str, events: Iterable[Op | Mark], problem: str) -> Obstacle:
+    def _conflict(self, fqn: str, events: Iterable[Op | Mark], problem: str) -> Conflict:
         nodes: dict[Node, None] = {}
         for event in events:
             tids = (
@@ -255,7 +256,7 @@ class _Comparison:
             for tid in tids:
                 for dim in self.shapes.analysis.dims.get(tid, ()):
                     nodes |= {x: None for x in leaves(dim) if self.shapes.changed(x)}
-        return Obstacle(tuple(nodes), f"{fqn} {problem}")
+        return Conflict(tuple(nodes), f"{fqn} {problem}")
 
 
 def _label(event: Op | Mark) -> str:
@@ -287,7 +288,7 @@ def retrace(
     model: nn.Module,
     inputs: TraceInputs,
     bypassed: Mapping[str, Bypass] | None = None,
-) -> Obstacle | None:
+) -> Conflict | None:
     """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
 
     Args:
@@ -299,7 +300,7 @@ def retrace(
             the layer that represents them. If they are read elsewhere, only their closed modules are not run.
 
     Returns:
-        An obstacle where a shape or a position differs, with the leaves that are sharded there; None if the
+        A conflict where a shape or a position differs, with the leaves that are sharded there; None if the
         tapes of all ranks agree.
 
     Raises:
@@ -310,11 +311,11 @@ def retrace(
     repeated = {f"{fqn}.{name}": f"{how.like}.{name}" for fqn, how in alike.items() for name in how.closed}
     for rank in _unlike_ranks(plan):
         run = _RankRun(plan, layouts, model, inputs, left_out, rank)
-        obstacle = run.obstacle(repeated)
-        if obstacle is not None and repeated:  # a model may depend on modules that are not run
-            obstacle = run.obstacle({})
-        if obstacle is not None:
-            return obstacle
+        conflict = run.conflict(repeated)
+        if conflict is not None and repeated:  # a model may depend on modules that are not run
+            conflict = run.conflict({})
+        if conflict is not None:
+            return conflict
     return None
 
 
@@ -329,7 +330,7 @@ class _RankRun:
     left_out: Mapping[str, Bypass]
     rank: int
 
-    def obstacle(self, repeated: Mapping[str, str]) -> Obstacle | None:
+    def conflict(self, repeated: Mapping[str, str]) -> Conflict | None:
         """Return the first difference from the global tape.
 
         Args:
@@ -350,7 +351,7 @@ class _RankRun:
             tape = trace(local, self.inputs.tensors, RULES, self.inputs.options, layouts.analysis.tape)
         except SolveError as error:
             where = str(error).partition(":")[0]
-            return Obstacle(_to_blame(layouts, plan, where), str(error))
+            return Conflict(_to_blame(layouts, plan, where), str(error))
         found = compare_tapes(layouts, tape, changed, self.rank, pass_on=bool(self.left_out))
         if found is None:
             return None

@@ -15,7 +15,7 @@ from shardconv_runtime.errors import PlanError
 from shardconv_runtime.parallel.build import stored_tensors
 from torch import nn
 
-from ..planning.obstacle import Obstacle
+from ..planning.conflict import Conflict
 from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..tracing.functions import TracedInt
@@ -191,7 +191,7 @@ class Shrinking:
                 except PlanError:
                     if not sizes:
                         raise
-                    found = Obstacle((), "the plan")
+                    found = Conflict((), "the plan")
                 else:
                     computed = {group for group in sizes if group.experts or group.hashed}
                     if not computed or runs(found):

@@ -24,8 +24,8 @@ from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node, leaves
 from ..dim_analysis.rules import RULES
 from ..inputs.trace_inputs import TraceInputs
+from ..planning.conflict import Conflict
 from ..planning.localize import Attribute, Change, localized
-from ..planning.obstacle import Obstacle
 from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.streamed_weights import fill
@@ -104,17 +104,17 @@ class Attempt:
         """Attributes that code only compares -> smaller values that were not tried yet."""
         self.shapes = SmallShapes.of(full.analysis, sizes)
 
-    def run(self) -> SmallModel | Obstacle:
-        """Return the smaller model, or an obstacle with leaves that must keep their size."""
+    def run(self) -> SmallModel | Conflict:
+        """Return the smaller model, or a conflict with leaves that must keep their size."""
         model = bypassed_copy(self.full.model, self.skipped)
         if not self.sizes:
             return self._small(model, self.full.inputs, {})
         tokens = self._tokens()
-        if isinstance(tokens, Obstacle):
+        if isinstance(tokens, Conflict):
             return tokens
         given = self._settled(tokens)
         found = localized(self.shapes, given={a: c.local for a, c in given.items()})
-        if isinstance(found, Obstacle):
+        if isinstance(found, Conflict):
             return found
         changes = {**given, **found}
         # Attributes of the model itself that hold the number of logits change too. Losses read them untraced.
@@ -127,7 +127,7 @@ class Attempt:
         try:
             self._apply(model, changes)
         except ShardconvError as error:
-            return Obstacle((), str(error))
+            return Conflict((), str(error))
         named = zip(self.tape.inputs, self.full.inputs.tensors.items(), strict=True)
         mapped = {name: tokens[tid].tensor(t) if tid in tokens else t for tid, (name, t) in named}
         inputs = replace(self.full.inputs, tensors=mapped)
@@ -151,8 +151,8 @@ class Attempt:
 
     # Tokens ----------------------------------------------------------------------------------
 
-    def _tokens(self) -> Mapping[int, FewerTokens] | Obstacle:
-        """Choose the tokens of the smaller vocabularies, by input; an obstacle if one has too few."""
+    def _tokens(self) -> Mapping[int, FewerTokens] | Conflict:
+        """Choose the tokens of the smaller vocabularies, by input; a conflict if one has too few."""
         out: dict[int, FewerTokens] = {}
         given = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
         paddings = self._padding_ids()
@@ -169,7 +169,7 @@ class Attempt:
             fixed = {i for t in (tid, *tables) for i in self.use.fixed.get(t, ())}
             tokens = fewer_tokens(used, sizes[table], rows[table], self.tp, alone=alone, fixed=fixed)
             if tokens is None or any(sizes[table] <= i < max(sizes.values()) for i in used):
-                return Obstacle(tuple(leaves(self.full.analysis.dims[table][0])), "tokens")
+                return Conflict(tuple(leaves(self.full.analysis.dims[table][0])), "tokens")
             out[tid] = tokens
         return out
 
@@ -243,7 +243,7 @@ class Attempt:
 
     def _difference(
         self, model: nn.Module, inputs: TraceInputs, changes: dict[Attribute, Change]
-    ) -> Obstacle | None:
+    ) -> Conflict | None:
         """Return the first difference between the smaller and the full model.
 
         Sizes that code only compares are not traced. If a module fails, its attributes are changed as well,
@@ -260,15 +260,15 @@ class Attempt:
                     named = {int(n) for n in re.findall(r"\b\d+\b", str(error))}
                     groups = [group for group, small in self.sizes.items() if {group.size, small} <= named]
                     nodes = tuple(leaf for group in groups for leaf in group.leaves)
-                    return Obstacle(nodes or self._changed_in(where), str(error))
+                    return Conflict(nodes or self._changed_in(where), str(error))
         # Modules around skipped layers may return something of each layer.
         around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))} if self.skipped else set()
-        obstacle = compare_tapes(
+        conflict = compare_tapes(
             self.shapes, tape, (), numbers=False, left_out=around, pass_on=bool(self.skipped)
         )
-        if obstacle is None or obstacle.nodes:
-            return obstacle
-        return replace(obstacle, nodes=self._changed_in(obstacle.where.partition(" ")[0]))
+        if conflict is None or conflict.nodes:
+            return conflict
+        return replace(conflict, nodes=self._changed_in(conflict.where.partition(" ")[0]))
 
     def _change_compared(self, model: nn.Module, where: str, changes: dict[Attribute, Change]) -> bool:
         """Set int attributes that hold a size that shrinks, in modules named like ``where``, to a smaller

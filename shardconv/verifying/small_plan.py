@@ -23,7 +23,7 @@ from shardconv_runtime.format.plan import (
 )
 from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ReshardingStep
-from shardconv_runtime.format.staged_names import staged_modules
+from shardconv_runtime.format.stage_names import staged_modules
 from shardconv_runtime.format.stored_layout import fused_groups
 
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find

@@ -7,9 +7,9 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from shardconv_runtime.checkpoint.copying import PlacedTensor, plan_units, run
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.checksums import PIECE_BYTES, of_pieces, piece_checksum, pieces_of
-from shardconv_runtime.tensors.copying import PlacedTensor, plan_units, run
+from shardconv_runtime.files.checksums import PIECE_BYTES, of_pieces, piece_checksum, pieces_of
 
 from ..reporting.progress import Progress
 from .workspace import Workspace

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.shard_files import ALIGNMENT, FileLayout, lay_out
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
+from shardconv_runtime.files.shard_files import ALIGNMENT, FileLayout, lay_out
 
 from .durable import fsync, fsync_directories, remove, write_durably
 

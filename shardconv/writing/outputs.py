@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import CheckpointError, ShardconvError
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, Source, rank_directory
+from shardconv_runtime.files.manifest import read as read_manifest
+from shardconv_runtime.files.small_files import stage_directory
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, Source, rank_directory
-from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.small_files import stage_directory
-from shardconv_runtime.format.staged_names import held_by
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.format.stage_names import held_by
 
 from .job import PARTIAL, is_placed, known_files, read_state
 from .workspace import refuse_if_busy

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.manifest import OF_PIECES
+from shardconv_runtime.files.manifest import OF_PIECES
 
 from .durable import LOCK_NAME, BusyError, fsync, is_locked, locked_journal, refuse, setup_lock, unlock
 from .job import (

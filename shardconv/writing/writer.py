@@ -11,12 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.checkpoint.stored_leaves import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.manifest import (
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
     PLAN_NAME,
@@ -27,12 +28,12 @@ from shardconv_runtime.format.manifest import (
     SourceFile,
     rank_directory,
 )
+from shardconv_runtime.files.remote_files import RemoteFile
+from shardconv_runtime.files.shard_files import PlannedShard, sample_checksum, shard_files
+from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.shard_files import PlannedShard, sample_checksum, shard_files
-from shardconv_runtime.format.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format.stored_layout import stored_plans
-from shardconv_runtime.hub.remote_files import RemoteFile
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import ExampleInputs

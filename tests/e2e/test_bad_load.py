@@ -20,7 +20,7 @@ from checkpoints import save_causal
 from distributed import run_errors, run_errors_of_each
 from safetensors.torch import load_file, save_file
 from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
-from shardconv_runtime.format.manifest import rank_directory
+from shardconv_runtime.files.manifest import rank_directory
 
 import shardconv
 

@@ -12,7 +12,7 @@ from adapters import CONFIGS, save_adapters, save_base
 from captured import capturing
 from distributed import run_processes
 from shardconv_runtime.inference.generation import DECODER
-from shardconv_runtime.loading.adapted_models import unwrapped
+from shardconv_runtime.loading.loaded_adapters import unwrapped
 from torch import Tensor
 from warm_compiler import warm_up
 

@@ -15,7 +15,7 @@ import transformers
 from checkpoints import save
 from distributed import run_processes
 from shardconv_runtime import DataParallel
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
 from shardconv_runtime.loading import rank_files
 from shardconv_runtime.loading.data_sharding import data_sharding
 from torch import Tensor

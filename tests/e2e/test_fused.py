@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warm_compiler import warm_up
 
 import shardconv
-from shardconv.pipeline import plan_forms
+from shardconv import plan_forms
 from shardconv.reporting.html_report import html_report
 
 IDS = torch.arange(2, 16).view(2, 7)

@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.comm.mesh import used_axes
-from shardconv_runtime.format import fingerprint, manifest, plan_json
+from shardconv_runtime.files import fingerprint, manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_json import of_sequence, require_training
 from shardconv_runtime.loading import rank_files

@@ -15,7 +15,7 @@ from converted import llama_plan, random_llama, write_directory
 from hostile import Directory, header_of, to_bytes, with_header
 from shardconv_runtime import CheckpointError, PlanError, ShardconvError
 from shardconv_runtime.comm.collectives import ProcessCommunicator
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
 from shardconv_runtime.format.dims import parse
 from shardconv_runtime.parallel.edits import raise_flags
 from shardconv_runtime.parallel.row_ids import RowIds

@@ -14,7 +14,7 @@ from converted import llama_plan, random_llama, write_directory
 from hub_server import HubServer
 from huggingface_hub import constants
 from places import ROOT
-from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME
 
 from shardconv import cli
 

@@ -19,8 +19,8 @@ from forked import Forked
 from hub_server import HubServer
 from huggingface_hub import constants
 from quantized_checkpoints import dense_config, save_quantized
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.hub import fetch, remote_files
+from shardconv_runtime.files import hub_downloads, manifest, remote_files
+from shardconv_runtime.format import plan_json
 from small_models import save_random, small_config
 from training_runs import cpu_mesh
 
@@ -64,7 +64,7 @@ def want(model: Path) -> torch.Tensor:
 
 @pytest.fixture
 def hub(model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    for module in (remote_files, fetch):
+    for module in (remote_files, hub_downloads):
         monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
     with HubServer() as server:
         server.use(monkeypatch, tmp_path / "home")
@@ -153,7 +153,7 @@ def test_each_rank_takes_its_own_files_and_each_file_comes_once(
 
 
 def test_one_rank_downloads_nothing_of_the_others(hub: HubServer, out: Path) -> None:
-    repository, found = fetch.find(CONVERTED, fetch.Hub(), TP)
+    repository, found = hub_downloads.find(CONVERTED, hub_downloads.Hub(), TP)
     repository.fetch(found.files_of(2))
     served = {path.split("/")[1] for path in hub.served() if path.count("/") > 1}
     assert served == {"common", manifest.rank_directory(2, TP)}
@@ -174,7 +174,7 @@ def test_a_killed_download_goes_on(hub: HubServer, out: Path, want: torch.Tensor
     hub.faults.chunk_bytes = 16384
     env = {**os.environ, **hub.environment(tmp_path / "home")}
     script = (
-        "import shardconv_runtime.hub.fetch as f\n"
+        "import shardconv_runtime.files.hub_downloads as f\n"
         f"r, m = f.find({CONVERTED!r}, f.Hub(), {TP})\n"
         "r.fetch(m.files_of(1))\n"
     )
@@ -196,7 +196,7 @@ def test_a_killed_download_goes_on(hub: HubServer, out: Path, want: torch.Tensor
 
 
 def test_what_cannot_be_had_is_named_on_all_ranks(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "TRIES", 2)
+    monkeypatch.setattr(hub_downloads, "TRIES", 2)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
     hub.faults.only = "rank-00002"
     hub.faults.error_every = 1

@@ -28,8 +28,8 @@ from packed_ranks import held_bytes, in_float32
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
 from shardconv_runtime.errors import PlanError, ShardconvError
-from shardconv_runtime.format.manifest import rank_directory
-from shardconv_runtime.format.small_files import stage_directory
+from shardconv_runtime.files.manifest import rank_directory
+from shardconv_runtime.files.small_files import stage_directory
 
 import shardconv
 

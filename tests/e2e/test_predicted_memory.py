@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import shardconv
-from shardconv.measuring.memory_run import tensors_of
 from shardconv.reporting.plan_lines import parts, weight_bytes
+from shardconv.simulation.memory_run import tensors_of
 
 pytestmark = pytest.mark.usefixtures("measured")
 

@@ -19,9 +19,9 @@ from hub_endpoints import Token
 from hub_server import HubServer
 from huggingface_hub import HfApi
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.checksums import shard_checksum
-from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.checksums import shard_checksum
+from shardconv_runtime.files.manifest import MANIFEST_NAME, Source
 from shardconv_runtime.format.measured import Numerics
 
 import shardconv

@@ -21,7 +21,8 @@ from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
 from quantized_checkpoints import dense_config, save_quantized
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.saving import save
 from torch import nn

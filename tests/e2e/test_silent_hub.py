@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from shardconv_runtime.checkpoint.resolve import locate
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.hub import fetch, hub_errors, remote_files
+from shardconv_runtime.files import hub_downloads, hub_errors, remote_files
 from shardconv_runtime.hub_options import Hub
 
 import shardconv
@@ -32,7 +32,7 @@ SHORT_S, LIMIT_S = 0.5, 12.0
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Every time-out is short, and the waits between tries are those of the client alone."""
-    for module in (branch, fetch, remote_files):
+    for module in (branch, hub_downloads, remote_files):
         monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(hub_errors, "ANSWER_S", SHORT_S)
     monkeypatch.setattr(hub_errors, "PATIENCE_S", 2 * SHORT_S)
@@ -168,7 +168,7 @@ def test_slow_is_not_silent(hub: HubServer, out: Path) -> None:
     """Each piece comes in time, all together take longer than any time-out."""
     shardconv.push(out, REPO)
     hub.faults.delay_s, hub.faults.chunk_bytes = SHORT_S / 3, 10_000
-    repository, found = fetch.find(REPO, Hub(), 2)
+    repository, found = hub_downloads.find(REPO, Hub(), 2)
     repository.fetch(found.files_of(0))
     assert all((repository.directory / entry.path).is_file() for entry in found.files_of(0))
 
@@ -181,13 +181,13 @@ def test_loading_from_a_silent_server_ends(hub: HubServer, out: Path) -> None:
     hub.forget()
     hub.faults.hang = True
     with soon(), pytest.raises(SourceError, match=r"does not answer .* check the network, then try again"):
-        fetch.find(REPO, Hub(), 2)
+        hub_downloads.find(REPO, Hub(), 2)
     assert sum(asked(hub).values()) <= 4
 
 
 def test_loading_ends_where_the_server_falls_silent(hub: HubServer, out: Path) -> None:
     shardconv.push(out, REPO)
-    repository, found = fetch.find(REPO, Hub(), 2)
+    repository, found = hub_downloads.find(REPO, Hub(), 2)
     hub.forget()
     hub.faults.hang = True
     entries = found.files_of(0)
@@ -201,7 +201,7 @@ def test_a_body_that_stops_is_not_asked_for_again_and_again(
 ) -> None:
     """The client asks six times for more of it, and waits a second each time; that is done once."""
     shardconv.push(out, REPO)
-    repository, found = fetch.find(REPO, Hub(), 2)
+    repository, found = hub_downloads.find(REPO, Hub(), 2)
     hub.forget()
     hub.faults.hang_after_bytes = 100
     entry = next(e for e in found.files_of(0) if e.path.endswith(".safetensors"))
@@ -215,11 +215,11 @@ def test_a_body_that_stops_is_not_asked_for_again_and_again(
 
 def test_what_is_in_the_cache_is_loaded_from_a_silent_server(hub: HubServer, out: Path) -> None:
     shardconv.push(out, REPO)
-    repository, found = fetch.find(REPO, Hub(), 2)
+    repository, found = hub_downloads.find(REPO, Hub(), 2)
     repository.fetch(found.files_of(0))
     hub.faults.hang = True
     with soon():
-        again, same = fetch.find(REPO, Hub(), 2)
+        again, same = hub_downloads.find(REPO, Hub(), 2)
         again.fetch(same.files_of(0))
     assert (again.directory, same) == (repository.directory, found)
 
@@ -228,9 +228,9 @@ def test_other_numbers_of_ranks_are_not_asked_for_for_ever(hub: HubServer, out: 
     shardconv.push(out, REPO)
     hub.faults.hang, hub.faults.only = True, "/tree/"
     with soon(), pytest.raises(SourceError, match="does not answer when asked for user/model"):
-        fetch.find(REPO, Hub(), 3)
+        hub_downloads.find(REPO, Hub(), 3)
     with soon(), pytest.raises(SourceError, match="does not answer when asked for user/model"):
-        fetch.find(REPO, Hub(), None)
+        hub_downloads.find(REPO, Hub(), None)
 
 
 def test_an_ordinary_model_is_not_waited_for(hub: HubServer) -> None:

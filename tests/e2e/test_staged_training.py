@@ -13,8 +13,8 @@ import torch
 import transformers
 from distributed import run_processes
 from shardconv_runtime import PlanError, ShardconvError
-from shardconv_runtime.comm.stage_link import Handover
 from shardconv_runtime.format.plan_json import require_training
+from shardconv_runtime.pp.stage_link import Handover
 from staged_training import (
     PP,
     Run,

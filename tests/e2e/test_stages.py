@@ -15,11 +15,12 @@ import transformers
 from checkpoints import HIDDEN, save, save_causal
 from distributed import run_errors, run_processes
 from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.small_files import stage_directory
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.plan import parameter_plans
-from shardconv_runtime.format.small_files import stage_directory
-from shardconv_runtime.format.staged_names import held_names
+from shardconv_runtime.format.stage_names import held_names
 from torch import Tensor
 
 import shardconv

@@ -9,10 +9,10 @@ import pytest
 import transformers
 from click.testing import CliRunner
 from hub_server import HubServer
+from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.hub import remote_files
-from shardconv_runtime.tensors import copying
+from shardconv_runtime.files import manifest, remote_files
+from shardconv_runtime.format import plan_json
 from small_models import save_random, small_config
 
 import shardconv

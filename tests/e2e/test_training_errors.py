@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_processes
 from shardconv_runtime import CheckpointError, DataParallel
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.loading import data_sharding, rank_files, reading
 from torch import nn

@@ -13,8 +13,8 @@ import transformers
 from checkpoints import CONFIGS, LAYERS, save, save_causal
 from distributed import run_processes
 from measured_models import Measured, measure_rank, measure_unsharded
+from shardconv_runtime.files.manifest import PLAN_NAME
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.manifest import PLAN_NAME
 from torch import Tensor
 
 import shardconv

@@ -13,8 +13,8 @@ import pytest
 import transformers
 from hub_server import HubServer
 from shardconv_runtime.checkpoint.resolve import files_left_out, resolve
+from shardconv_runtime.files.small_files import SMALL_BYTES, choose_files
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.small_files import SMALL_BYTES, choose_files
 from small_models import save_random, small_config
 
 import shardconv

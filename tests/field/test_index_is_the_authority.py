@@ -20,9 +20,9 @@ import transformers
 from distributed import run_processes
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors.copying import read_tensor
 from torch import Tensor
 
 import shardconv

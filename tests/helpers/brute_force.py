@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from shardconv.dim_analysis.analysis import Analysis, Partial, find_partial
 from shardconv.dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find
-from shardconv.solving.mesh_axis_problem import EPSILON, LATENCY, SPARE, STATISTIC, TOKENS_PER_WIDTH, UNEVEN
+from shardconv.planning.mesh_axis_problem import (
+    EPSILON,
+    LATENCY,
+    SPARE,
+    STATISTIC,
+    TOKENS_PER_WIDTH,
+    UNEVEN,
+)
 from shardconv.tracing.tape import Mark
 
 Column = NDArray[np.int8]

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.fingerprint import code_info
+from shardconv_runtime.files.manifest import (
+    FileEntry,
+    Manifest,
+    Source,
+    shard_metadata,
+    shard_path,
+)
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product
-from shardconv_runtime.format.fingerprint import code_info
-from shardconv_runtime.format.manifest import FileEntry, Manifest, Source, shard_metadata, shard_path
 from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
 from shardconv_runtime.format.slot_steps import Boundary, layout_of

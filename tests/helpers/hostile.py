@@ -17,8 +17,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from shardconv_runtime import ShardconvError
-from shardconv_runtime.format.checksums import shard_checksum
-from shardconv_runtime.format.manifest import sha256_checksum
+from shardconv_runtime.files.checksums import shard_checksum
+from shardconv_runtime.files.manifest import sha256_checksum
 
 FACTOR = float(os.environ.get("SHARDCONV_FUZZ", "0"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from forked import Forked
-from shardconv_runtime.format.manifest import MANIFEST_NAME
+from shardconv_runtime.files.manifest import MANIFEST_NAME
 from small_models import small_config
 
 from shardconv import cli

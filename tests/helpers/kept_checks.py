@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from shardconv.pipeline import stages
-from shardconv.pipeline.numeric_check import NumericCheck
+from shardconv import passes
+from shardconv.numeric_check import NumericCheck
 
 
 @contextmanager
@@ -19,5 +19,5 @@ def keeping_checks() -> Iterator[list[NumericCheck]]:
         checks.append(NumericCheck(*given))  # type: ignore[arg-type]
         return checks[-1]
 
-    with mock.patch.object(stages, "NumericCheck", made):
+    with mock.patch.object(passes, "NumericCheck", made):
         yield checks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
+from shardconv_runtime.checkpoint import lazy_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor
 from shardconv_runtime.format.slices import Range
-from shardconv_runtime.tensors import lazy_tensor
-from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
 from torch import Tensor
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "bool", "int64")

@@ -1,7 +1,7 @@
 """Small causal language models with names and shapes that no published model has.
 
 Each is one decoder layer or two between an embedding and a head. ``build`` and ``spec`` make them usable
-by ``shardconv.pipeline.stages.solve_plan``; nothing in the package may know any name of this file.
+by ``shardconv.passes.solve_plan``; nothing in the package may know any name of this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 
 class OddConfig(PreTrainedConfig):

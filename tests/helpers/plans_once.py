@@ -27,10 +27,9 @@ import transformers
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 
-from shardconv import conversion
+from shardconv import conversion, passes
 from shardconv.arguments import SolveOptions
-from shardconv.converted import adaptation, solved_again
-from shardconv.pipeline import stages
+from shardconv.converted import adaptation, new_solution
 from shardconv.planning.parameter_plans import Steps
 from shardconv.simulation import rank_simulation
 from shardconv.verifying import proof
@@ -51,7 +50,7 @@ SOLVER = (
 )
 """The modules that take part in solving."""
 
-_solve = stages._solved
+_solve = passes._solved
 
 
 class Solved:
@@ -68,7 +67,7 @@ class Solved:
 
 def install(directory: Path) -> None:
     """Replace the solver by one that remembers."""
-    stages._solved = _remembered
+    passes._solved = _remembered
     Solved.directory = directory
     Solved.solver = list(_parts())
 
@@ -77,8 +76,8 @@ def _remembered(
     spec: ModelSpec,
     options: SolveOptions,
     steps: Steps,
-    tell: stages.Tell,
-    adaptation: stages.Adaptation | None = None,
+    tell: passes.Tell,
+    adaptation: passes.Adaptation | None = None,
 ) -> Plan:
     if Solved.directory is None:
         return _solve(spec, options, steps, tell, adaptation)
@@ -107,7 +106,7 @@ def _in_short() -> Iterator[None]:
         proof.OTHERS, rank_simulation.collect_garbage = before
 
 
-def _read(path: Path, tell: stages.Tell) -> Plan:
+def _read(path: Path, tell: passes.Tell) -> Plan:
     plan: Plan
     plan, told = pickle.loads(path.read_bytes())
     for text in told:
@@ -115,7 +114,7 @@ def _read(path: Path, tell: stages.Tell) -> Plan:
     return plan
 
 
-def _write(path: Path, tell: stages.Tell, solve: Callable[[stages.Tell], Plan]) -> Plan:
+def _write(path: Path, tell: passes.Tell, solve: Callable[[passes.Tell], Plan]) -> Plan:
     told: list[str] = []
 
     def keep(text: str) -> None:
@@ -167,7 +166,7 @@ def _content(value: Any) -> Any:
 
 def solve_with(patch: pytest.MonkeyPatch, solver: Callable[..., Plan]) -> None:
     """Put a function in the place of ``solve_plan``, wherever a model or a converted directory is solved."""
-    for module in (conversion, solved_again, adaptation):
+    for module in (conversion, new_solution, adaptation):
         patch.setattr(module, "solve_plan", solver)
 
 

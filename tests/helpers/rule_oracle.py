@@ -19,15 +19,16 @@ from shardconv_runtime.format.dims import Dim, size, to_text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardconv.dim_analysis import view_rules
 from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rule_builder import Arguments
-from shardconv.dim_analysis.rules import RULES, views
+from shardconv.dim_analysis.rules import RULES
+from shardconv.planning.axis_variables import SolverInput
+from shardconv.planning.elimination import Table
 from shardconv.planning.layout import Layouts
-from shardconv.solving.axis_variables import SolverInput
-from shardconv.solving.elimination import Table
-from shardconv.solving.mesh_axis_problem import AxisProblem
-from shardconv.solving.solve import Assignment
+from shardconv.planning.mesh_axis_problem import AxisProblem
+from shardconv.planning.solve import Assignment
 from shardconv.tracing.fold import Folded
 from shardconv.tracing.tape import Mark, Op, Ref, Tape
 from shardconv.tracing.trace import trace
@@ -344,9 +345,13 @@ def _embedding(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) ->
 
 
 _LOCAL: dict[str, Callable[[Op, Layouts, dict[int, Tensor], int], list[Tensor]]] = {
-    **{name: _view for name, rule in views.RULES.items() if rule is views.view or rule is views.squeeze},
+    **{
+        name: _view
+        for name, rule in view_rules.RULES.items()
+        if rule is view_rules.view or rule is view_rules.squeeze
+    },
     "aten.convolution": _convolution,
-    **{name: _expand for name, rule in views.RULES.items() if rule is views.expand},
+    **{name: _expand for name, rule in view_rules.RULES.items() if rule is view_rules.expand},
     **dict.fromkeys(("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split"), _split),
     "aten.repeat": _repeat,
     "aten.repeat_interleave": _repeat_interleave,

@@ -15,7 +15,7 @@ from small_models import hand_plan, small_config
 from zoo.models import build
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 ZOO = (
     ("causal", "llama", 4, "tp"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
-from shardconv_runtime.format.manifest import (
+from shardconv_runtime.files.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Source,

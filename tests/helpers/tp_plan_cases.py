@@ -16,7 +16,7 @@ from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan
 from shardconv_runtime.format.slot_steps import Boundary
 
 import shardconv
-from shardconv.converted.tp_plan import skeleton
+from shardconv.engines.tp_plan import skeleton
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP, VOCAB = 8, 4, 8, 64, 96, 64
 

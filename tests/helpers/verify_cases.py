@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.checksums import shard_checksum
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.checksums import shard_checksum
+from shardconv_runtime.files.manifest import FileEntry
+from shardconv_runtime.files.shard_files import sample_checksum
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile, read_header
-from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.shard_files import sample_checksum
 from torch import Tensor
 
 

@@ -18,10 +18,10 @@ from shardconv_runtime.format.plan import Plan, local_shape, parameter_plans
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
+from shardconv import plan_forms
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plan_forms
-from shardconv.pipeline.numeric_check import TOO_LARGE
-from shardconv.pipeline.stages import solve_plan
+from shardconv.numeric_check import TOO_LARGE
+from shardconv.passes import solve_plan
 from shardconv.reporting.summary import all_notes
 from shardconv.simulation.available_memory import most_bytes
 from shardconv.tracing.tape import starred

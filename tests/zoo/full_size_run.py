@@ -43,7 +43,7 @@ def _warm_up() -> None:
     import torch
 
     from shardconv.arguments import SolveOptions
-    from shardconv.pipeline.stages import solve_plan
+    from shardconv.passes import solve_plan
 
     from .models import build
     from .tasks import specification

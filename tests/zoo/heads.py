@@ -31,7 +31,7 @@ from transformers.models.auto import modeling_auto
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.label_forms import PROBLEM_TYPES, label_forms, loss_arguments
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.streamed_weights import fill, local_weights

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.reporting.summary import all_notes
 from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks

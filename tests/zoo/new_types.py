@@ -131,7 +131,7 @@ def _short(result: Result) -> dict[str, Any]:
 def _generate(model: ZooModel) -> dict[str, str]:
     """By kind of cache: ``same``, ``different`` or why the unsharded model cannot."""
     from shardconv.arguments import SolveOptions
-    from shardconv.pipeline.stages import solve_plan
+    from shardconv.passes import solve_plan
 
     try:
         plan = solve_plan(specification(model), SolveOptions(TPS[0]))

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.comm.stage_link import StageLink
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.staged_names import held_by, num_stages
+from shardconv_runtime.format.stage_names import held_by, num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.parallel.stage_model import argument_names, keep_stage, returned_tensors
+from shardconv_runtime.pp.stage_link import StageLink
+from shardconv_runtime.pp.stage_model import argument_names, keep_stage, returned_tensors
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.stage_simulation import Mail, MailTransport

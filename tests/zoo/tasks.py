@@ -12,7 +12,7 @@ from typing import Any
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 from .generation import CACHES, generates
 from .measure import Result, measure

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 
 from . import models
 

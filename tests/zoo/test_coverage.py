@@ -145,7 +145,7 @@ def test_sizes_that_the_ranks_do_not_divide(model_type: str, sizes: dict[str, in
 def test_generation(model_type: str) -> None:
     """Greedy tokens of a padded batch with each cache, from the plan that was solved on a prefill."""
     from shardconv.arguments import SolveOptions
-    from shardconv.pipeline.stages import solve_plan
+    from shardconv.passes import solve_plan
 
     model = build("causal", model_type)
     plan = solve_plan(specification(model), SolveOptions(2))

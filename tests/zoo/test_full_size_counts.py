@@ -21,10 +21,10 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 from transformers import CONFIG_MAPPING
 
+from shardconv import passes, plan_forms
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plan_forms, stages
+from shardconv.planning.axis_variables import AxisVariables
 from shardconv.reporting.summary import summarize
-from shardconv.solving.axis_variables import AxisVariables
 
 RECORDED = Path(__file__).with_name("full_size_counts.json")
 RECORD = "SHARDCONV_RECORD"
@@ -127,11 +127,11 @@ def counts(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
         taken["variables"] += len(problem.keys)
         return plain_solve_axis(problem)
 
-    plain_fold, plain_solve, plain_solve_axis = stages.fold, plan_forms.solve, AxisVariables.solve
-    monkeypatch.setattr(stages, "fold", fold)
+    plain_fold, plain_solve, plain_solve_axis = passes.fold, plan_forms.solve, AxisVariables.solve
+    monkeypatch.setattr(passes, "fold", fold)
     monkeypatch.setattr(plan_forms, "solve", solve)
     monkeypatch.setattr(AxisVariables, "solve", solve_axis)
-    plan = stages.solve_plan(model, SolveOptions(TP, check=False))
+    plan = passes.solve_plan(model, SolveOptions(TP, check=False))
     return {**taken, **facts(plan)}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 from .measure import plan_facts
 from .models import FAMILIES, build, types

@@ -9,7 +9,7 @@ from distributed import run_processes
 from made_inputs import make_inputs
 
 import shardconv
-from shardconv.pipeline.plan_forms import without_extra_outputs
+from shardconv.plan_forms import without_extra_outputs
 
 from .measure import difference
 from .saved import save_random

@@ -29,11 +29,11 @@ from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
+from shardconv.adapted_plan import Adaptation
 from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.rules import RULES
 from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
-from shardconv.pipeline.adapted_plan import Adaptation
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.streamed_weights import fill, local_weights

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CodeMismatchError, PlanError, SourceError
+from ..files.fingerprint import check_code
+from ..files.manifest import sha256_checksum
 from ..format import plan_json
-from ..format.fingerprint import check_code
-from ..format.manifest import sha256_checksum
 from ..format.plan import Plan
 from ..parallel.build import stored_tensors
 from .adapter_names import ANY_NAME, CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME, naming_errors, peft
@@ -43,13 +43,7 @@ class PlannedAdapter:
 
 
 def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
-    """Read the configs and plans of adapters, by their names.
-
-    Raises:
-        SourceError: a directory has no adapter, or none that was adapted.
-        PlanError: a plan cannot be read, or an adapter cannot have one of the names.
-        CodeMismatchError: the installed code is not the one that an adapter was adapted for.
-    """
+    """Read the configs and plans of adapters, by their names."""
     directories = given if isinstance(given, Mapping) else {DEFAULT: given}
     if not directories:
         raise PlanError("adapter={} names no adapter; leave it out")
@@ -57,11 +51,7 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
 
 
 def require_name(name: str) -> str:
-    """Return the name if an adapter can have it.
-
-    Raises:
-        PlanError: it cannot.
-    """
+    """Return the name if an adapter can have it."""
     if not isinstance(name, str) or not name or "." in name or "/" in name or name == ANY_NAME:
         raise PlanError(f"{name!r} cannot be the name of an adapter; give one without dots and slashes")
     return name
@@ -86,16 +76,7 @@ def _read(directory: Path) -> PlannedAdapter:
 
 
 def saved_names(wrapper: Any, name: str, fqns: Iterable[str]) -> list[str]:
-    """Return the names of the model's tensors that peft saves with an adapter.
-
-    Args:
-        wrapper: a ``peft.PeftModel``.
-        name: the name of the adapter.
-        fqns: the FQNs of all parameters and persistent buffers of the model inside of the wrapper.
-
-    Raises:
-        SourceError: peft fails.
-    """
+    """Return the names of the model's tensors that peft saves with an adapter."""
     markers = {fqn: torch.empty(0) for fqn in fqns}
     with naming_errors(f"the adapter {name!r}"):
         state = _state(wrapper, name, markers)
@@ -130,15 +111,7 @@ def write_adapter(
     """Write the config and the tensors of one adapter, as peft does.
 
     Args:
-        wrapper: a ``peft.PeftModel``.
-        name: the name of the adapter.
         tensors: global, on the CPU, by FQN in the model inside of the wrapper; also of other adapters.
-        directory: where to; it is made.
-        base_name: the name of the model, if the config has none.
-        more: FQNs of further tensors of the model that the adapter was saved with.
-
-    Raises:
-        SourceError: peft fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,7 @@ from ..errors import PlanError, ShardconvError, SourceError, brief
 
 
 def peft() -> Any:
-    """Import the library, or say how to install it.
-
-    Raises:
-        PlanError: it is not installed.
-    """
+    """Import the library, or say how to install it."""
     try:
         import peft as package
     except ImportError as error:
@@ -28,14 +24,7 @@ def peft() -> Any:
 
 @contextmanager
 def naming_errors(what: str) -> Iterator[None]:
-    """Raise errors of the library as our own.
-
-    Args:
-        what: the adapter, for messages.
-
-    Raises:
-        SourceError: the library refuses the adapter for this model.
-    """
+    """Raise errors of the library as our own."""
     try:
         yield
     except ShardconvError:

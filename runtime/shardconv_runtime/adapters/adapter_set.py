@@ -27,7 +27,7 @@ from ..format.plan import (
 from ..format.plan_json import of_stage
 from ..format.slices import Mesh, Rows
 from ..format.slot_steps import AllGatherStep
-from ..format.staged_names import held_names
+from ..format.stage_names import held_names
 from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_tensor
@@ -82,16 +82,7 @@ class Alone:
 
 
 def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -> Plan:
-    """Return the plan of a model with several adapters.
-
-    Args:
-        alone: plans of single adapters, by name.
-        model: the model with all adapters, on meta.
-        attached: the adapters that were attached to it.
-
-    Raises:
-        PlanError: the plans differ in a module, or some have no form that others have.
-    """
+    """Return the plan of a model with several adapters."""
     union = _Union(alone, model, attached)
     plans = [each.plan for each in alone.values()]
     first = plans[0]
@@ -235,11 +226,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
 
 
 def require_base(base: Plan, plan: Plan, attached: Attached) -> None:
-    """Check that a plan of a model with adapters leaves the model's tensors as they are in its files.
-
-    Raises:
-        PlanError: it was made for another conversion.
-    """
+    """Check that a plan of a model with adapters leaves the model's tensors as they are in its files."""
     entries, stored = parameter_plans(plan), parameter_plans(base)
     for now, old in attached.base_names.items():
         entry, before = entries.get(now), stored.get(old)
@@ -265,10 +252,6 @@ def adapted_tensors(
 
     Args:
         stored: names in the model without them, and its local tensors; it is closed.
-        base: plan of the model without adapters.
-        plan: the plan of the model with them.
-        attached: the adapters.
-        start: this rank.
         rows: name of an adapter's tensor -> positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
@@ -310,11 +293,7 @@ def _present_names(
 def local_parts(
     tensors: Iterable[tuple[str, Tensor]], plan: Plan, rank: int
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield the names and local parts, in their own memory, of global tensors that a plan knows.
-
-    Raises:
-        PlanError: one has another shape than in the plan.
-    """
+    """Yield the names and local parts, in their own memory, of global tensors that a plan knows."""
     entries = parameter_plans(plan)
     for name, tensor in tensors:
         entry = entries.get(name)
@@ -352,12 +331,7 @@ class AdapterSet:
         """Read them from their directories.
 
         Args:
-            given: the directories.
-            base: the plan of the model without them.
             build: makes the model, global, on meta; called if there are several.
-
-        Raises:
-            ShardconvError: see ``read_adapters``, ``attach`` and ``combined``.
         """
         return AdapterSet.of(read_adapters(given), base, build)
 
@@ -393,11 +367,7 @@ class AdapterSet:
         return ", ".join(f"{name}: {each.content}" for name, each in self.adapters.items())
 
     def attach(self, model: nn.Module, *, trainable: bool) -> Attached:
-        """Put them into a model on meta, in place; arguments and errors as for ``attach``.
-
-        Raises:
-            PlanError: they were adapted for another conversion, or are to be trained and cannot be.
-        """
+        """Put them into a model on meta, in place; arguments and errors as for ``attach``."""
         attached = attach(model, _sources(self.adapters), trainable=trainable)
         require_base(self.base, self.plan, attached)
         # A plan of an earlier version may have a training part all the same.
@@ -420,14 +390,7 @@ class AdapterSet:
         start: Launch,
         rows: Rows,
     ) -> Generator[tuple[str, Tensor]]:
-        """Return the local tensors of the model with adapters by their names in it, on the device.
-
-        Args:
-            stored: yields the model's tensors by their names without adapters; the argument selects rows.
-            attached: the adapters.
-            start: this rank.
-            rows: names with adapters -> the positions of the first dim of which the rank gets the tensor.
-        """
+        """Return the local tensors of the model with adapters by their names in it, on the device."""
         old = {attached.base_names.get(name, name): held for name, held in rows.items()}
         old |= {attached.copies[name]: held for name, held in rows.items() if name in attached.copies}
         return adapted_tensors(stored(old), self.base, self.plan, attached, start, rows)

@@ -99,7 +99,6 @@ class Attached:
         peft copies a saved tensor into one with the dtype of the model's tensor and ignores the file's dtype.
 
         Args:
-            base: plan of the model without adapters.
             dtypes: dtypes of tensors of the model, by FQN with the adapters; the plan has the others.
         """
         own = dict(self.copies) | {name: self.base_names[name] for name in self.replaced}
@@ -121,14 +120,6 @@ def attach(
 
     Args:
         model: the model on meta in global shapes, as ``meta_model.build_model`` makes it.
-        adapters: the adapters by the names that they get.
-        trainable: the adapters' parameters require gradients; the model's own parameters never do.
-        initialized: new adapters get their initial weights; otherwise any.
-
-    Raises:
-        PlanError: peft is not installed.
-        SourceError: the library refuses an adapter, the adapter changes weights of the model, a new one is
-            initialized from them, or a saved one lacks tensors that its config names.
     """
     before = dict(stored_tensors(model))
     modules = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
@@ -190,12 +181,7 @@ model and does nothing else in evaluation."""
 
 
 def _why_not_trained(adapter: Adapter, added: Collection[nn.Module]) -> str:
-    """Say why parts of an adapter on ranks cannot be trained; empty if they can.
-
-    Args:
-        adapter: the adapter.
-        added: the modules that the library added to the model.
-    """
+    """Say why parts of an adapter on ranks cannot be trained; empty if they can."""
     if why := _OWN_LOSSES.get(adapter_kind(adapter)):
         return why
     # Masks of dropout modules are right on shards. Code of the library that draws itself may choose rows of a
@@ -312,14 +298,6 @@ def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
     """Make an adapter's copies of one tensor one tensor again, in place, if its config ties them.
 
     peft ties them when it makes them. On meta they come apart, and again when saved ones take their places.
-
-    Args:
-        model: the model with the adapter.
-        name: the name of the adapter in the model.
-        adapter: see ``attach``.
-
-    Raises:
-        SourceError: they were saved with different values.
     """
     if not getattr(adapter.config, "ensure_weight_tying", False):
         return
@@ -431,11 +409,7 @@ class _BaseWithoutBytes:
 
     @contextmanager
     def kept(self, adapter: Adapter) -> Iterator[None]:
-        """Collect tensors that replace proxies within this context in ``replaced``.
-
-        Raises:
-            SourceError: two adapters give different ones.
-        """
+        """Collect tensors that replace proxies within this context in ``replaced``."""
         held = [(tensors, name, tensors[name]) for tensors, name in self._stored() if self.has(tensors[name])]
         yield
         for tensors, name, proxy in held:
@@ -534,10 +508,6 @@ def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
 def read_config(directory: str | os.PathLike[str]) -> Any:
     """Return the ``peft.PeftConfig`` of a saved adapter, or of a file that is like its
     ``adapter_config.json``.
-
-    Raises:
-        PlanError: peft is not installed.
-        SourceError: there is none, or the library cannot read it.
     """
     path = os.fspath(directory)
     with naming_errors(path):

@@ -21,9 +21,9 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 from ..errors import SourceError, brief
 from ..format.names import natural_key
 from ..parallel.meta_model import for_older_transformers, tied_names
-from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
+from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .quantized import PackedWeight, PackedWeights, is_of_cache
-from .recorded import (
+from .recording_tensors import (
     InPlaceError,
     RecordedOperator,
     RecordedTensor,
@@ -63,18 +63,8 @@ def lazy_weights(
 ) -> CheckpointWeights:
     """Return the global tensors of all parameters and persistent buffers.
 
-    Args:
-        spec: a model with a directory.
-        tell: is called with a remark about tensors of the checkpoint that the model does not use, or that are
-            not tied as its config says.
-        with_unused: also find the tensors that the model does not use.
-
     Returns:
         Packed parameters of a quantized checkpoint are their stored tensors, unless it is to be dequantized.
-
-    Raises:
-        SourceError: a tensor is missing from the checkpoint, or of another shape, or the model does not use
-            one that belongs to a module of which it uses others.
     """
     tensors = lazy_tensors(spec.weight_files, spec.index)
     listed = {name: t for name, t in tensors.items() if spec.index is None or name in spec.index.weight_map}
@@ -198,17 +188,7 @@ def select(
     names: Collection[str],
     tied: Iterable[tuple[str, str]] = (),
 ) -> dict[str, LazyTensor | PackedWeight]:
-    """Return the weights that a plan names.
-
-    Args:
-        spec: the model.
-        weights: all weights by name.
-        names: the names in the plan.
-        tied: its tied tensors, each with the name under which it is stored.
-
-    Raises:
-        SourceError: the model lacks one, or the checkpoint has different values of tied ones.
-    """
+    """Return the weights that a plan names."""
     for alias, name in tied:
         if alias in weights and name in weights and not are_equal(weights[alias], weights[name]):
             raise SourceError(

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError, brief
-from ..format.manifest import MANIFEST_NAME, PLAN_NAME
+from ..files.manifest import MANIFEST_NAME, PLAN_NAME
+from ..files.model_config import CONFIG, unsafe_entry
 from ..hub_options import require_repo_id
-from ..parallel.model_config import CONFIG, unsafe_entry
 
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -40,9 +40,6 @@ _OTHER_WEIGHTS = {
 def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Path | None:
     """Return the local directory of a model that can be converted; None if ``model`` is the id of a Hub
     repository.
-
-    Raises:
-        SourceError: ``model`` is neither, or the directory holds something else, or lacks a file.
     """
     text = os.fspath(model)
     path = Path(text).expanduser()
@@ -61,11 +58,7 @@ def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Pat
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """Return ``config.json`` as it was written.
-
-    Raises:
-        SourceError: it is missing or malformed, or would have transformers read or import something else.
-    """
+    """Return ``config.json`` as it was written."""
     path = directory / CONFIG
     if not path.is_file():
         raise SourceError(f"no config.json in {directory}; name the directory of a transformers model")
@@ -96,11 +89,7 @@ class Index:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the files that hold the weights.
-
-    Raises:
-        SourceError: the directory has none, or an index names a file that is missing.
-    """
+    """Return the files that hold the weights."""
     for single, index in LAYOUTS:
         if (directory / single).is_file():
             return (directory / single,)
@@ -121,11 +110,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def index_of(directory: Path) -> Index | None:
-    """Return the index of a model's weight files; None if it has one file, or none.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
+    """Return the index of a model's weight files; None if it has one file, or none."""
     for single, index in LAYOUTS:
         if (directory / single).is_file():
             return None
@@ -164,10 +149,6 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
 
     Args:
         directory: local, with at least the small files.
-        need_weights: it should have weights too.
-
-    Raises:
-        SourceError: the message names the kind of the directory, and the remedy.
     """
     has_config = (directory / CONFIG).is_file()
     if need_weights and all((directory / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)):

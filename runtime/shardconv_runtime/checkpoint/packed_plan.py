@@ -13,7 +13,7 @@ from ..format.plan import Packing, ParameterPlan, Plan, global_shape, local_shap
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import check_packing, granularity, holds_values, tensor_name
 from ..packed.schemes import rounds_activations
-from ..tensors.lazy_tensor import LazyTensor, cast, take, zeros
+from .lazy_tensor import LazyTensor, cast, take, zeros
 from .quantized import PackedWeight
 
 # A rank's local part of the weights of an ordinary checkpoint, as a plan shards them.

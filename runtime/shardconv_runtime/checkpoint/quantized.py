@@ -19,10 +19,10 @@ from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
 from ..packed.schemes import dequantize, scheme_of
 from ..packed.stored_weights import Found, Info, WeightSlice, global_size
-from ..tensors import lazy_tensor as lazy
-from ..tensors.copying import read_tensor
-from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
-from .recorded import RecordedTensor
+from . import lazy_tensor as lazy
+from .copying import read_tensor
+from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
+from .recording_tensors import RecordedTensor
 from .stored_leaves import WeightFile, header_metadata
 
 Settings = Mapping[str, Any]

@@ -15,12 +15,12 @@ from huggingface_hub.hf_api import RepoFile
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..errors import SourceError, brief
+from ..files.hub_errors import bounded, explain
+from ..files.model_config import CONFIG
+from ..files.remote_files import RemoteFile, remote_files
+from ..files.small_files import EXAMPLE_NAME, choose_files, sizes_in
 from ..format.header import dtype_name
-from ..format.small_files import EXAMPLE_NAME, choose_files, sizes_in
-from ..hub.hub_errors import bounded, explain
-from ..hub.remote_files import RemoteFile, remote_files
 from ..hub_options import Hub
-from ..parallel.model_config import CONFIG
 from .model_directory import (
     LAYOUTS,
     Index,
@@ -51,11 +51,7 @@ FALLBACKS = (
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
-    """Return the config object of the model in ``directory``.
-
-    Raises:
-        SourceError: the file is missing, is not JSON, or has a type that transformers does not know.
-    """
+    """Return the config object of the model in ``directory``."""
     raw = read_config_json(directory)
     _require_known_type(raw, directory, trust_remote_code)
     try:
@@ -90,11 +86,7 @@ def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code:
 
 
 def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bool) -> type:
-    """Return the class to build for ``config``.
-
-    Raises:
-        SourceError: neither the config nor the repository's code nor transformers' mappings name a class.
-    """
+    """Return the class to build for ``config``."""
     if trust_remote_code and directory is not None and getattr(config, "auto_map", None):
         remote = _class_from_repository(config, directory)
         if remote is not None:
@@ -224,18 +216,7 @@ class Located:
 def locate(
     model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
 ) -> Located:
-    """Return the directory of the model and, for a Hub repository, its commit.
-
-    Args:
-        model: a directory, or the id of a Hub repository.
-        hub: how to download.
-        code: download Python files too.
-        need_weights: download the weights too.
-        stream: leave weights on the Hub if they are safetensors files and not in the cache.
-
-    Raises:
-        SourceError: ``model`` is neither a directory nor a repository that can be downloaded.
-    """
+    """Return the directory of the model and, for a Hub repository, its commit."""
     if (local := model_directory(model, need_weights=need_weights)) is not None:
         return Located(local)
     text = os.fspath(model)
@@ -317,15 +298,7 @@ def resolve(
     """Find the model, its class, its dtype and, if they are needed, its weight files.
 
     Args:
-        model: a directory, a Hub id, or (without weights) a transformers config object.
-        hub: how to download it; None for the defaults.
-        trust_remote_code: import the repository's own Python code.
         dtype: the dtype of the parameters; by default the config's dtype, otherwise the checkpoint's.
-        need_weights: find (and download) the weight files and validate them.
-        stream: leave uncached weight files on the Hub, where they are read by ranges.
-
-    Raises:
-        SourceError: the model cannot be used; the message names the problem and the remedy.
     """
     if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
         raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

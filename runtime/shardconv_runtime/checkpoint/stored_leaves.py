@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, SourceError, brief
+from ..files.remote_files import RemoteFile, remote_header
 from ..format.header import STORED_NAME, TORCH_NAME, StoredTensor, data_start, dtype_name, read_header
-from ..hub.remote_files import RemoteFile, remote_header
-from ..tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf, stored
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf, stored
 from .model_directory import Index
 
 # The tensors of PyTorch files, as lazy tensors over their bytes if the file stores them contiguously.
@@ -37,9 +37,6 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
 
     Yields:
         (name, tensor).
-
-    Raises:
-        SourceError: the file cannot be read, or does not hold a dict of tensors.
     """
     records = _records(file)
     load = cache(lambda: load_pickled(file, "cpu"))
@@ -67,15 +64,8 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
 def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a PyTorch file, unpickled with ``weights_only``.
 
-    Args:
-        file: the file to read.
-        device: the device of the tensors; only the pickle is read for ``"meta"``.
-
     Returns:
         Global tensors by name, with the shapes, strides and dtypes of the file.
-
-    Raises:
-        SourceError: torch cannot read the file, or it does not hold a dict of tensors.
     """
     if _is_swapped(file):
         raise SourceError(
@@ -160,11 +150,7 @@ WeightFile = Path | RemoteFile
 
 
 def validate(files: Iterable[WeightFile]) -> None:
-    """Check that each safetensors file is complete, by its header and its size.
-
-    Raises:
-        SourceError: a file is truncated or corrupt.
-    """
+    """Check that each safetensors file is complete, by its header and its size."""
     for file in files:
         if file.suffix == ".safetensors":
             header_of(file)
@@ -173,20 +159,13 @@ def validate(files: Iterable[WeightFile]) -> None:
 def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
     """Return the byte where the tensors of a safetensors file begin, and the tensors in the order of their
     bytes.
-
-    Raises:
-        SourceError: the file is not a complete safetensors file, or cannot be read.
     """
     tensors = _header(file)[1]
     return data_start(num_bytes(file), tensors), tensors
 
 
 def metadata_of(file: WeightFile) -> dict[str, str]:
-    """Return the metadata in the header of a safetensors file.
-
-    Raises:
-        SourceError: see ``header_of``.
-    """
+    """Return the metadata in the header of a safetensors file."""
     return _header(file)[0]
 
 
@@ -243,14 +222,8 @@ def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
 
     The caller finds out which of them belong to the model.
 
-    Args:
-        names: the names of the checkpoint.
-
     Yields:
         Name -> without the parts of wrappers. Two tensors never get one name.
-
-    Raises:
-        SourceError: it is a checkpoint of several models that are alike.
     """
     known = [dict.fromkeys(names, "")]  # only to compare
     for left_out in (_WRAPPERS, _WRAPPERS | {_ORDINARY}):
@@ -283,14 +256,6 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
 
     Only the pickle of a PyTorch file in the zip format is read. A file of the older format is read completely
     when the first of its tensors is needed.
-
-    Args:
-        files: the files of the tensors.
-        index: says which of several files that hold a tensor is the one to take: a repository may add a file
-            with some better tensors, and change only its index.
-
-    Raises:
-        SourceError: a file cannot be read, or several hold a tensor, and no index says which one counts.
     """
     found: dict[str, dict[str, LazyTensor]] = {}
     for file in files:
@@ -328,11 +293,7 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
 
 
 def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
-    """Return the metadata in the headers of the safetensors files among these, merged over all files.
-
-    Raises:
-        SourceError: a file cannot be read.
-    """
+    """Return the metadata in the headers of the safetensors files among these, merged over all files."""
     found: dict[str, str] = {}
     for file in files:
         if isinstance(file, RemoteFile) or file.suffix == ".safetensors":

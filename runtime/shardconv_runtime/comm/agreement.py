@@ -139,17 +139,7 @@ DOWNLOAD_TIMEOUT_S = 24 * 3600
 
 
 def agree(start: Launch, error: Exception | None, timeout_s: float | None = None) -> None:
-    """Tell the others whether this rank failed; return only if none did.
-
-    Args:
-        start: the ranks.
-        error: the error of this rank, if it failed.
-        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
-
-    Raises:
-        Exception: this rank's own error.
-        LaunchError: the error of the first rank that has one, or a rank did not answer.
-    """
+    """Tell the others whether this rank failed; return only if none did."""
     if start.control is None:
         if error is not None:
             raise error
@@ -171,17 +161,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
 
 
 def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = None) -> T:
-    """Run a stage that may fail on only one rank; return its result once all ranks have run it.
-
-    Args:
-        start: the ranks.
-        stage: runs no collective.
-        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
-
-    Raises:
-        Exception: raised by ``stage`` on this rank.
-        LaunchError: ``stage`` raised on another rank, or a rank did not answer.
-    """
+    """Run a stage that may fail on only one rank; return its result once all ranks have run it."""
     outcome: list[T] = []
     error: Exception | None = None
     try:
@@ -193,17 +173,7 @@ def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = No
 
 
 def exchange(start: Launch, value: T, timeout_s: float | None = None, call: str = "") -> list[T]:
-    """Return the value of each rank, on every rank; only the own one in a job of one process.
-
-    Args:
-        start: the ranks.
-        value: picklable, small.
-        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
-        call: the call of the user, if it runs in no other one.
-
-    Raises:
-        LaunchError: a rank did not answer, or is in another call.
-    """
+    """Return the value of each rank, on every rank; only the own one in a job of one process."""
     if start.control is None:
         return [value]
     timeout_s = AGREE_TIMEOUT_S if timeout_s is None else timeout_s
@@ -239,21 +209,13 @@ construction, and its control messages may not come between the messages of anot
 
 
 def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> None:
-    """Check that all ranks call a method with the same arguments.
-
-    Raises:
-        LaunchError: they do not, or a rank does not call it.
-    """
+    """Check that all ranks call a method with the same arguments."""
     digests = {name: digest(value) for name, value in given.items()}
     compare_calls(method, exchange(start, digests, start.timeout_s, method))
 
 
 def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
-    """Check that all ranks call their model, at about the same time, with the same inputs.
-
-    Raises:
-        LaunchError: on all ranks; they do not, or a rank does not call it.
-    """
+    """Check that all ranks call their model, at about the same time, with the same inputs."""
     summaries = {name: _summary(value) for name, value in given.items()}
     timeout_s = CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s
     calls = exchange(start, summaries, timeout_s, "a call of the model")
@@ -311,26 +273,13 @@ def _summary(value: Any) -> str | _Floats:
 
 
 def compare_calls(method: str, calls: Sequence[Mapping[str, str]]) -> None:
-    """Compare the digests of arguments by name, of each rank.
-
-    Raises:
-        LaunchError: they differ.
-    """
+    """Compare the digests of arguments by name, of each rank."""
     remedy = "call it alike on every rank (shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
     require_alike(f"{method} was called", calls, remedy)
 
 
 def require_alike(what: str, calls: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    """Compare descriptions of arguments by name between the ranks.
-
-    Args:
-        what: the beginning of the message, such as "generate was called".
-        calls: the calls of each rank.
-        remedy: the end of the message.
-
-    Raises:
-        LaunchError: they differ.
-    """
+    """Compare descriptions of arguments by name between the ranks."""
     for caller, call in enumerate(calls):
         for name in sorted(call.keys() | calls[0].keys()):
             if call.get(name) != calls[0].get(name):
@@ -363,11 +312,7 @@ def digest(value: Any) -> str:
 
 
 def require_own_gpus(start: Launch) -> None:
-    """Check that each rank has its own GPU, which nccl needs; every rank calls it.
-
-    Raises:
-        LaunchError: two ranks have the same GPU.
-    """
+    """Check that each rank has its own GPU, which nccl needs; every rank calls it."""
     if start.world_size > 1 and can_capture(start):
         error = shared_gpu_error(exchange(start, describe_gpu(start.device)))
         if error is not None:
@@ -381,11 +326,7 @@ def describe_gpu(device: torch.device) -> tuple[str, str]:
 
 
 def shared_gpu_error(gpus: list[tuple[str, str]]) -> LaunchError | None:
-    """Return the error if two ranks would use one GPU, otherwise None.
-
-    Args:
-        gpus: ``describe_gpu`` of each rank.
-    """
+    """Return the error if two ranks would use one GPU, otherwise None."""
     first: dict[tuple[str, str], int] = {}
     for number, gpu in enumerate(gpus):
         if first.setdefault(gpu, number) != number:

@@ -135,12 +135,7 @@ class KnownParts(Parts):
 
 
 class Select:
-    """Takes ranges of positions of a dim, in order: ``[..., N, ...]`` to contiguous ``[..., n, ...]``.
-
-    Args:
-        parts: the ranges.
-        device: the device of most tensors.
-    """
+    """Takes ranges of positions of a dim, in order: ``[..., N, ...]`` to contiguous ``[..., n, ...]``."""
 
     def __init__(self, parts: tuple[Range, ...], device: torch.device) -> None:
         self.ranges = parts

@@ -15,8 +15,8 @@ from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Plan
 from ..format.slices import group_of
 from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
-from . import env_int, other_launcher
 from .collectives import AllReduce, ProcessCommunicator
+from .launchers import env_int, other_launcher
 from .process_groups import axes_group, check_group, control_group, start_group, warm_up
 
 
@@ -26,13 +26,6 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
     A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
     ``init_process_group(device_id=)``, otherwise the GPU of the launcher's local rank. If a process sees only
     one GPU, it is that one: launchers may show each process its own.
-
-    Args:
-        device: the device that the caller named; by default a GPU if torch finds cuda, otherwise the CPU.
-        num_local: this many processes of this host need a GPU each; 0 if unknown.
-
-    Raises:
-        LaunchError: there is no cuda, or there are fewer GPUs than processes.
     """
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type != "cuda" or (found.index is not None and torch.cuda.is_available()):
@@ -85,11 +78,7 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process's rank, without starting a group.
-
-    Raises:
-        LaunchError: this process is not in the group.
-    """
+    """Return this process's rank, without starting a group."""
     if group is None and not dist.is_initialized():
         return env_int("RANK", 0)
     found = dist.get_rank(group)
@@ -99,11 +88,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def check_world_size(plan: Plan, group: dist.ProcessGroup | None, stages_per_process: int) -> None:
-    """Check that there is one process for each rank of the plan, or of this many stages. No collective runs.
-
-    Raises:
-        LaunchError: there are fewer or more.
-    """
+    """Check that there is one process for each rank of the plan, or of this many stages."""
     found, wanted = world_size(group), plan.tp
     made_for = f"tp={plan.tp}"
     if plan.stages is not None:
@@ -127,15 +112,6 @@ def launch(
 
     The backend is nccl for a cuda device, gloo otherwise. A single process that no launcher started
     needs no group and gets none.
-
-    Args:
-        group: the processes that load the model; all by default.
-        device: where the model goes, see ``find_device``.
-        timeout_s: how long a collective may take in a group that is started here; torch's default if None.
-
-    Raises:
-        LaunchError: the environment lacks a launcher's variables, this process is not in the group, its
-            backend does not serve the device, or there are fewer GPUs than processes.
     """
     everyone = group is None and not dist.is_initialized()
     found_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -161,18 +137,7 @@ def connect(
     all_reduce: AllReduce | None = None,
     more_axes: Iterable[Iterable[int]] = (),
 ) -> ProcessCommunicator:
-    """Connect process groups for the sets of mesh axes that the plan uses; return the communicator.
-
-    Args:
-        plan: its mesh has as many ranks as there are processes.
-        start: the ranks.
-        all_reduce: used in place of torch's own, see ``load``.
-        more_axes: sets of mesh axes of collectives outside of a forward pass.
-
-    Raises:
-        LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered, or
-            they cannot communicate.
-    """
+    """Connect process groups for the sets of mesh axes that the plan uses; return the communicator."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     all_axes = range(len(plan.mesh))  # over which ranks compare their values
     for axes in sorted(used_axes(plan, (*more_axes, all_axes))):
@@ -221,11 +186,7 @@ def data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return the processes of a device mesh that load one model together: the ranks of all of its stages.
-
-    Raises:
-        LaunchError: the mesh has no dim of that name, or a group was given as well.
-    """
+    """Return the processes of a device mesh that load one model together: the ranks of all of its stages."""
     if group is not None:
         raise LaunchError("give group= or mesh=, not both")
     if TP not in (mesh.mesh_dim_names or ()):
@@ -242,15 +203,7 @@ def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dis
 
 
 def mesh_processes(mesh: DeviceMesh, device: torch.device) -> Launch:
-    """Return all processes of a mesh, with a group for control messages; each of them calls this.
-
-    Args:
-        mesh: it has this process.
-        device: the device of this process.
-
-    Raises:
-        LaunchError: one of them did not join.
-    """
+    """Return all processes of a mesh, with a group for control messages; each of them calls this."""
     world = dist.group.WORLD
     assert world is not None, "the mesh has started it"
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))

@@ -48,11 +48,7 @@ def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None
     """Return a gloo group of the same processes, for control messages: waiting for these needs no GPU.
 
     Args:
-        group: the processes.
         ranks: global ranks of the processes that exchange messages, ascending; by default all.
-
-    Raises:
-        LaunchError: one of them did not join.
     """
     _settle_at_exit()
     made = _subgroup(group, ranks or _ranks(group), "gloo")
@@ -61,12 +57,7 @@ def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None
 
 
 def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.ProcessGroup:
-    """Return another gloo group of the same processes, for messages of a separate thread.
-
-    Args:
-        group: the process group of the ranks.
-        timeout_s: how long a message may take; None for as long as a control message.
-    """
+    """Return another gloo group of the same processes, for messages of a separate thread."""
     _settle_at_exit()
     made = _subgroup(group, _ranks(group), "gloo", "loop")
     made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S if timeout_s is None else timeout_s))
@@ -77,9 +68,6 @@ def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.Proces
 def start_group(device: torch.device, timeout_s: float | None) -> None:
     """Start the default process group from the launcher's environment: nccl for a cuda device, otherwise
     gloo.
-
-    Raises:
-        LaunchError: the environment lacks a launcher's variables, or the others cannot be joined.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -98,11 +86,7 @@ def start_group(device: torch.device, timeout_s: float | None) -> None:
 
 
 def check_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that a process group serves a device.
-
-    Raises:
-        LaunchError: it does not.
-    """
+    """Check that a process group serves a device."""
     served = {kind.type for kind in group._device_types}
     if device.type not in served:
         raise LaunchError(
@@ -112,11 +96,7 @@ def check_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of these members of ``group``.
-
-    Raises:
-        LaunchError: the ranks of ``group`` do not ascend.
-    """
+    """Return the process group of these members of ``group``."""
     ranks = _ranks(group)
     if len(members) == len(ranks):
         return group
@@ -132,13 +112,6 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
 
     A default group that is bound to a device would connect when it is started. But groups of some ranks would
     then be split off its communicator, in which all processes take part, not only the members.
-
-    Args:
-        groups: the groups of this rank; all members of a group call this at about the same time.
-        device: the device of the model.
-
-    Raises:
-        LaunchError: the ranks cannot communicate.
     """
     try:
         for group in groups:
@@ -210,9 +183,6 @@ def _subgroup(
     """Return a group of some ranks of ``group``, made once for a purpose and kept as long as ``group``.
 
     Only its members take part in making it, so several groups can load different models at a time.
-
-    Raises:
-        LaunchError: a member did not join.
     """
     made = _subgroups.setdefault(group, {})
     key = (backend or dist.get_backend(group), ranks, purpose)

@@ -40,17 +40,7 @@ _shared: dict[str, tuple[dist.ProcessGroup, Tensor]] = {}
 def connect_by_name(
     name: str, start: Launch, connect: Callable[[AllReduce | None], ProcessCommunicator]
 ) -> ProcessCommunicator:
-    """Return a communicator that sums as ``name`` says.
-
-    Args:
-        name: ``SYMMETRIC``.
-        start: the ranks.
-        connect: makes a communicator that sums with a function.
-
-    Raises:
-        LaunchError: see ``prepare_symmetric``.
-        PlanError: another name.
-    """
+    """Return a communicator that sums as ``name`` says."""
     if name != SYMMETRIC:
         raise PlanError(f"all_reduce={name!r} should be {SYMMETRIC!r} or a function")
     comm = connect(symmetric_sum)
@@ -60,15 +50,7 @@ def connect_by_name(
 
 
 def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Allocate the memory; all members of a group call this at about the same time.
-
-    Args:
-        start: the ranks.
-        groups: the groups of this rank, in which tensors are summed.
-
-    Raises:
-        LaunchError: the ranks do not communicate over nccl, or cannot read each other's memory.
-    """
+    """Allocate the memory; all members of a group call this at about the same time."""
     if not can_capture(start):
         raise LaunchError(
             f'all_reduce="symmetric" needs GPUs and nccl, and the model is on {start.device} in a group of '

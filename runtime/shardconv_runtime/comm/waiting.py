@@ -72,13 +72,7 @@ _watcher = _Watcher()
 
 @contextmanager
 def hinting(rank: int, call: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Log a hint if the code within this context waits for other ranks for long.
-
-    Args:
-        rank: this rank.
-        call: the call of the user.
-        timeout_s: the time limit of the wait, if it has one.
-    """
+    """Log a hint if the code within this context waits for other ranks for long."""
     hint_s = HINT_S if timeout_s is None else min(HINT_S, max(timeout_s / 4, _LEAST_S))
     number = _watcher.begin(f"rank {rank}: {call}", hint_s)
     try:

@@ -91,7 +91,6 @@ def stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
 
     Args:
         dtype: torch's name of the dtype.
-        shape: the shape in torch.
     """
     num = _STORED_ELEMENTS.get(STORED_NAME[dtype], 1)
     return [*shape[:-1], shape[-1] * num] if num > 1 else list(shape)
@@ -137,12 +136,7 @@ class ShardFile:
 
 
 def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
-    """Return the byte of a file where its tensors begin; there are no gaps, and the file ends with them.
-
-    Args:
-        num_bytes: the number of bytes of the file, up to the end of the last tensor.
-        tensors: the tensors in the order of their bytes.
-    """
+    """Return the byte of a file where its tensors begin; there are no gaps, and the file ends with them."""
     last = next(reversed(tensors.values()), None)
     return num_bytes - (last.offsets[1] if last else 0)
 
@@ -155,12 +149,7 @@ class _Entry:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return the metadata and tensors of a safetensors file, in the order of their bytes.
-
-    Raises:
-        CheckpointError: the file cannot be read, is truncated or has trailing bytes, or its header is
-            malformed; the message names the file and the tensor.
-    """
+    """Return the metadata and tensors of a safetensors file, in the order of their bytes."""
     try:
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -172,16 +161,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str,
 def parse_header(
     read: Callable[[int, int], bytes], num_bytes: int, name: str
 ) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return the metadata and tensors of a safetensors file, wherever it is, as ``read_header``.
-
-    Args:
-        read: gives bytes of the file, from an offset on, at most this many; called in the order of the bytes.
-        num_bytes: the number of bytes of the file.
-        name: the name for messages.
-
-    Raises:
-        CheckpointError: it is malformed or truncated.
-    """
+    """Return the metadata and tensors of a safetensors file, wherever it is, as ``read_header``."""
     try:
         prefix = read(0, _LENGTH_BYTES)
         if len(prefix) < _LENGTH_BYTES:

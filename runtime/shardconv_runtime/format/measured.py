@@ -117,14 +117,7 @@ class Numerics:
 
 
 def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int = 0) -> int:
-    """Return the bytes of the cache on a rank.
-
-    Args:
-        memory: the memory of the rank.
-        batch: number of sequences.
-        length: tokens of each in the cache, as after a decoding step.
-        source_length: tokens of each that an encoder has read.
-    """
+    """Return the bytes of the cache on a rank."""
     sequence = memory.sequence_bytes
     for term in memory.cache:
         num_tokens = source_length if term.source else length
@@ -133,13 +126,7 @@ def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int 
 
 
 def prefill_bytes(memory: MemoryPlan, batch: int, length: int) -> int:
-    """Return the peak bytes of live tensors, without weights and cache, while a prompt is read.
-
-    Args:
-        memory: the memory of the rank.
-        batch: number of sequences.
-        length: tokens of each.
-    """
+    """Return the peak bytes of live tensors, without weights and cache, while a prompt is read."""
     return max((moment_bytes(moment, batch, length) for moment in memory.prefill), default=0)
 
 

@@ -30,11 +30,7 @@ _COMPONENT = re.compile(r"\{[^{}]*\}|[^.{}/\\\x00-\x1f\x7f]+")
 
 
 def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
-    """Return the names that a pattern expands to; the last number varies fastest.
-
-    Raises:
-        PlanError: the pattern is malformed, or expands to more than ``limit`` names or to long ones.
-    """
+    """Return the names that a pattern expands to; the last number varies fastest."""
     components = _components(pattern)
     too_long = PlanError(f"a name of the pattern {shown(pattern)} has more than {MAX_NAME_LENGTH} characters")
     if len(components) > MAX_NAME_LENGTH:
@@ -50,11 +46,7 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
 
 
 def expand_all(patterns: Iterable[str], limit: int = MAX_NAMES) -> list[str]:
-    """Return the names of several patterns, one after another.
-
-    Raises:
-        PlanError: a pattern is malformed, or all expand to more than ``limit`` names.
-    """
+    """Return the names of several patterns, one after another."""
     names: list[str] = []
     for pattern in patterns:
         names.extend(expand(pattern, limit - len(names)))
@@ -128,9 +120,6 @@ def compress(names: Iterable[str]) -> tuple[str, ...]:
 
     Names that differ only in numbers share a pattern if they are a full product of numbers;
     otherwise they are divided by the outermost number.
-
-    Raises:
-        PlanError: a name has an empty component, a brace, a slash or a control character.
     """
     groups: dict[tuple[str | None, ...], set[_Numbers]] = {}
     for name in names:

@@ -495,19 +495,12 @@ def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:
     """Return the entry of each parameter and persistent buffer by its FQN, in the order of the plan.
 
     Aliases of tied parameters are not in it (see ``Plan.tied``).
-
-    Raises:
-        PlanError: two entries claim one name, or the patterns expand to too many names.
     """
     return by_name("parameters", plan.parameters)
 
 
 def module_plans(plan: Plan) -> dict[str, ModulePlan]:
-    """Return the entry of each module that changes by its FQN, in the order of the plan.
-
-    Raises:
-        PlanError: two entries claim one name, or the patterns expand to too many names.
-    """
+    """Return the entry of each module that changes by its FQN, in the order of the plan."""
     return by_name("modules", plan.modules)
 
 
@@ -522,11 +515,7 @@ def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def by_name(path: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
-    """Expand the names of entries.
-
-    Raises:
-        PlanError: two entries claim one name, or the patterns expand to too many names.
-    """
+    """Expand the names of entries."""
     found: dict[str, _Entry] = {}
     for index, entry in enumerate(entries):
         try:

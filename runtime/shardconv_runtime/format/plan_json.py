@@ -42,7 +42,14 @@ from .plan import (
 )
 from .slices import Mesh, num_ranges
 from .slot_steps import check_step
-from .staged_names import Stages, absent_modules, held_names, is_inside, own_parameters, staged_modules
+from .stage_names import (
+    Stages,
+    absent_modules,
+    held_names,
+    is_inside,
+    own_parameters,
+    staged_modules,
+)
 from .stored_layout import check_fused, check_packing, fused_groups
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
@@ -54,12 +61,7 @@ MAX_RANGES_IN_ALL = 2**22
 
 
 def check_plan(plan: Plan) -> None:
-    """Check the rules of ``docs/plan-format.md`` that concern several parts of a plan.
-
-    Raises:
-        MalformedError: a rule is broken; the message begins with the path of the field.
-        PlanError: the name patterns of two entries overlap, or are malformed.
-    """
+    """Check the rules of ``docs/plan-format.md`` that concern several parts of a plan."""
     path, _, name = plan.model.class_name.partition(":")  # of a class that can be imported
     if not is_importable(path) or not is_step(name) or not name.isidentifier():
         fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
@@ -210,11 +212,7 @@ def _check_ascending(where: str, stages: tuple[int, ...], count: int) -> None:
 
 
 def require_training(plan: Plan) -> None:
-    """Check that a plan has the collectives of a backward pass.
-
-    Raises:
-        PlanError: it has none; with the reason, if the plan gives one.
-    """
+    """Check that a plan has the collectives of a backward pass."""
     if plan.training is None:
         raise PlanError(
             "the model cannot be trained: its plan was solved for inference only"
@@ -223,11 +221,7 @@ def require_training(plan: Plan) -> None:
 
 
 def of_sequence(plan: Plan) -> Plan:
-    """Return the plan with the modules, gradients and draws of its sequence-parallel form.
-
-    Raises:
-        PlanError: it has none.
-    """
+    """Return the plan with the modules, gradients and draws of its sequence-parallel form."""
     sequence = plan.training.sequence if plan.training else None
     if sequence is None:
         raise PlanError(
@@ -266,11 +260,7 @@ _OTHER_VERSION = "convert the model again"
 
 
 def dumps(plan: Plan) -> str:
-    """Return the plan as JSON.
-
-    Raises:
-        PlanError: ``loads`` would refuse it.
-    """
+    """Return the plan as JSON."""
     try:
         text = dump_document(plan, FORMAT)
     except (TypeError, ValueError) as error:
@@ -286,9 +276,6 @@ def loads(text: str) -> Plan:
     Example:
         >>> loads(dumps(plan)) == plan
         True
-
-    Raises:
-        PlanError: the text violates ``docs/plan-format.md``; the message begins with the path of the field.
     """
     try:
         if text.count("*") + text.count("+") > MAX_SIGNS:
@@ -301,11 +288,7 @@ def loads(text: str) -> Plan:
 
 
 def read(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from a file.
-
-    Raises:
-        PlanError: see ``loads``; the message begins with the path.
-    """
+    """Read a plan from a file."""
     try:
         return loads(read_text(Path(path), MAX_BYTES))
     except (MalformedError, PlanError) as error:
@@ -313,11 +296,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
 
 
 def write(plan: Plan, path: str | os.PathLike[str]) -> str:
-    """Write a plan to a file atomically, and return its sha256 in hex.
-
-    Raises:
-        PlanError: see ``dumps``.
-    """
+    """Write a plan to a file atomically, and return its sha256 in hex."""
     text = dumps(plan)
     write_text(Path(path), text)
     return sha256(text)

@@ -155,11 +155,7 @@ def layout_of(step: Boundary) -> Dim | None:
 
 
 def check_step(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
-    """Check a step among the inputs or the outputs of a module, as ``side`` says.
-
-    Raises:
-        MalformedError: a rule is broken; the message begins with ``where``.
-    """
+    """Check a step among the inputs or the outputs of a module, as ``side`` says."""
     check_slot(f"{where}.slot", step.slot, side)
     if step.per_token < 0:
         fail(f"{where}.per_token", "must not be negative")

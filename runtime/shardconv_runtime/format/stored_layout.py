@@ -15,7 +15,7 @@ from .names import MAX_NAMES, expand_all
 from .plan import WHOLE, ModulePlan, Packing, ParameterPlan, Plan, by_name, module_plans, parameter_plans
 from .slices import Mesh, Range, coordinates, local_segments, ranges
 from .slot_steps import AllGatherStep
-from .staged_names import own_parameters
+from .stage_names import own_parameters
 
 # The stored tensors of a packed parameter are laid out like the weight, in their own steps.
 
@@ -32,12 +32,7 @@ def packed_entries(entry: ParameterPlan) -> Iterator[ParameterPlan]:
 
 
 def tensor_name(parameter: str, name: str) -> str:
-    """Return the name of a stored tensor next to a parameter, for FQNs or for patterns.
-
-    Args:
-        parameter: FQN or pattern.
-        name: the name of the tensor in a ``Packing``.
-    """
+    """Return the name of a stored tensor next to a parameter, for FQNs or for patterns."""
     owner, dot, own = parameter.rpartition(".")
     return owner + dot + name.replace(WHOLE, own)
 
@@ -53,11 +48,7 @@ def granularity(packing: Packing, num_dims: int) -> tuple[int, ...]:
 
 
 def check_packing(entry: ParameterPlan, mesh: Mesh) -> None:
-    """Check that each rank's part of a packed parameter begins and ends between the steps of its tensors.
-
-    Raises:
-        PlanError: it does not in some dim.
-    """
+    """Check that each rank's part of a packed parameter begins and ends between the steps of its tensors."""
     assert entry.packing is not None
     for tensor in entry.packing.tensors:
         for dim in tensor.dims:
@@ -171,11 +162,7 @@ def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
 
 
 def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
-    """Return the plan entries of the tensors in the files, keyed by the names of the tensors.
-
-    Raises:
-        PlanError: two entries claim one name, or the patterns expand to too many names.
-    """
+    """Return the plan entries of the tensors in the files, keyed by the names of the tensors."""
     return by_name("parameters", tuple(stored_entries(plan)))
 
 
@@ -225,12 +212,7 @@ FUSED_PARAMETERS = ("weight", "bias")
 
 
 def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return the FQNs of the members of each group, in call order.
-
-    Raises:
-        PlanError: a pattern is malformed, or the patterns expand to too many names.
-        MalformedError: the members of an entry are of different numbers of groups.
-    """
+    """Return the FQNs of the members of each group, in call order."""
     groups: list[tuple[str, ...]] = []
     num_names = 0
     for index, entry in enumerate(plan.fused):
@@ -245,12 +227,7 @@ def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def check_fused(plan: Plan) -> None:
-    """Check the groups: each could be one linear layer with the parameters of all members.
-
-    Raises:
-        MalformedError: a rule is broken; the message begins with ``fused``.
-        PlanError: a pattern is malformed.
-    """
+    """Check the groups: each could be one linear layer with the parameters of all members."""
     parameters, modules = parameter_plans(plan), module_plans(plan)
     tied = {name for pair in plan.tied for name in pair}
     seen: set[str] = set()
@@ -297,9 +274,6 @@ def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors of the files that lie next to each other in this order.
 
     Tensors of different dtypes do not. A packed parameter's tensors do if their first dim is the rows.
-
-    Raises:
-        PlanError: see ``fused_groups``.
     """
     if not plan.fused:
         return ()
@@ -323,12 +297,7 @@ def _dtypes_by_rows(entry: ParameterPlan) -> dict[str, str]:
 
 
 def in_units(names: Iterable[str], adjacent: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yield names in their order, except that adjacent ones directly follow the first of them.
-
-    Args:
-        names: all of them.
-        adjacent: groups of names; one of which some are missing is left out.
-    """
+    """Yield names in their order, except that adjacent ones directly follow the first of them."""
     present = dict.fromkeys(names)
     groups = [group for group in adjacent if present.keys() >= set(group)]
     unit_of = {name: group for group in groups for name in group}

@@ -118,18 +118,7 @@ def _shortened(text: str) -> str:
 def load_document(
     kind: type[_T], text: str, format_name: str, version: int, max_bytes: int = MAX_BYTES, remedy: str = ""
 ) -> _T:
-    """Read a document that ``dump_document`` wrote.
-
-    Args:
-        kind: the dataclass of the document.
-        text: JSON.
-        format_name, version: required of the document.
-        max_bytes: most characters of the text.
-        remedy: the remedy in the error about a document of another version.
-
-    Raises:
-        MalformedError: with the path of a field and the type or value that was expected there.
-    """
+    """Read a document that ``dump_document`` wrote."""
     if len(text) > max_bytes:
         _fail("", f"the document is longer than {max_bytes} characters")
     found = decode(text)
@@ -145,11 +134,7 @@ def load_document(
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a UTF-8 file of bounded size.
-
-    Raises:
-        MalformedError: it cannot be read, is too large or is not UTF-8.
-    """
+    """Return the text of a UTF-8 file of bounded size."""
     try:
         if path.stat().st_size > max_bytes:
             _fail("", f"the file is larger than {max_bytes} bytes")
@@ -163,11 +148,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def from_json(hint: Any, value: Any, where: str) -> Any:
-    """Return the value of type ``hint`` that ``to_json`` wrote as ``value``.
-
-    Raises:
-        MalformedError: the value does not fit; the message begins with ``where``.
-    """
+    """Return the value of type ``hint`` that ``to_json`` wrote as ``value``."""
     if get_origin(hint) in (Union, UnionType):
         return _read_union(hint, value, where)
     if get_origin(hint) is tuple:
@@ -196,11 +177,7 @@ def from_json(hint: Any, value: Any, where: str) -> Any:
 
 
 def decode(text: str) -> Any:
-    """Parse JSON of bounded length, depth and number of parts, with finite numbers and unique keys.
-
-    Raises:
-        MalformedError: the text is not such JSON.
-    """
+    """Parse JSON of bounded length, depth and number of parts, with finite numbers and unique keys."""
     if len(text) > MAX_BYTES:
         _fail("", f"the document is longer than {MAX_BYTES} characters")
     if text.count("[") + text.count("{") > MAX_CONTAINERS:

@@ -55,12 +55,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @classmethod
     def adopt(cls, manager: Any, start: Launch) -> RankBatchingManager:
-        """Turn a manager that has not started into one of a rank, in place.
-
-        Args:
-            manager: the manager of transformers, made for a ``PagedModel``.
-            start: the ranks.
-        """
+        """Turn a manager that has not started into one of a rank, in place."""
         manager.__class__ = cls
         manager._start, manager._model = start, manager.model
         manager._room, manager._refusal = None, None
@@ -76,11 +71,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         return adopted
 
     def start(self) -> None:
-        """Start the loop; all ranks call this.
-
-        Raises:
-            ShardconvError: the cache cannot be made, or another manager runs on these ranks; on all of them.
-        """
+        """Start the loop; all ranks call this."""
         if self.is_running():
             return
         if self.batch_processor is None:
@@ -113,10 +104,6 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """End the loop once all requests are answered, or at once; other ranks wait for rank 0 to do so.
 
         Arguments as of transformers' method.
-
-        Raises:
-            LaunchError: another rank failed or ended.
-            Exception: the error of the loop.
         """
         is_handling = sys.exception() is not None
         thread = self._generation_thread
@@ -134,13 +121,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     def add_request(
         self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Any:
-        """Add a request on rank 0; see transformers' method. Without a limit, the cache is the limit.
-
-        Raises:
-            ShardconvError: the prompt is empty, has ids that the model has not, the cache is too small for
-                it, or it is so long that the model computes otherwise; other requests go on.
-            Exception: the error of the loop, if that has ended with one.
-        """
+        """Add a request on rank 0; see transformers' method. Without a limit, the cache is the limit."""
         if self.failure is not None:
             raise self.failure
         if max_new_tokens is None:
@@ -240,11 +221,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
 
 def require_idle(start: Launch) -> None:
-    """Check that no manager runs on these ranks: all use the same process group.
-
-    Raises:
-        LaunchError: one does.
-    """
+    """Check that no manager runs on these ranks: all use the same process group."""
     other = None if start.group is None else _running.get(start.group)
     if other is not None and other.is_running():
         raise LaunchError("another manager runs on these ranks; stop it first")
@@ -284,11 +261,7 @@ def _name_of_waker(manager: Any) -> str:
 
 
 def _require_same_sizes(start: Launch, cache: Any) -> None:
-    """Check that all ranks take the same steps.
-
-    Raises:
-        PlanError: the pages of ranks with other numbers of heads are grouped otherwise.
-    """
+    """Check that all ranks take the same steps."""
     allocators = getattr(cache, "cache_allocators", {})
     sizes = (
         cache.num_blocks,

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..comm.agreement import agree
 from ..comm.mesh import Launch
-from ..comm.stage_link import Crossing, StageLink, Transport
-from ..comm.stage_processes import AsyncTransport, ProcessTransport, Traffic
 from ..errors import PlanError
 from ..parallel.fused_products import refresh_fused
+from ..pp.stage_link import Crossing, StageLink, Transport
+from ..pp.stage_processes import AsyncTransport, ProcessTransport, Traffic
 from .decoding import NOT_ONE_GRAPH, Decoder
 from .generation import DECODER
 
@@ -40,13 +40,6 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     - Greedy decoding and sampling run as ``decoding.py`` describes.
 
     No call returns memory that a CUDA graph owns, so results that a caller keeps do not change.
-
-    Args:
-        model: its class, methods and parameters stay; a deep copy of it is not compiled.
-        cuda_graphs: the device can record graphs, including collectives.
-        same_bits: get equal bits on all ranks. Otherwise each rank's compiler measures which kernel is
-            fastest, and sums in its own order. Replicated values would differ by rounding, which is harmless
-            until experts are chosen.
     """
     call: Callable[..., Any] = model._call_impl
 
@@ -82,11 +75,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
 
 
 def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None:
-    """Compile and record decoding for these sizes, on all ranks: ``(batch, length in tokens)``.
-
-    Raises:
-        PlanError: the model does not decode with one graph for each token.
-    """
+    """Compile and record decoding for these sizes, on all ranks: ``(batch, length in tokens)``."""
     decoder = vars(model).get(DECODER)
     for batch, length in sizes:
         if batch < 1 or length < 2:
@@ -137,11 +126,7 @@ COMPILE_TIMEOUT_S = 3600
 
 
 class HeldTransport(Transport):
-    """Returns values that were received before the call, and holds those to be sent after it.
-
-    Args:
-        received: the tensors, in the order in which the call takes them.
-    """
+    """Returns values that were received before the call, and holds those to be sent after it."""
 
     def __init__(self, received: list[Tensor]) -> None:
         self._received = received
@@ -166,12 +151,6 @@ def compile_stage(model: nn.Module, start: Launch, link: StageLink, *, same_bits
 
     Hooks of the model itself, which look after calls and share results, run uncompiled. A call that
     allocates a cache of fixed size runs uncompiled too.
-
-    Args:
-        model: the model of this rank.
-        start: the ranks of all stages.
-        link: the link to the other stages.
-        same_bits: get equal bits on each rank, see ``compile_model``.
     """
     call: Callable[..., Any] = model._call_impl
     plain: Callable[..., Any] = model.forward

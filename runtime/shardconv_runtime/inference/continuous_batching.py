@@ -20,8 +20,8 @@ from transformers.utils.logging import tqdm
 
 from ..comm.agreement import agree, brief_digest, exchange, require_same_call
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
+from ..pp.stage_link import StageLink
 from .batching_manager import RankBatchingManager, require_idle
 from .paged_model import (
     CachedHeads,
@@ -33,7 +33,7 @@ from .paged_model import (
     kinds_of_layers,
     kinds_of_stages,
 )
-from .staged_batching import StagedBatchingManager
+from .stage_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
 """Share of a machine's memory for the caches of all ranks on its CPUs; transformers' for one process."""
@@ -62,14 +62,7 @@ NOT_ON_STAGES = (
 def prepare_batches(
     model: nn.Module, start: Launch, gather_logits: bool, link: StageLink | None = None
 ) -> None:
-    """Have continuous batching know that the model is one of several ranks, in place.
-
-    Args:
-        model: the model of this rank; unchanged if its class has no continuous batching.
-        start: the ranks.
-        gather_logits: if False, it is refused.
-        link: the link to the other stages of a pipeline; None if there is one stage.
-    """
+    """Have continuous batching know that the model is one of several ranks, in place."""
     if hasattr(model, "init_continuous_batching"):
         make = MethodType(_manager_of_rank(start, gather_logits, link), model)
         model.init_continuous_batching = make  # type: ignore[assignment]
@@ -215,12 +208,7 @@ def _with_children(name: str, config: Any) -> list[str]:
 
 
 def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool) -> dict[str, Any]:
-    """Return all answers in the order of ``names``; an error instead of a part of them.
-
-    Raises:
-        ShardconvError: a request failed.
-        Exception: the error of the loop.
-    """
+    """Return all answers in the order of ``names``; an error instead of a part of them."""
     found: dict[str, Any] = {}
     with tqdm(total=len(names), disable=not show_progress, unit="request") as progress:
         while len(found) < len(names):
@@ -246,12 +234,7 @@ def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
 
 
 def _record_nothing(config: Any, generation_config: Any) -> None:
-    """Turn CUDA graphs off, in place, which transformers turns on by default if attention allows them.
-
-    Raises:
-        PlanError: they are asked for. NCCL's watchdog does not look after collectives in a graph, and the
-            deadline of ``generate`` is not for the manager's thread: a lost rank would hang the others.
-    """
+    """Turn CUDA graphs off, in place, which transformers turns on by default if attention allows them."""
     name = _asked(config, NOT_ON_RANKS)
     if name is None:
         given = {n: getattr(config, n, None) for n in ("varlen_compile_config", "decode_compile_config")}

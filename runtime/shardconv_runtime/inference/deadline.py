@@ -54,13 +54,6 @@ def deadline(start: Launch) -> Iterator[None]:
 
     The time counts from the first report, and the compiler's counts, too. Without nccl, or other ranks,
     nothing is watched: collectives have their own limit.
-
-    Args:
-        start: the ranks.
-
-    Raises:
-        LaunchError: too much time passed, and the communicators were aborted. If the host does not notice
-            that within ``GRACE_S``, the process ends with ``EXIT_CODE``; either way the message is printed.
     """
     if start.world_size == 1 or not can_capture(start):
         yield
@@ -73,11 +66,7 @@ def deadline(start: Launch) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Note that the host made progress, such as the next token.
-
-    Raises:
-        LaunchError: it is too late, see ``deadline``.
-    """
+    """Note that the host made progress, such as the next token."""
     for watched in _running:
         watched.progress()
 
@@ -92,12 +81,7 @@ class Deadline:
     """A limit of time from each call of ``progress`` to the next one, or to the end, as a context.
 
     Args:
-        rank: the rank of this process, for the message.
-        timeout_s: the limit.
-        abort: makes the wait end, and does not wait itself; it is called in another thread.
-        end: ends the process, if that did not help.
         clock: seconds.
-        grace_s: how long ``abort`` may take to help.
     """
 
     def __init__(
@@ -136,11 +120,7 @@ class Deadline:
             raise LaunchError(self._message) from error  # results since then are of no use
 
     def progress(self) -> None:
-        """Start the time again.
-
-        Raises:
-            LaunchError: it has passed.
-        """
+        """Start the time again."""
         if self._expired.is_set():
             raise LaunchError(self._message)
         self._last = self._clock()

@@ -83,11 +83,6 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     Args:
         keys, values: buffers ``[B, local heads, slots, head dim]``.
-        reach: the number of first slots that calls read and write.
-        length: tokens in the cache before the call, int64 ``[]``; the same tensor for all layers.
-        is_sliding: the layer attends to a window, or to a chunk.
-        is_ring: there are as many slots as the window has tokens, and position p is in slot p modulo that.
-            Otherwise it is in slot p.
     """
 
     is_compileable = True
@@ -282,17 +277,7 @@ def windows(cache: Cache) -> list[int]:
 def make_cache(
     prefilled: Cache, buffers: Buffers, batch: int, slots: int, reach: int, *, rings: bool
 ) -> OneTokenCache:
-    """Return a cache for steps of a bucket, not filled.
-
-    Args:
-        prefilled: the cache after a prefill, see ``is_known``.
-        buffers: where it lies.
-        batch: number of rows.
-        slots: number of tokens that it can hold.
-        reach: the number of slots that calls read.
-        rings: layers with a window hold that window only. Masks that go by position, of padded prompts or
-            of chunks, do not allow this.
-    """
+    """Return a cache for steps of a bucket, not filled."""
     length = buffers.get("length", (), torch.int64)
     layers = []
     for index, layer in enumerate(prefilled.layers):

@@ -189,12 +189,7 @@ def start_call(
     """Set all but the cache for a call.
 
     Args:
-        state: the state of the call's bucket.
         ids: the prompt, int64 ``[rows, n]``.
-        arguments: the arguments that ``generate`` would give to the model in its first step.
-        numbers: the numbers of the processors.
-        pad: id of padding.
-        stop_ids: ids that end a row.
     """
     rows = len(ids)
     state.count.zero_()
@@ -265,13 +260,9 @@ def decode_attention(
     """Attend from one query for each row; an attention function of transformers.
 
     Args:
-        module: the attention layer.
         query: local ``[B, H, 1, D]``; its head ``h`` attends to key head ``h * G // H``.
         key: local ``[B, G, L, D]``.
         value: local ``[B, G, L, E]``.
-        attention_mask: ``[B or 1, H or 1, 1, L]``; bool (whether a query sees a key), or added to the scores.
-        dropout: 0 in inference.
-        scaling: the scaling of the scores; 1 / sqrt(D) by default.
 
     Returns:
         local ``[B, 1, H, E]``, and None for the weights.

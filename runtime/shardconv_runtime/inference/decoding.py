@@ -70,12 +70,6 @@ Forward = Callable[..., Any]
 class Decoder:
     """Decodes for one model.
 
-    Args:
-        model: the model of this rank.
-        forward: its forward pass with all hooks, not compiled.
-        compile: compiles a function as one graph.
-        records: steps are recorded as CUDA graphs.
-
     Attributes:
         runs_plain: the model is being called by this class, for a prefill or an ordinary step.
         num_recordings: the number of recorded steps since the model was loaded.
@@ -157,10 +151,6 @@ class Decoder:
     def warm_up(self, batch: int, length: int) -> bool:
         """Compile and record the steps of calls of this size, with the model's own generation options.
 
-        Args:
-            batch: number of rows, of which some may be padded.
-            length: tokens of a text, prompt and answer.
-
         Returns:
             Whether they are decoded here.
         """
@@ -224,9 +214,6 @@ class Decoder:
         none.
 
         Args:
-            call: the call to decode.
-            arguments: the arguments of the model in the next step.
-            prefilled: its cache after the prefill; void afterwards.
             logits: the logits of the prefill, float32 ``[rows, V]``.
         """
         inputs = self._inputs_of_step(call, arguments, prefilled)
@@ -398,15 +385,7 @@ def _loop(
     wider: Callable[[StepState], tuple[StepState, Callable[[], None]]],
     streamer: Any,
 ) -> Tensor:
-    """Return the text with its continuation ``[rows, n]``, from a state after the first token.
-
-    Args:
-        call: the call to decode.
-        state: the state after the first token.
-        replay: replays its step.
-        wider: gives a state of more reach, and its step.
-        streamer: the user's.
-    """
+    """Return the text with its continuation ``[rows, n]``, from a state after the first token."""
     rows = len(call.ids)
     num_cached = int(state.cache.length)
     flag = StopFlag((state.done, state.token))

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, StoppingCriteriaList, TextStreamer, g
 
 from ..comm.agreement import agree, compare_calls, digest, exchange, share_rng_state
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink
 from ..errors import LaunchError, PlanError
+from ..pp.stage_link import StageLink
 from .continuous_batching import prepare_batches
 from .deadline import deadline, progress, raise_lost_rank
 
@@ -43,15 +43,7 @@ def vocabulary_of_draft(draft: Any | None) -> int | None:
 
 
 def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[str, Any]:
-    """Return the arguments of ``generate``, with a proxy for the draft model on ranks that have none.
-
-    Args:
-        kwargs: the arguments of this rank.
-        drafts: ``vocabulary_of_draft`` of each rank.
-
-    Raises:
-        LaunchError: rank 0 has none, or another rank has another one.
-    """
+    """Return the arguments of ``generate``, with a proxy for the draft model on ranks that have none."""
     found = dict(kwargs)
     having = [rank for rank, draft in enumerate(drafts) if draft is not None]
     if not having:
@@ -109,13 +101,7 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
 
 
 class _Candidates:
-    """A candidate generator of transformers' form; tokens that follow ``[1, S]``.
-
-    Args:
-        own: the candidates of this rank; None if it has no draft model.
-        start: the ranks.
-        is_sampling: the draft's logits are needed, too.
-    """
+    """A candidate generator of transformers' form; tokens that follow ``[1, S]``."""
 
     def __init__(self, own: Any | None, start: Launch, is_sampling: bool) -> None:
         self._own = own
@@ -125,11 +111,7 @@ class _Candidates:
         self.model_kwargs_overrides = getattr(own, "model_kwargs_overrides", {})
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return rank 0's candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None on every rank.
-
-        Raises:
-            LaunchError: rank 0 has failed to make them.
-        """
+        """Return rank 0's candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None on every rank."""
         ids: Tensor = input_ids
         logits: Any = None
         error: Exception | None = None
@@ -219,12 +201,7 @@ def _processors(link: StageLink, until_end: ExitStack) -> Any:
 
 
 class _TokensOfLastStage:
-    """The last processor of scores, which selects the tokens that the last stage chose.
-
-    Args:
-        link: the link to the other stages.
-        draws: choose by drawing, as ``generate`` would next, from the same random state.
-    """
+    """The last processor of scores, which selects the tokens that the last stage chose."""
 
     def __init__(self, link: StageLink, *, draws: bool) -> None:
         self._link = link
@@ -271,12 +248,7 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
 
 
 class _DecidedByRank0:
-    """A criterion that may differ between ranks, such as one with a clock: rank 0 decides.
-
-    Args:
-        criterion: a criterion of transformers' form.
-        start: the ranks.
-    """
+    """A criterion that may differ between ranks, such as one with a clock: rank 0 decides."""
 
     def __init__(self, criterion: Callable[..., Any], start: Launch) -> None:
         self._criterion = criterion
@@ -301,16 +273,7 @@ BATCHED = ("init_continuous_batching", "continuous_batching_context_manager", "g
 def prepare_generation(
     model: nn.Module, config: Any | None, start: Launch, gather_logits: bool, link: StageLink | None = None
 ) -> None:
-    """Give the model its generation config, and keep the ranks in step in ``model.generate``.
-
-    Args:
-        model: the model of this rank; unchanged if it does not generate.
-        config: the generation config of the directory from which it was loaded, if that has one.
-        start: the ranks.
-        gather_logits: if False, ``generate`` is refused.
-        link: the link to the other stages; None if there is one stage. With several stages in each
-            process ``generate`` is refused.
-    """
+    """Give the model its generation config, and keep the ranks in step in ``model.generate``."""
     if not hasattr(model, "generate"):
         return
     if config is not None:

@@ -118,12 +118,7 @@ SHARED_SCORES = 2048
 
 
 def _blocks(queries: Sequence[int], keys: Sequence[int]) -> list[Block]:
-    """Return the blocks of a packed call.
-
-    Args:
-        queries: where the queries of each request begin, and where the last ones end.
-        keys: the same of keys.
-    """
+    """Return the blocks of a packed call."""
     found: list[Block] = []
     for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
         if found and (end - found[-1][0]) * (last - found[-1][2]) <= SHARED_SCORES:

@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..comm.agreement import PAGED
-from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from ..parallel.default_modes import in_one_thread
 from ..parallel.row_ids import is_recorded, require_in_table
+from ..pp.stage_link import StageLink
 from .masks_by_request import masked_by_request
 
 # Checks that a model computes the same from pages: its first prompts are computed both ways.
@@ -44,11 +44,7 @@ from .masks_by_request import masked_by_request
 
 
 def length_limit(config: Any) -> int | None:
-    """Return the most tokens of a sequence before a rotary embedding changes; None if none ever does.
-
-    Args:
-        config: transformers' config.
-    """
+    """Return the most tokens of a sequence before a rotary embedding changes; None if none ever does."""
     text = config.get_text_config(decoder=True)
     given = getattr(text, "rope_parameters", None) or {}
     kinds = [each for each in given.values() if isinstance(each, Mapping)] or [given]
@@ -80,16 +76,7 @@ class RequestCheck:
         return cls(rows, length_limit(model.config))
 
     def require(self, prompt: Sequence[int], max_new_tokens: int | None) -> None:
-        """Check a request.
-
-        Args:
-            prompt: token ids.
-            max_new_tokens: None: as many as there is room for.
-
-        Raises:
-            ShardconvError: the prompt is empty, has ids that the model has not (with which other requests
-                would fail), or is so long that a rotary embedding changes.
-        """
+        """Check a request."""
         if not len(prompt):
             raise ShardconvError("a prompt without tokens cannot be continued")
         if self.rows is not None:
@@ -117,11 +104,7 @@ PREFIX = "paged|"
 
 
 class PagedCheck:
-    """Compares the logits of prompts between packed calls and ordinary calls.
-
-    Args:
-        link: the link to the other stages of a pipeline, of which the last one has the logits.
-    """
+    """Compares the logits of prompts between packed calls and ordinary calls."""
 
     def __init__(self, link: StageLink | None = None) -> None:
         self._link = link
@@ -135,12 +118,7 @@ class PagedCheck:
         shortest one next to longer sequences, for which code may compute something else.
 
         Args:
-            model: the model of this rank.
-            inputs: the inputs of the packed call; the same on all ranks.
             logits: its results, ``[1, T, V]`` for all tokens or only for ``logits_indices``.
-
-        Raises:
-            PlanError: the logits differ; on all ranks.
         """
         if self._num_calls >= MOST_CALLS or is_recorded(logits):
             return
@@ -234,13 +212,6 @@ class CachedHeads:
 
 class PagedModel:
     """Replaces a loaded model in transformers' continuous batching.
-
-    Args:
-        model: the model of this rank.
-        heads: the heads that the model caches.
-        check: compares its first prompts.
-        link: the link to the other stages of a pipeline; None if there is one stage.
-        kinds: the kinds of attention of the layers for which the cache is made; see ``kinds_of_stages``.
 
     Attributes other than those defined here are the model's.
     """
@@ -361,10 +332,6 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
 
     With several kinds, all stages have as many layers of each kind as the stage with most: a page is divided
     between the layers of a kind, and the stages have to agree on how many requests there is room for.
-
-    Args:
-        stages: the kinds of the layers of each stage.
-        own: the number of this stage.
     """
     names = sorted({kind for kinds in stages for kind in kinds})
     if len(names) < 2:
@@ -374,15 +341,7 @@ def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
 
 @torch.no_grad()
 def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
-    """Find the values that a rank's model caches, by a call of one token; all ranks call this.
-
-    Args:
-        model: the model of this rank.
-        link: the link to the other stages of a pipeline; None if there is one stage.
-
-    Raises:
-        PlanError: the model cannot decode from pages of keys and values.
-    """
+    """Find the values that a rank's model caches, by a call of one token; all ranks call this."""
     name = f"{type(model).__name__} does not support continuous batching"
     if "position_ids" not in forward_signature(model).parameters:
         raise PlanError(f"{name}: its forward pass takes no position_ids; use generate")

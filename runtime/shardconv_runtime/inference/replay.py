@@ -20,12 +20,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 
 class CompiledStep:
-    """A compiled function.
-
-    Args:
-        function: a function of positional arguments, without a closure.
-        compile: makes one graph of a function.
-    """
+    """A compiled function."""
 
     def __init__(self, function: Callable[..., None], compile: Callable[[Any], Any]) -> None:
         assert isinstance(function, FunctionType)
@@ -73,11 +68,6 @@ WARM_UP_RUNS = 3
 
 class Replay:
     """A step that can be run again: recorded as a CUDA graph, or a compiled function.
-
-    Args:
-        step: the compiled step; reads and writes tensors that stay where they are.
-        args: its arguments.
-        records: make a CUDA graph of it.
 
     The step runs at least once here, on any contents of its tensors.
     """
@@ -144,9 +134,6 @@ class StopFlag:
 
     On an asynchronous device, the results of a step are read while the next one runs. If all rows had already
     ended, the caller drops the extra step.
-
-    Args:
-        tensors: the tensors that are read after each step.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:

@@ -96,10 +96,7 @@ def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], his
     """Return the next token of each row.
 
     Args:
-        choice: how.
         logits: float32 ``[B, V]``.
-        numbers: numbers by name, each ``[]``: int64 for the names in INTEGERS, otherwise float32.
-        history: the history of the text.
 
     Returns:
         int64 ``[B]``.

@@ -37,13 +37,7 @@ the model, and hear of it when this process ends."""
 
 
 class StepCoordinator(DistributedHelper):  # type: ignore[misc]
-    """transformers' view of the ranks of one model: rank 0 has the requests, all take the same steps.
-
-    Args:
-        start: the ranks; more than one.
-        timeout_s: how long a message may take; None for a month.
-        is_sampling: the steps draw random numbers.
-    """
+    """transformers' view of the ranks of one model: rank 0 has the requests, all take the same steps."""
 
     def __init__(self, start: Launch, timeout_s: float | None, is_sampling: bool) -> None:
         super().__init__(None, timeout_s)
@@ -64,11 +58,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, ...]:
-        """Return the largest of each number over ranks, once for each step, as transformers expects.
-
-        Raises:
-            LaunchError: a rank failed or ended, or the ranks' random states differ.
-        """
+        """Return the largest of each number over ranks, once for each step, as transformers expects."""
         state = checksum(self._start.device) if self._is_sampling else 0
         numbers = torch.tensor([payload_size, stop_status, int(pause_requested), state, -state, 0])
         return self._agreed(self._or_lost(lambda: _largest(numbers, self.cpu_comm_group)))
@@ -155,14 +145,7 @@ class Message:
 
 
 class StageCoordinator(StepCoordinator):
-    """transformers' view of the ranks of all stages.
-
-    Args:
-        start: the ranks of all stages.
-        timeout_s: how long a message may take; None for a month.
-        draws: this rank draws random numbers for its tokens.
-        most_steps: the most steps in flight at a time, 1 or more.
-    """
+    """transformers' view of the ranks of all stages."""
 
     def __init__(self, start: Launch, timeout_s: float | None, *, draws: bool, most_steps: int) -> None:
         super().__init__(start, timeout_s, draws)
@@ -179,11 +162,7 @@ class StageCoordinator(StepCoordinator):
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, ...]:
-        """Return the largest of each number: rank 0's current one and the ones that other ranks reported.
-
-        Raises:
-            LaunchError: a rank failed or ended, or the random states of ranks that draw differ.
-        """
+        """Return the largest of each number: rank 0's current one and the ones that other ranks reported."""
         state = checksum(self._start.device) if self._is_sampling else None
         states = [_NONE, _NONE] if state is None else [state, -state]
         numbers = torch.tensor([payload_size, stop_status, int(pause_requested), *states, 0])
@@ -264,11 +243,7 @@ class StageCoordinator(StepCoordinator):
         return self._receive(torch.zeros(tuple(shape), dtype=torch.int32), rank, _TOKENS)
 
     def await_message(self, message: Message) -> Tensor:
-        """Return its content.
-
-        Raises:
-            LaunchError: another rank ended, or did not answer.
-        """
+        """Return its content."""
         content: Tensor = self._or_lost(lambda: message.wait(self._timeout))
         return content
 

@@ -28,8 +28,8 @@ from ..adapters.adapter_names import WEIGHTS_NAME
 from ..comm.agreement import require_same_call
 from ..comm.mesh import mesh_processes
 from ..errors import PlanError
-from ..format import manifest
-from ..format.manifest import MANIFEST_NAME
+from ..files import manifest
+from ..files.manifest import MANIFEST_NAME
 from ..loaded import loaded
 from ..saving.optimizer_state import load_optimizer, save_optimizer
 from ..saving.save import save
@@ -230,11 +230,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def _require_supported(args: TrainingArguments) -> None:
-    """Check that no option is set of which the result would be another one than that of one process.
-
-    Raises:
-        PlanError: one is.
-    """
+    """Check that no option is set of which the result would be another one than that of one process."""
     chosen = [name for name in REFUSED if getattr(args, name, None)]
     if chosen:
         raise PlanError("; ".join(f"{name}: {REFUSED[name]}" for name in chosen))
@@ -247,16 +243,7 @@ def _require_supported(args: TrainingArguments) -> None:
 
 
 def _require_weights_of(model: Any, saved: Path) -> None:
-    """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it.
-
-    Args:
-        model: the model that ``load`` returned.
-        saved: ``model`` in a checkpoint: a converted directory, which is not compared if it is for another
-            number of ranks, or adapters, of which the active ones are compared.
-
-    Raises:
-        PlanError: it was not, so that training would go on from other weights.
-    """
+    """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it."""
     source = loaded(model)
     options = source.building.wanted
     if not hasattr(model, "peft_config"):

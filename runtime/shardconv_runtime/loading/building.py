@@ -15,13 +15,13 @@ from ..adapters.attaching import Adapter, Attached, attach
 from ..comm import agreement
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
-from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
+from ..files.model_config import read_generation_config
 from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, of_stage
 from ..format.slices import Rows
-from ..format.staged_names import absent_modules, held_by, held_names, num_stages
+from ..format.stage_names import absent_modules, held_by, held_names, num_stages
 from ..format.stored_layout import adjacent_tensors
 from ..inference.compiling import compile_model, compile_stage
 from ..inference.generation import prepare_generation
@@ -29,17 +29,17 @@ from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
 from ..parallel.build import parallelize, stored_tensors
 from ..parallel.layers import with_local_logits
-from ..parallel.model_config import read_generation_config
-from ..parallel.stage_model import StageModel, argument_names, keep_stage
+from ..pp.stage_model import StageModel, argument_names, keep_stage
+from ..pp.stage_processes import StageProcesses, stage_processes
+from ..pp.stage_training import evaluate_in_passes, prepare_stage
 from ..training.fsdp import compare_replicas
 from ..training.prepare import backward_axes, parallelize_for_training
-from ..training.stage_training import evaluate_in_passes, prepare_stage
 from . import rank_files
 from .by_plan import local_tensors
+from .call_guards import guard
 from .checked_source import CheckedSource, LoadOptions, stays_packed, unsharded
 from .packed_models import packed_modules
 from .reading import with_rows
-from .several_ranks import guard
 
 # Loading models with pipeline stages: the place of a process, and the model of its stages.
 
@@ -49,11 +49,7 @@ Tensors = Generator[tuple[str, Tensor]]
 
 
 def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
-    """Check that each process can have ``per_process`` stages.
-
-    Raises:
-        PlanError: it cannot.
-    """
+    """Check that each process can have ``per_process`` stages."""
     about = f"stages_per_process={per_process}"
     count = num_stages(plan)
     if plan.stages is None:
@@ -71,12 +67,7 @@ def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
 
 
 def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
-    """Return the place of this process in the pipeline; every process calls it.
-
-    Raises:
-        PlanError: the directory that was read is for another stage.
-        LaunchError: the processes cannot communicate.
-    """
+    """Return the place of this process in the pipeline; every process calls it."""
     assert plan.stages is not None
     place = stage_processes(start, num_stages(plan), plan.tp, per_process)
     first = place.link.place
@@ -89,13 +80,7 @@ def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
 
 
 class StagedBuilder:
-    """Builds the model of a process that has one or several stages of a pipeline.
-
-    Args:
-        plan: the plan of all stages, with adapters.
-        place: the place of this process.
-        model: the unsharded model on meta, before it is parallelized.
-    """
+    """Builds the model of a process that has one or several stages of a pipeline."""
 
     def __init__(self, plan: Plan, place: StageProcesses, model: nn.Module) -> None:
         self._plan = plan
@@ -124,11 +109,7 @@ class StagedBuilder:
         """Replace modules of other stages by placeholders, in place.
 
         Args:
-            model: the model of one rank, as ``parallelize`` makes it.
             dtype: dtype in which modules compute; None for the stored dtype of the parameters.
-            training: the model is to be trained.
-            sequence_parallel: activations are sharded over the sequence.
-            local_logits: each rank keeps its shard of the logits.
         """
         plan, link, ranks = self._plan, self._place.link, self._place.ranks
         if sequence_parallel:
@@ -141,14 +122,7 @@ class StagedBuilder:
         return keep_stage(model, plan, link, ranks.rank, ranks.device, dtype, self._names)
 
     def tensors(self, plan: Plan, stored: Sequence[Callable[[Rows], Tensors]], rows: Rows) -> Tensors:
-        """Yield each tensor of the stages once, with the name that it has in the process's model.
-
-        Args:
-            plan: the plan of all stages, as they are stored.
-            stored: a function for each stage that yields its tensors, or rows of them, by the names in its
-                directory.
-            rows: name in the model -> the rows of the tensor to yield; see ``format.slices.Rows``.
-        """
+        """Yield each tensor of the stages once, with the name that it has in the process's model."""
         own = held_names(plan, self.stages)
         taken: set[str] = set()
         for stage, read in zip(self.stages, stored, strict=True):
@@ -191,11 +165,7 @@ class ModelBuilder:
         return attach(model, new, trainable=True, initialized=False).wrapper
 
     def model(self, stored: Stored | None = None) -> nn.Module:
-        """Build the model. Every process calls it, and all raise if one has an error.
-
-        Args:
-            stored: yields the tensors of this rank; None to read the files.
-        """
+        """Build the model. Every process calls it, and all raise if one has an error."""
         start, checked = self.start, self.checked
         place: StageProcesses | None = None
         if checked.plan.stages is not None:
@@ -307,14 +277,7 @@ class ModelBuilder:
     def _stored(
         self, held_plan: Plan, staged: StagedBuilder | None, attached: Attached | None, start: Launch
     ) -> Callable[[Rows], Generator[tuple[str, Tensor]]]:
-        """Return a function that yields this process's local tensors, by their names in its model.
-
-        Args:
-            held_plan: the plan of the stages of this process, with adapters.
-            staged: builds its stages; None for a model without stages.
-            attached: the adapters.
-            start: the ranks of the model, or of the stages.
-        """
+        """Return a function that yields this process's local tensors, by their names in its model."""
         checked, adapters = self.checked, self.checked.adapters
         plan = checked.plan
         if staged is not None and checked.checkpoint:

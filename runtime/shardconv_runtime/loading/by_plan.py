@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.boxes import is_run, move_of
 from ..checkpoint.checkpoint_weights import lazy_weights, select
+from ..checkpoint.copying import read_into
+from ..checkpoint.lazy_tensor import FileLeaf, LazyTensor, take
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
+from ..files.hub_downloads import plan_path
+from ..files.hub_errors import without_library_logging
+from ..files.manifest import Manifest, Source, sha256_of
+from ..files.small_files import entry_of, files_to_copy
 from ..format import plan_json
 from ..format.header import dtype_name, item_bytes
-from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
-from ..format.small_files import entry_of, files_to_copy
 from ..format.stored_layout import adjacent_tensors, in_units, stored_plans
-from ..hub.fetch import plan_path
-from ..hub.hub_errors import without_library_logging
 from ..hub_options import Hub
 from ..parallel.fused_products import tensor_at, tensor_within
-from ..tensors.boxes import is_run, move_of
-from ..tensors.copying import read_into
-from ..tensors.lazy_tensor import FileLeaf, LazyTensor, take
 from .checked_source import CheckedSource
 from .reading import map_file
 
@@ -46,9 +46,6 @@ class Windows:
         """Return the tensor on the CPU as a window of its mapped file.
 
         Returns None if elements have to be gathered, cast, computed or fetched, or are in another window.
-
-        Raises:
-            SourceError: the file cannot be mapped.
         """
         if len(tensor.pieces) != 1 or tensor.is_cast:
             return None
@@ -90,15 +87,7 @@ def ordinary(
     """Find the bytes of a model's files that make up each parameter of a plan.
 
     Args:
-        model: directory or Hub id.
-        plan: file, converted directory, or file on the Hub.
-        hub: how to reach it; its revision is the model's.
-        trust_remote_code: allow the model to run its own code.
         dtype: dtype to load instead of the plan's; ignored for quantized checkpoints.
-
-    Raises:
-        SourceError: the model cannot be read, or its weights do not match its config.
-        PlanError: the plan cannot be read, or is for another model.
     """
     plan_file = plan_path(plan, hub)
     solved = plan_json.read(plan_file)
@@ -148,18 +137,11 @@ def local_tensors(
     On the CPU, tensors that are contiguous in a local file are mapped; all others are read.
 
     Args:
-        plan: how each parameter is laid out.
         weights: global tensors by the names under which the plan stores them.
-        rank: the rank.
-        device: where the tensors go.
-        rows: name -> the positions of the first dim to yield; tensors without an entry are complete.
         in_planned_dtypes: cast the weights to the dtypes of the plan; otherwise they keep their dtypes.
 
     Yields:
         Names and local tensors.
-
-    Raises:
-        SourceError: a weight does not have the shape that the plan says, or cannot be read.
     """
     entries = stored_plans(plan)
     if not in_planned_dtypes:

@@ -14,16 +14,16 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..adapters.adapter_set import AdapterSet
+from ..checkpoint.lazy_tensor import LazyTensor
 from ..checkpoint.quantized import without_quantization
 from ..errors import PlanError
+from ..files.hub_downloads import Repository
+from ..files.manifest import Manifest
+from ..files.model_config import building_failed, read_config
 from ..format import plan_json
-from ..format.manifest import Manifest
 from ..format.plan import Plan
-from ..hub.fetch import Repository
 from ..hub_options import Hub
 from ..parallel.meta_model import build_model, find_class
-from ..parallel.model_config import building_failed, read_config
-from ..tensors.lazy_tensor import LazyTensor
 from . import rank_files
 from .data_sharding import DataSharding
 from .reading import Span
@@ -135,9 +135,6 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
 
     Returns:
         The config as it was stored, and the model.
-
-    Raises:
-        PlanError: it cannot be built.
     """
     plan, directory = checked.plan, checked.directory
     stored = config = read_config(directory, checked.manifest, plan)
@@ -152,11 +149,7 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
 
 
 def remote_class(directory: Path, class_name: str) -> type[nn.Module]:
-    """Import a class from Python code in a directory.
-
-    Raises:
-        PlanError: the code is in another repository.
-    """
+    """Import a class from Python code in a directory."""
     reference = class_name.replace(":", ".")
     if "--" in reference:
         raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")

@@ -36,11 +36,7 @@ class DataSharding:
     settings: DataParallel
 
     def processes(self, start: Launch) -> Launch:
-        """Return all processes that load the model together: if one has an error, all raise.
-
-        Raises:
-            LaunchError: one of them did not join, or the mesh is for another kind of device.
-        """
+        """Return all processes that load the model together: if one has an error, all raise."""
         if self.mesh.device_type != start.device.type:
             raise LaunchError(
                 f"the mesh is for {self.mesh.device_type}, and the model should be on {start.device}; pass "
@@ -74,15 +70,8 @@ class DataSharding:
         """Shard a parallelized model, of local shapes, and fill it, in place.
 
         Args:
-            model: see ``rank_files.read``.
-            plan: its plan, without packed parameters.
             stored: yields the local tensors of this rank, or rows of them.
-            start: this rank.
             dtypes: see ``rank_files.read``.
-
-        Raises:
-            PlanError: FSDP2 cannot shard the model.
-            CheckpointError: see ``rank_files.read``.
         """
         # FSDP2 reads the dtypes when it shards, before the parameters have values.
         for name, parameter in model.named_parameters():
@@ -98,13 +87,7 @@ class DataSharding:
 def data_sharding(
     mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool, compiled: bool
 ) -> DataSharding:
-    """Check the data parallelism that ``load`` was asked for.
-
-    Raises:
-        PlanError: the model is not for training, there is no mesh, the forward pass is to be one graph, or
-            the settings have another type.
-        LaunchError: the mesh has no dim for data parallelism.
-    """
+    """Check the data parallelism that ``load`` was asked for."""
     if settings is True:
         settings = DataParallel()
     if not isinstance(settings, DataParallel):

@@ -21,14 +21,14 @@ from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..errors import CheckpointError, LaunchError, PlanError, ShardconvError
-from ..format import fingerprint, manifest
-from ..format.manifest import Manifest
+from ..files import fingerprint, manifest
+from ..files.hub_downloads import beside, find
+from ..files.manifest import Manifest
+from ..files.small_files import of_stage_of, stage_directory, variant
+from ..files.tp_folders import folder_in
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
-from ..format.small_files import of_stage_of, stage_directory, variant
-from ..format.staged_names import num_stages, stages_of
-from ..hub.fetch import beside, find
-from ..hub.tp_folders import folder_in
+from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub, looks_like_path
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
@@ -36,11 +36,11 @@ from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
 from . import rank_files
-from .adapted_models import guard_adapters
 from .building import ModelBuilder, require_several
 from .by_plan import ordinary
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
+from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
 from .reading import ReadAhead
 
@@ -63,17 +63,7 @@ FORM = (
 def require_same(
     start: Launch, manifest: Manifest, wanted: object, adapters: AdapterSet | None = None
 ) -> None:
-    """Compare the models that the ranks load; every rank calls it.
-
-    Args:
-        start: the ranks.
-        manifest: the manifest of this rank's directory. Copies of it in other places have the same checksums.
-        wanted: has the arguments of ``load``.
-        adapters: the adapters of the model.
-
-    Raises:
-        LaunchError: a rank loads another conversion, or the same one in another form.
-    """
+    """Compare the models that the ranks load; every rank calls it."""
     content = sha256(repr((manifest.plan_sha256, manifest.files, manifest.source.revision)).encode())
     form = ", ".join(f"{name}={getattr(wanted, name)}" for name in FORM)
     own = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
@@ -133,19 +123,7 @@ def require_form(
     in_parts: bool,
     adapted: bool = False,
 ) -> None:
-    """Check that a plan has the wanted form.
-
-    Args:
-        plan: the plan of the model.
-        training: the model is to have a backward pass.
-        sequence_parallel: activations are to be sharded over the sequence.
-        stays_packed: packed parameters are to stay packed.
-        in_parts: each process is to read a part of a rank's tensors.
-        adapted: the model has adapters, and only these are trained.
-
-    Raises:
-        PlanError: the plan lacks that form, or has packed parameters that do not support it.
-    """
+    """Check that a plan has the wanted form."""
     packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
     if stays_packed and not (adapted and not sequence_parallel and set(packings) <= WITH_BACKWARD):
         raise PlanError(
@@ -165,16 +143,7 @@ def require_form(
 
 
 def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
-    """Add the directories of a process's other stages, which are next to its first stage's directory.
-
-    Args:
-        found: the directory of the first stage; an ordinary model has no others.
-        per_process: number of stages of a process.
-
-    Raises:
-        CheckpointError: a directory is missing, or is from another conversion.
-        SourceError: a directory cannot be downloaded.
-    """
+    """Add the directories of a process's other stages, which are next to its first stage's directory."""
     stages = found.plan.stages
     if found.checkpoint is not None or stages is None or stages.own is None:
         return found

@@ -13,15 +13,15 @@ from torch import Tensor
 from ..checkpoint.quantized import quantization_of
 from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
-from ..format.manifest import Manifest
+from ..files.hub_downloads import Repository
+from ..files.manifest import Manifest
+from ..files.model_config import read_config
+from ..files.small_files import small_files
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
-from ..format.small_files import small_files
 from ..format.stored_layout import tensor_name
-from ..hub.fetch import Repository
 from ..packed.schemes import check_values, dequantize
 from ..packed.stored_weights import WeightSlice
-from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
 
@@ -33,15 +33,9 @@ def unpacked(
 
     Args:
         stored: yields local tensors by the names under which they are stored. It is closed.
-        plan: how each parameter is laid out.
-        rank: the rank whose tensors these are.
-        modules: take packed parameters as they are stored; None to dequantize them.
 
     Yields:
         Names and local tensors of plain parameters, and of dequantized ones in the plan's dtypes.
-
-    Raises:
-        CheckpointError: a scale or an index is invalid for the format, or a tensor is missing.
     """
     entries = parameter_plans(plan)
     owners = {
@@ -90,17 +84,8 @@ def require_packages(
     """Check that the installed packages can compute with the packed parameters of a model here.
 
     Args:
-        directory: the converted directory.
-        manifest: its manifest.
-        plan: its plan.
         repository: its repository on the Hub, from which small files are downloaded; None if it is local.
-        device: device on which the model will compute.
         dtype: dtype of activations; None for the plan's.
-        compiled: the model is to be compiled.
-
-    Raises:
-        PlanError: they cannot. The message names the package to install, and offers to dequantize.
-        SourceError: a file cannot be downloaded.
     """
     if repository is not None:
         repository.fetch(small_files(manifest))
@@ -121,16 +106,7 @@ def packed_modules(
     """Return the modules that compute with a rank's packed parameters; they are not yet in the model.
 
     Args:
-        directory: the converted directory.
-        plan: its plan.
-        config: the config of the quantized model.
-        device: device on which it will compute.
-        comm: the communicator of this rank.
         dtype: dtype of activations.
-        apart: FQNs of layers of adapters.
-
-    Raises:
-        PlanError: see ``require_packages``.
     """
     quantized = _quantized(directory, plan, config, device, dtype)
     return PackedModules(quantized, parameter_plans(plan), comm, apart)

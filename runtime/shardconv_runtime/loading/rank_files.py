@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..errors import CheckpointError
-from ..format.checksums import checksums
-from ..format.header import STORED_NAME, ShardFile, StoredTensor
-from ..format.manifest import (
+from ..files.checksums import checksums
+from ..files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
     FileEntry,
@@ -26,24 +25,21 @@ from ..format.manifest import (
     resolve,
     sha256_checksum,
 )
+from ..files.model_config import CONFIG, GENERATION_CONFIG
+from ..files.shard_files import check_sample
+from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.plan import Plan, local_shape, parameter_plans
-from ..format.shard_files import check_sample
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
-from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from ..parallel.packed_modules import PackedModules
 from .packed_models import unpacked
+from .pinned_reading import Cuda, staged
 from .reading import REMEDY, Adjacent, Span, mapped
-from .staged_reading import Cuda, staged
 
 
 def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
-    """Read all files of a rank, ``common/`` included, and compare their checksums and the manifest's own.
-
-    Raises:
-        CheckpointError: a file has other bytes than were written, or cannot be read.
-    """
+    """Read all files of a rank, ``common/`` included, and compare their checksums and the manifest's own."""
     if not is_intact((directory / MANIFEST_NAME).read_text(encoding="utf-8")):
         raise CheckpointError(
             f"{directory}: {MANIFEST_NAME} is not the file that was written; copy it again, or convert again"
@@ -75,10 +71,6 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
     """Check, from only sizes and headers, that ``rank`` will find each of its tensors exactly once.
 
     The config and the model's own code are checked byte by byte.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, changed or another rank's, or a tensor is missing,
-            extra, in two files, or of another shape or dtype than in the plan.
     """
     check_sizes(directory, manifest, rank)
     for entry in manifest.files_of(rank):
@@ -116,9 +108,6 @@ def tensors(
 
     Tensors of ``adjacent`` share memory if they are next to each other in the file. Close the iterator, or
     run it to its end: until then threads may be reading, and the device copying.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is shorter than it was.
     """
     if device.type == "cuda" and hasattr(os, "preadv"):
         yield from staged(shards, Cuda(device), adjacent)
@@ -139,14 +128,8 @@ def read(
 
     Args:
         model: a model of local shapes, as ``build.parallelize`` leaves it.
-        plan: its plan.
         stored: yields local tensors on the device, by the names under which they are stored. It is closed.
-        start: this rank, with the device of all tensors.
         dtypes: dtypes by name; other tensors keep the dtypes of the files.
-        packed: gets the stored tensors of packed parameters; without it they are dequantized.
-
-    Raises:
-        CheckpointError: a tensor is missing, or a file can no longer be read.
     """
     todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))

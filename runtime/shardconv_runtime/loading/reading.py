@@ -49,10 +49,6 @@ class ReadAhead:
     Nothing is raised, since the reader of the files will get the same error. At most MEMORY_SHARE of the
     machine's available memory is read, divided by the LOCAL_WORLD_SIZE of the launcher, and nothing if the
     system does not tell how much is available.
-
-    Args:
-        spans: the byte ranges that will be used, in this order.
-        budget_bytes: most bytes to read, instead of that limit.
     """
 
     def __init__(self, spans: Sequence[Span], budget_bytes: int | None = None) -> None:
@@ -206,15 +202,7 @@ def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[FileSpan]:
 
 
 def mapped(shards: Sequence[ShardFile], adjacent: Adjacent = ()) -> Generator[tuple[str, Tensor]]:
-    """Yield local tensors of stored shapes in private, writable mappings; writes do not change the files.
-
-    Args:
-        shards: the files.
-        adjacent: tensors that share memory.
-
-    Raises:
-        CheckpointError: a file cannot be mapped.
-    """
+    """Yield local tensors of stored shapes in private, writable mappings; writes do not change the files."""
     for shard in shards:
         try:
             storage = map_file(shard.path, shard.num_bytes)
@@ -227,11 +215,7 @@ def mapped(shards: Sequence[ShardFile], adjacent: Adjacent = ()) -> Generator[tu
 
 
 def map_file(path: Path, num_bytes: int) -> Any:
-    """Return the storage of a private, writable mapping of a file.
-
-    Raises:
-        OSError: it cannot be mapped. The message is one line.
-    """
+    """Return the storage of a private, writable mapping of a file."""
     try:
         return torch.UntypedStorage.from_file(str(path), False, num_bytes)
     except RuntimeError as error:

@@ -63,16 +63,7 @@ _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
 
 
 def step(boundary: Boundary, comm: Communicator, training: bool = False) -> TensorStep:
-    """Return the operation of a step that needs only the tensor.
-
-    Args:
-        boundary: the step of the plan.
-        comm: the ranks.
-        training: give it a backward.
-
-    Raises:
-        PlanError: the step needs more than the tensor.
-    """
+    """Return the operation of a step that needs only the tensor."""
     match boundary:
         case AllReduceStep():
             return Reduce(comm, boundary.axes, boundary.grad_axes if training else None)
@@ -123,19 +114,7 @@ def attach(
     *,
     name: str = "",
 ) -> None:
-    """Run the plan's steps around ``module``.
-
-    Args:
-        module: gets forward hooks, which run before all others that are not prepended later.
-        entry: its ``inputs`` and ``outputs`` are used.
-        comm: the ranks.
-        signature: the signature of the forward method to which the slots refer, without ``self``.
-        training: give the steps backwards.
-        name: the name of the module, for messages.
-
-    Raises:
-        PlanError: the forward method lacks a slot, or a step is malformed.
-    """
+    """Run the plan's steps around ``module``."""
     mask = _Mask()
     inputs, outputs = (in_use(steps, training) for steps in (entry.inputs, entry.outputs))
     if inputs:
@@ -211,9 +190,6 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
     """Return a copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
 
     Containers on the way are rebuilt, since others may hold them too. An absent (None) tensor stays so.
-
-    Raises:
-        PlanError: the path does not exist, or leads to something other than a tensor.
     """
     if value is None:
         return None

@@ -48,15 +48,6 @@ def parallelize(
     Args:
         model: a model from ``meta_model.build_model``: parameters and persistent buffers are meta tensors of
             global shape. Afterwards they are meta tensors of local shape, under the same names.
-        plan: solved for this model's code.
-        comm: this rank; its mesh is the plan's.
-        gather_logits: if False, the logits stay sharded, and the model refuses labels.
-        packed: computes with packed parameters as they are stored; None: with dequantized ones.
-        heads: further modules that compute the logits in place of the plan's, in other calls.
-
-    Raises:
-        PlanError: the plan does not fit the model, or gathers no logits; the message names the module or
-            parameter.
     """
     require_mesh(plan, comm)
     modules = module_plans(plan)
@@ -68,11 +59,7 @@ def parallelize(
 
 
 def require_mesh(plan: Plan, comm: Communicator) -> None:
-    """Check that the ranks form the mesh of the plan.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Check that the ranks form the mesh of the plan."""
     if comm.mesh != plan.mesh:
         raise PlanError(f"the plan is for a mesh {plan.mesh}, the ranks form {comm.mesh}")
 
@@ -90,14 +77,6 @@ def apply_plan(
 
     Args:
         model: the model on meta, with global shapes.
-        plan: the plan of the parameters.
-        comm: this rank.
-        modules: the entries of the modules to change, by FQN.
-        training: give the steps backwards; parameters require gradients as they did.
-        packed: see ``parallelize``; its parameters get no gradients.
-
-    Raises:
-        PlanError: the plan does not fit the model.
     """
     parameters = parameter_plans(plan)
     _check_names(model, plan, parameters)
@@ -137,11 +116,7 @@ def retie(model: nn.Module, plan: Plan) -> None:
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has the parameter or buffer ``name``, and its name there.
-
-    Raises:
-        PlanError: the model has no such module, parameter or buffer.
-    """
+    """Return the module that has the parameter or buffer ``name``, and its name there."""
     path, _, attribute = name.rpartition(".")
     owner = submodule(model, path)
     if attribute not in owner._parameters and attribute not in owner._buffers:
@@ -180,11 +155,7 @@ def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPl
 
 
 def submodule(model: nn.Module, fqn: str) -> nn.Module:
-    """Return the module of a plan's entry.
-
-    Raises:
-        PlanError: the model has no module of this name.
-    """
+    """Return the module of a plan's entry."""
     try:
         return model.get_submodule(fqn)
     except AttributeError as error:
@@ -246,15 +217,7 @@ def attach_guards(
     parameters: Mapping[str, ParameterPlan],
     comm: Communicator,
 ) -> None:
-    """Guard a model of several ranks, in place.
-
-    Args:
-        model: all of it, with its steps attached.
-        plan: its plan.
-        modules: entries of the plan that were applied, by FQN.
-        parameters: the same of parameters.
-        comm: this rank.
-    """
+    """Guard a model of several ranks, in place."""
     refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
     refuse_head_masks(model)
     for argument in EMBEDDINGS:

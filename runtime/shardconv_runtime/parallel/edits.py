@@ -17,9 +17,6 @@ def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
     """Set int attributes of a module to their local values.
 
     A configuration on the way (``config.num_heads``) is copied first, once for this module.
-
-    Raises:
-        PlanError: the int attribute does not exist, or its value is not the traced one.
     """
     copied: set[int] = set()
     for edit in edits:
@@ -28,11 +25,7 @@ def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
 
 
 def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
-    """Set bool attributes of a module.
-
-    Raises:
-        PlanError: the bool attribute does not exist, or is set already.
-    """
+    """Set bool attributes of a module."""
     for flag in flags:
         if flag == "training" or getattr(module, flag, None) is not False:
             raise PlanError(f"cannot set {flag}: it is {getattr(module, flag, 'missing')}, and was False")

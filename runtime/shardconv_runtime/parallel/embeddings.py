@@ -42,15 +42,7 @@ def attach_embeddings(
     tied: Mapping[str, str],
     comm: Communicator,
 ) -> None:
-    """Have embeddings return full rows outside of a forward pass, and forward passes take full embeddings.
-
-    Args:
-        model: all of it, with its steps attached.
-        modules: entries of the plan, by FQN.
-        parameters: the same of parameters.
-        tied: alias -> name of tied parameters.
-        comm: this rank.
-    """
+    """Have embeddings return full rows outside of a forward pass, and forward passes take full embeddings."""
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, None] = {}
     for part in model.modules():
@@ -173,9 +165,6 @@ class _Embedding:
 
         Embeddings that the module has made in this forward pass, or that an outer module was given, already
         are.
-
-        Raises:
-            PlanError: they require a gradient, or are sharded over the sequence.
         """
         if self._is_placed:
             return embeds

@@ -31,9 +31,7 @@ def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torc
     """Return the contiguous tensor of this shape and dtype in a storage.
 
     Args:
-        storage: untyped.
         offset: the offset of its first element, counted in elements of the dtype.
-        shape: the shape of the tensor.
         dtype: the dtype of the tensor.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
@@ -104,11 +102,7 @@ Places = tuple[tuple[dict[str, Any], str, Tensor, int], ...]
 
 
 class FusedProduct:
-    """The product of a group of layers.
-
-    Args:
-        members: the layers in the order in which they are called; they get ``product`` and ``index``.
-    """
+    """The product of a group of layers."""
 
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = tuple(members)
@@ -138,10 +132,6 @@ class FusedProduct:
     def parts(self, index: int, input: Tensor) -> Sequence[Tensor] | None:
         """Return the parts of all members, each local ``[..., out_features]``; None: the member computes by
         itself.
-
-        Args:
-            index: the index of the member that asks; the first one begins a product.
-            input: ``[..., in_features]``.
         """
         if index:
             held = self._held  # once: another thread may run the model
@@ -179,24 +169,14 @@ class FusedProduct:
         )
 
     def span(self, weight: nn.Parameter | None, bias: nn.Parameter | None, *, has_bias: bool) -> None:
-        """Multiply with these, until a parameter of a member is replaced or moved.
-
-        Args:
-            weight: ``[sum of out_features, in_features]``; None: let each member compute by itself.
-            bias: ``[sum of out_features]``.
-            has_bias: whether the members have biases; without ``bias`` they then compute by themselves.
-        """
+        """Multiply with these, until a parameter of a member is replaced or moved."""
         is_whole = weight is not None and (bias is not None or not has_bias)
         self.weight, self.bias = (weight, bias) if is_whole else (None, None)
         self._made_of = at_present((m._parameters, name) for m in self.members for name in ("weight", "bias"))
 
 
 class FusedLinear(ColumnParallelLinear):
-    """A linear layer whose product is a part of a larger one; shapes are as in ``ColumnParallelLinear``.
-
-    Args:
-        linear: the layer that it replaces, and whose parameters it takes.
-    """
+    """A linear layer whose product is a part of a larger one; shapes are as in ``ColumnParallelLinear``."""
 
     product: FusedProduct
     index: int
@@ -240,10 +220,6 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
 
     Args:
         model: a model of local shapes, as ``build.apply_plan`` converts it.
-        groups: FQNs, in the order of the calls.
-
-    Raises:
-        PlanError: a member is not a plain or column-parallel linear layer.
     """
     products = [FusedProduct(linear_members(model, group)) for group in groups]
     for product in products:
@@ -252,11 +228,7 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
 
 
 def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
-    """Replace the linear layers of a group, in place; they need a product.
-
-    Raises:
-        PlanError: see ``fuse``.
-    """
+    """Replace the linear layers of a group, in place; they need a product."""
     members = []
     for fqn in group:
         try:

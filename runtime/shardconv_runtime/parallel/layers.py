@@ -28,7 +28,7 @@ from ..format.names import expand_all
 from ..format.pipeline_stages import PlaceholderDim, PlaceholderItem, StagedModule
 from ..format.plan import LogitsInfo, ModulePlan, NormInfo, Plan, module_plans
 from ..format.slot_steps import AllGatherStep
-from ..format.staged_names import staged_modules
+from ..format.stage_names import staged_modules
 from .boundary import TensorStep, forward_signature
 from .row_ids import RowIds, zero_out_of_shard
 

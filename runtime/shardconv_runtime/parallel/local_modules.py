@@ -38,10 +38,7 @@ def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) ->
     """Return the part of a global tensor in memory that a rank holds.
 
     Args:
-        entry: the parameter's plan.
         tensor: global.
-        mesh: the mesh of the plan.
-        rank: the rank.
 
     Returns:
         local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
@@ -70,21 +67,7 @@ def localize_modules(
     training: bool,
     packed: PackedModules | None,
 ) -> None:
-    """Edit, replace and wrap the modules that the plan names, in place.
-
-    Args:
-        model: see ``build.apply_plan``.
-        plan: the plan of the parameters.
-        modules: the entries of the modules to change, by FQN.
-        targets: these modules.
-        parameters: the entries of the parameters, by FQN.
-        comm: this rank.
-        training: give the steps backwards.
-        packed: replaces the modules of packed parameters.
-
-    Raises:
-        PlanError: an entry does not fit its module.
-    """
+    """Edit, replace and wrap the modules that the plan names, in place."""
     for fqn, entry in modules.items():
         if entry.edits or entry.flags:
             with _at(fqn):

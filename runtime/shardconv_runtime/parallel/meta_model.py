@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from ..errors import PlanError, ShardconvError, SourceError, brief
-from .model_config import SteadySet
+from ..files.model_config import SteadySet
 
 _building = threading.Lock()
 """The default dtype, which constructors go by, is one for all threads."""
@@ -113,14 +113,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def materialize(self, tensor: Tensor) -> Tensor:
-        """Return the real CPU tensor of a meta tensor, in separate memory, with its shape and dtype.
-
-        Args:
-            tensor: made while this mode was active, or a view or a parameter over such a tensor.
-
-        Raises:
-            PlanError: the tensor was made outside of this mode.
-        """
+        """Return the real CPU tensor of a meta tensor, in separate memory, with its shape and dtype."""
         twin = self._twins.get(id(tensor))
         if twin is not None:
             tensor = twin[1]
@@ -238,10 +231,6 @@ class _Values(TorchFunctionMode):
 def for_older_transformers(cls: type[nn.Module], error: Exception) -> str:
     """Say how to change code of a model's repository that is for transformers 4.
 
-    Args:
-        cls: the class of the model.
-        error: the error with which it could not be built.
-
     Returns:
         The message; empty if the error has another cause.
     """
@@ -259,11 +248,7 @@ def for_older_transformers(cls: type[nn.Module], error: Exception) -> str:
 
 
 def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Build a model of transformers.
-
-    Raises:
-        SourceError: its class is code of the model's repository, which fails.
-    """
+    """Build a model of transformers."""
     try:
         model: nn.Module = cls._from_config(config, dtype=dtype)
     except ShardconvError:
@@ -293,16 +278,7 @@ def build_model(
     Threads may call this at the same time; they take turns.
 
     Args:
-        model_class: the class, or its name as ``module:Class``.
-        config: its configuration; it is copied.
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
-        tied: alias -> first name of parameters that are one tensor. Others that the class and its config
-            tie get their own tensors. ``from_pretrained`` does the same if a checkpoint holds both with
-            different values. None: all stay tied.
-
-    Raises:
-        PlanError: the class does not exist.
-        SourceError: its code is of a model's repository, and fails.
     """
     cls = find_class(model_class) if isinstance(model_class, str) else model_class
     config = copy.deepcopy(config)
@@ -402,12 +378,7 @@ _MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """Return the model class ``module:Class``; only models of transformers are imported.
-
-    Raises:
-        PlanError: the class does not exist or is not a ``PreTrainedModel``, or its module is not of
-            transformers and was not imported before.
-    """
+    """Return the model class ``module:Class``; only models of transformers are imported."""
     module, _, attribute = name.partition(":")
     if module not in sys.modules and not _MODELING.fullmatch(module):
         raise PlanError(

@@ -29,14 +29,7 @@ from .boundary import forward_signature, renumber
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
-    """Make a model refuse calls with an argument, given or set in its config.
-
-    Args:
-        model: all of it, not a submodule.
-        argument: the argument of its forward method.
-        why: the rest of "ARGUMENT was given to a model ...".
-        unless_inference: allow it if gradients are disabled.
-    """
+    """Make a model refuse calls with an argument, given or set in its config."""
     names = list(forward_signature(model).parameters)
     position = names.index(argument) if argument in names else None
 
@@ -52,13 +45,7 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
 
 
 def refuse_implementations(model: nn.Module, attribute: str, names: Collection[str]) -> None:
-    """Make a model and its base model refuse implementations that their config may choose at any time.
-
-    Args:
-        model: all of it.
-        attribute: the attribute of the config, which names the implementation.
-        names: the names of the implementations to refuse.
-    """
+    """Make a model and its base model refuse implementations that their config may choose at any time."""
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
         chosen = getattr(getattr(module, "config", None), attribute, None)
@@ -74,11 +61,7 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
 
 
 def refuse_head_masks(model: nn.Module) -> None:
-    """Make a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head.
-
-    Args:
-        model: all of it; a rank has some of the heads, and nothing says which of the masks are theirs.
-    """
+    """Make a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head."""
     for part in {model, getattr(model, "base_model", model)}:
         check = _head_mask_check(list(forward_signature(part).parameters))
         part.register_forward_pre_hook(check, with_kwargs=True)
@@ -96,11 +79,7 @@ TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
-    """Return a forward pre-hook: masks of full attention are for all heads, or for each.
-
-    Args:
-        names: the names of the forward method's parameters.
-    """
+    """Return a forward pre-hook: masks of full attention are for all heads, or for each."""
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
@@ -247,14 +226,7 @@ def _watch_registrations() -> None:
 def refuse_changes(
     model: nn.Module, planned: Collection[str], ranks: Collection[int], place: tuple[int, int]
 ) -> None:
-    """Refuse methods of a model, and replacements of its modules, that would be wrong on every rank.
-
-    Args:
-        model: one rank's, complete.
-        planned: FQNs of the modules for which the plan has edits or steps.
-        ranks: the ranks of the default process group that together hold the model.
-        place: this rank's number among them, and how many there are.
-    """
+    """Refuse methods of a model, and replacements of its modules, that would be wrong on every rank."""
     for name, remedy in REFUSED_METHODS.items():
         if hasattr(model, name):
             setattr(model, name, partial(refuse_method, name, remedy))
@@ -298,16 +270,7 @@ def _check_state(
 
 
 def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, int]) -> None:
-    """Check that a state is of the same rank. A state that only rank 0 saved is not the others' state.
-
-    Args:
-        what: the method that was called.
-        found: the rank that saved the state, and the number of ranks; None if the state does not say.
-        place: this rank, and the number of ranks.
-
-    Raises:
-        PlanError: it is of another one.
-    """
+    """Check that a state is of the same rank. A state that only rank 0 saved is not the others' state."""
     if found is not None and tuple(found) != place:
         raise PlanError(
             f"{what}: this is the state of rank {found[0]} of {found[1]}, and this process is rank "

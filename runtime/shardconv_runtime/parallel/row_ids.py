@@ -43,12 +43,7 @@ class LaterError:
         earlier()
 
     def report(self, found: Tensor, require: Callable[[Tensor, str], None]) -> None:
-        """Call ``require`` with the finding, on the CPU, and with the words for the call that found it.
-
-        Args:
-            found: small; its device decides when it is read.
-            require: raises if something is wrong.
-        """
+        """Call ``require`` with the finding, on the CPU, and with the words for the call that found it."""
         read = to_host(found)
         if is_on_host(found):
             require(read(), "")
@@ -61,7 +56,6 @@ class IdCheck:
 
     Args:
         num_rows: the number of rows of the table, global.
-        table: the name of the module.
     """
 
     def __init__(self, num_rows: int, table: str = "") -> None:
@@ -70,12 +64,7 @@ class IdCheck:
         self._later = LaterError()
 
     def __call__(self, ids: Tensor) -> None:
-        """Check ids, of any shape and integer dtype; ids without numbers (on meta) are not checked.
-
-        Raises:
-            OutOfRangeError: ids on a CPU are not in the table, or the previous call had such ids on another
-                device. All ranks raise, since they have the same ids.
-        """
+        """Check ids, of any shape and integer dtype; ids without numbers (on meta) are not checked."""
         self._later.raise_earlier()
         if ids.numel() and not ids.is_meta:
             self._later.report(torch.stack(torch.aminmax(ids.detach())), self._require)
@@ -89,14 +78,7 @@ def require_in_table(least: int, most: int, num_rows: int, table: str, which: st
     """Check the smallest and the largest one of some ids.
 
     Args:
-        least: the smallest.
-        most: the largest.
         num_rows: the number of rows of the table, global.
-        table: its name, or its owner's.
-        which: words for the call.
-
-    Raises:
-        OutOfRangeError: the table does not have them.
     """
     if least < 0 or most >= num_rows:
         raise OutOfRangeError(
@@ -142,18 +124,11 @@ class RowIds:
     """Global row ids of a table to local ones, for any layout of its rows.
 
     Args:
-        comm: this rank.
-        layout: the layout of the rows.
         past_end: out-of-shard ids become ``num_rows``, one past the last local row, instead of 0.
-        table: refuse ids that no rank has a row for, as the table does that is not sharded: its name. None:
-            such ids are out-of-shard.
 
     Attributes:
         num_rows: local number of rows.
         num_global_rows: global number of rows.
-
-    Raises:
-        PlanError: the rank's rows are not one range, and the table is too large for a lookup.
     """
 
     def __init__(
@@ -179,12 +154,7 @@ class RowIds:
             self._table = local_ids.to(comm.device)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return local ids of ``ids``' dtype, and the bool mask of out-of-shard ones, both of ``ids``' shape.
-
-        Raises:
-            OutOfRangeError: see ``IdCheck``. Compiled code raises nothing here, and gives each rank a local
-                id past its rows, which the operator that looks it up refuses.
-        """
+        """Return local ids of ``ids``' dtype, and the mask of out-of-shard ones, both of ``ids``' shape."""
         outside: Tensor | None = None
         if self._check is not None and is_recorded(ids):
             outside = (ids < 0) | (ids >= self.num_global_rows)
@@ -220,6 +190,5 @@ def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
 
     Args:
         x: local ``[*out_of_shard.shape, ...]``.
-        out_of_shard: bool mask, from ``RowIds``.
     """
     return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)

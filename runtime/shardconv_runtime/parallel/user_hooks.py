@@ -74,14 +74,7 @@ class EmbeddingOutput(Protocol):
 
 
 def watch_hooks(model: nn.Module, comm: Communicator, ranks: Sequence[int], *, has_stages: bool) -> None:
-    """Wrap hooks that are registered on modules inside of a model from now on.
-
-    Args:
-        model: the complete model of one rank.
-        comm: the communicator of the model.
-        ranks: the ranks of the model in the default process group.
-        has_stages: refuse hooks, since each stage has other modules.
-    """
+    """Wrap hooks that are registered on modules inside of a model from now on."""
     number = next(_models)
     for name, module in model.named_modules():
         if module is not model:
@@ -195,12 +188,7 @@ class _Watch:
 
 
 class _Views:
-    """The tensors that one hook sees, and their way back.
-
-    Args:
-        watch: the hooks of its module.
-        notes: keys of the notes of all ranks.
-    """
+    """The tensors that one hook sees, and their way back."""
 
     def __init__(self, watch: _Watch, notes: Sequence[str]) -> None:
         self._watch = watch
@@ -227,12 +215,6 @@ class _Views:
 
         Args:
             x: local.
-            placed: it is the result of an embedding.
-            goes_back: the hook's result replaces it.
-
-        Raises:
-            PlanError: it is a part in another way.
-            LaunchError: other ranks do not have the hook.
         """
         comm, place = self._watch.comm, self._place
         self._place += 1
@@ -258,11 +240,7 @@ class _Views:
         return shown[:, :length], lambda y: part(torch.cat((y, shown[:, length:]), 1))
 
     def require_alike(self, x: Tensor, place: int = -1) -> None:
-        """Check that all ranks have a tensor, in the calls 1, 2, 4, 8 ...
-
-        Raises:
-            PlanError: they have parts.
-        """
+        """Check that all ranks have a tensor, in the calls 1, 2, 4, 8 ..."""
         if not x.is_floating_point() or not x.dim() or not x.numel():
             return
         if torch.compiler.is_compiling():
@@ -327,14 +305,7 @@ class _Views:
 
 
 class _Gradient:
-    """The gradient of a tensor that all ranks have, while it passes a hook.
-
-    Args:
-        views: the views that the hook has.
-        comm: the communicator of the model.
-        axes: the axes of the mesh, along which there are several ranks.
-        place: the place of the tensor among those that the hook is given.
-    """
+    """The gradient of a tensor that all ranks have, while it passes a hook."""
 
     def __init__(self, views: _Views, comm: Communicator, axes: tuple[int, ...], place: int) -> None:
         self._views = views

@@ -78,16 +78,12 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
     """Return the window of its rank's tensor that a process holds.
 
     Args:
-        name: FQN, for messages.
         parameter: local, or a DTensor over data-parallel processes whose global shape is the rank's local
             shape.
 
     Returns:
         The window, one range of local positions for each dim, and whether this process is the first of those
         that hold it.
-
-    Raises:
-        PlanError: the DTensor is neither sharded evenly nor replicated.
     """
     spans = [(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
@@ -144,9 +140,6 @@ def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow)
     """Return the boxes that fill a window of a rank's tensor; none of a Partial tensor where it is zero.
 
     Args:
-        entry: the parameter's plan.
-        mesh: the mesh of the plan.
-        rank: whose tensor it is.
         window: local positions.
     """
     if not holds_values(entry, mesh, rank):
@@ -258,12 +251,6 @@ def write(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> No
 
     Args:
         tensors: local, of this process; it may lack some of the checkpoint's tensors.
-        directory: exists, the same for all.
-        launch: the processes.
-
-    Raises:
-        CheckpointError: some process cannot write; all raise.
-        LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be written"):
         save(
@@ -280,12 +267,6 @@ def read(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> Non
 
     Args:
         tensors: local, of this process; changed in place.
-        directory: the directory of the checkpoint.
-        launch: the processes.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or lacks elements; all raise.
-        LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be read"):
         load(
@@ -368,11 +349,7 @@ def _write_item(tensor: BoxedTensor, box: Box) -> WriteItem:
 
 
 def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
-    """Return the stored chunks that fill the boxes.
-
-    Raises:
-        CheckpointError: the checkpoint lacks the tensor or some elements, or has another shape or dtype.
-    """
+    """Return the stored chunks that fill the boxes."""
     found = metadata.state_dict_metadata.get(tensor.name)
     if not isinstance(found, TensorStorageMetadata):
         raise CheckpointError(f"the checkpoint lacks {tensor.name}")

@@ -95,11 +95,7 @@ def write_index(index: OptimizerIndex, directory: Path) -> None:
 
 
 def read_index(directory: Path) -> OptimizerIndex:
-    """Read the index of a directory and check that its files exist.
-
-    Raises:
-        CheckpointError: the index is missing or malformed, or a file is missing or of another size.
-    """
+    """Read the index of a directory and check that its files exist."""
     path = directory / INDEX_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -136,11 +132,7 @@ def to_value(thing: Any) -> StoredValue | None:
 
 
 def from_value(value: StoredValue) -> Any:
-    """Return the value that ``to_value`` stored; tensors are on the CPU.
-
-    Raises:
-        CheckpointError: the text is not of that kind.
-    """
+    """Return the value that ``to_value`` stored; tensors are on the CPU."""
     try:
         return _from_value(value)
     except (ValueError, SyntaxError, TypeError, AttributeError) as error:

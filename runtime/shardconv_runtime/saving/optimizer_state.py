@@ -23,7 +23,7 @@ from ..comm import agreement
 from ..loaded import loaded
 from ..parallel.default_modes import in_default_modes
 from . import dcp_boxes
-from .held_state import common_index, fresh_groups, fresh_state, held_state, install, resumption
+from .local_state import common_index, fresh_groups, fresh_state, held_state, install, resumption
 from .optimizer_index import INDEX_NAME, OptimizerIndex, StateFile, read_index, write_index
 from .replicas import Replicas, Staging, replicas_of, staged
 
@@ -125,11 +125,7 @@ def load_optimizer(
 
 
 def optimizer_files(directory: Path) -> Collection[str]:
-    """Return the files of a directory that ``save_optimizer`` wrote.
-
-    Raises:
-        CheckpointError: ``save_optimizer`` did not write the directory.
-    """
+    """Return the files of a directory that ``save_optimizer`` wrote."""
     return {INDEX_NAME, *(entry.path for entry in read_index(directory).files)}
 
 

@@ -56,16 +56,7 @@ class Replicas:
         agreement.agree(self.launch, error, timeout_s)
 
     def together(self, stage: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Run a stage on every process; return its result here once all have run it.
-
-        Args:
-            stage: runs no collective.
-            timeout_s: how long to wait for the other processes, see ``agreement.agree``.
-
-        Raises:
-            Exception: raised by ``stage`` on this process; an ``OSError`` as a ``CheckpointError``.
-            LaunchError: ``stage`` raised on another process.
-        """
+        """Run a stage on every process; return its result here once all have run it."""
 
         def readable() -> T:
             try:
@@ -82,15 +73,6 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
     """Find all processes of a model; each of them calls it.
 
     Modules of ``fully_shard`` that a forward pass left unsharded are sharded again.
-
-    Args:
-        model: returned by ``load``, or a wrapper of it.
-        group: the processes that hold the same rank's shards, for models without DTensors and outside of
-            ``DistributedDataParallel``.
-
-    Raises:
-        LaunchError: the data parallelism mixes ranks of the model, or another process did not come.
-        PlanError: ``load`` did not return the model.
     """
     source = loaded(model)
     start, place = source.launch, {"rank": source.rank, "place": source.place}
@@ -127,9 +109,6 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh that the model's DTensors are sharded over in addition to tensor parallelism; None
     without DTensors.
-
-    Raises:
-        LaunchError: the DTensors have several meshes.
     """
     meshes = {p.device_mesh for p in unwrapped(model).parameters() if isinstance(p, DTensor)}
     if len(meshes) > 1:
@@ -142,12 +121,6 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
     Processes without a part would issue their next collectives at once. NCCL's watchdog ends a process whose
     collective is not over in time, however slowly another process writes in the meantime.
-
-    Args:
-        tensor: a tensor of any shape, sharded over data-parallel processes.
-
-    Raises:
-        LaunchError: one of these processes did not come.
     """
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
@@ -186,11 +159,7 @@ class Staging:
     """Its path until ``commit``."""
 
     def commit(self) -> None:
-        """Move the directory to its final path; one process calls it, when all is written.
-
-        Raises:
-            OSError: the directory cannot be renamed; ``out`` is unchanged.
-        """
+        """Move the directory to its final path; one process calls it, when all is written."""
         for path in self.path.rglob("*"):
             if path.is_dir():
                 _fsync(path)
@@ -231,18 +200,7 @@ def staged(
 def begin(
     replicas: Replicas, out: Path, *, overwrite: bool, known: KnownFiles, apart_from: Path | None = None
 ) -> Staging:
-    """Check on one process that a directory may be made, and make its staging directory.
-
-    Args:
-        replicas: the processes that write; each of them calls it.
-        out: absolute, without links. It may exist if it is empty.
-        overwrite: ``out`` may also hold ``known`` files, and no others.
-        known: returns the files that an earlier run wrote to ``out``.
-        apart_from: a directory that is read, which may not contain ``out`` or be inside it.
-
-    Raises:
-        ShardconvError: ``out`` may not be made or replaced, or is not on a file system that all share.
-    """
+    """Check on one process that a directory may be made, and make its staging directory."""
     made: Path | None = None
     error: Exception | None = None
     if replicas.is_leader:

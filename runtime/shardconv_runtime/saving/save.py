@@ -25,13 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
-from ..format import manifest, plan_json
-from ..format.checksums import shard_checksum
-from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from ..format.plan import Plan, parameter_plans
-from ..format.plan_json import of_stage
-from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
-from ..format.small_files import (
+from ..files import manifest
+from ..files.checksums import shard_checksum
+from ..files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from ..files.model_config import CONFIG, GENERATION_CONFIG
+from ..files.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
+from ..files.small_files import (
     copy_small_files,
     copy_unused,
     entry_of,
@@ -40,14 +39,16 @@ from ..format.small_files import (
     stage_directory,
     stages_in,
 )
-from ..format.staged_names import held_names, num_stages
+from ..format import plan_json
+from ..format.plan import Plan, parameter_plans
+from ..format.plan_json import of_stage
+from ..format.stage_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded, remember, unwrapped
 from ..parallel.default_modes import in_default_modes
-from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from ..versions import converter_function, tool_versions
+from .adapter_saving import save_adapters, wrapper_of
 from .replicas import Replicas, Staging, full_tensor, mesh_of, replicas_of, staged
-from .saved_adapters import save_adapters, wrapper_of
 from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
 
@@ -118,11 +119,7 @@ def save(
 
 
 def converted_files(directory: Path) -> Collection[str]:
-    """Return the files of a converted directory.
-
-    Raises:
-        CheckpointError: the directory is not a converted one.
-    """
+    """Return the files of a converted directory."""
     if stages := stage_directories(directory):
         return {f"{stage.name}/{file}" for stage in stages for file in converted_files(stage)}
     return {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.read(directory).files)}
@@ -139,11 +136,7 @@ def _of_stage(plan: Plan, stage: int) -> Plan:
 
 
 def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
-    """Return the plan of the whole model with the dtypes of the tensors, which has one for each on all ranks.
-
-    Raises:
-        PlanError: some ranks hold a parameter in another dtype; on all of them.
-    """
+    """Return the plan of the whole model with the dtypes of the tensors, the same on all ranks."""
     held = held_names(source.plan, source.stages)
     present = dtypes_of(found.tensors)
     mine = {first: present[name] for first, name in held.items()}
@@ -293,20 +286,6 @@ def save_pretrained(
 
     ``save_directory`` may exist; files of other names stay, and ``config.json`` is written last. It needs
     room for the model twice, on a file system that all processes share.
-
-    Args:
-        model: returned by ``load``, see ``save``.
-        save_directory: directory to make, or to write to.
-        is_main_process: ignored, as all processes take part.
-        state_dict: None, since the model's own values are saved.
-        push_to_hub: False.
-        max_shard_size: bytes of a file, or text as ``"5GB"``.
-        other: options that are refused, unless they are False or None.
-
-    Raises:
-        PlanError: an option is not supported, or the model is not as it was loaded; on all processes.
-        CheckpointError: a file cannot be written; on all processes.
-        LaunchError: another process failed, or did not call it; or the converter, which merges, is missing.
     """
     found = loaded(model)
     target = Path(save_directory).expanduser().resolve()

@@ -33,15 +33,7 @@ class StoredModel:
 
 
 def stored_model(model: nn.Module) -> StoredModel:
-    """Find the tensors to store of a model. No collective runs.
-
-    Args:
-        model: returned by ``load``, or a wrapper of it.
-
-    Raises:
-        PlanError: the model is not as it was loaded: tensors are missing, added, of other shapes, of a dtype
-            that files cannot store, or no longer tied.
-    """
+    """Find the tensors to store of a model. No collective runs."""
     source = loaded(model)
     if source.packed:
         raise PlanError(

@@ -79,13 +79,7 @@ LONGEST_CHARACTER = 8
 
 
 class TextStream:
-    """The text of an answer as its tokens come, up to the first stop string.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        stops: texts before which the answer ends.
-        skip_special_tokens: leave them out of the text.
-    """
+    """The text of an answer as its tokens come, up to the first stop string."""
 
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
@@ -99,12 +93,7 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, tokens: Sequence[int], is_last: bool) -> str:
-        """Return the text that is known since the last call.
-
-        Args:
-            tokens: all tokens of the answer so far.
-            is_last: no more will come, so that nothing is held back.
-        """
+        """Return the text that is known since the last call."""
         if self.is_stopped:
             return ""
         self._held += self._decoded(tokens, is_last)
@@ -184,11 +173,7 @@ class Served:
         return TokenTexts(self.tokenizer)
 
     async def with_grammar(self, sampling: Sampling) -> Sampling:
-        """Return how tokens are drawn, with the compiled grammar of the schema if there is one.
-
-        Raises:
-            BadRequest: the schema cannot be followed.
-        """
+        """Return how tokens are drawn, with the compiled grammar of the schema if there is one."""
         if sampling.json_schema is None:
             return sampling
         if self.grammars is None or self.compiler_calls is None:
@@ -248,17 +233,7 @@ class AnswerFailed(Exception):
 
 
 async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> AsyncGenerator[AnswerPiece]:
-    """Yield the pieces of an answer; a generator that is closed cancels its request.
-
-    Args:
-        served: answers the requests.
-        prompt: token ids.
-        wanted: the options of the answer.
-
-    Raises:
-        BadRequest: the request does not fit the model or its cache, or too many are answered.
-        AnswerFailed: the loop failed.
-    """
+    """Yield the pieces of an answer; a generator that is closed cancels its request."""
     metrics = served.metrics
     if metrics.num_running >= served.max_requests:
         raise BadRequest(f"{served.max_requests} requests are answered or wait; try again later", status=429)

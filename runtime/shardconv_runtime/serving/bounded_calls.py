@@ -66,11 +66,7 @@ class ForkServer:
         theirs.close()
 
     def prepare(self, make: Callable[..., Any], *args: Any) -> None:
-        """Call a function in the server process, which keeps its value for all later calls.
-
-        Raises:
-            RuntimeError: it raised.
-        """
+        """Call a function in the server process, which keeps its value for all later calls."""
         with self._opened(_PREPARE) as connection:
             _send(connection, pickle.dumps((make, args)))
             answer = _received(connection)
@@ -101,15 +97,7 @@ class ForkServer:
 
 
 class BoundedCalls:
-    """Calls of one kind.
-
-    Args:
-        server: forks their processes.
-        cpu_s: processor time that a call may take.
-        num_at_a_time: others wait.
-        keeps_processes: a process that returned makes the next call, since every request makes one and a
-            fork takes about 20 ms.
-    """
+    """Calls of one kind."""
 
     def __init__(
         self, server: ForkServer, cpu_s: float, num_at_a_time: int, *, keeps_processes: bool
@@ -121,17 +109,7 @@ class BoundedCalls:
         self._threads = ThreadPoolExecutor(num_at_a_time)
 
     def call(self, function: Callable[..., bytes], *args: Any) -> bytes:
-        """Return the value of ``function(prepared value, *args)``.
-
-        Args:
-            function: of a module, since it is pickled by its name.
-            args: are pickled, too.
-
-        Raises:
-            BadRequest: the function raised it, or the arguments are nested too deeply.
-            CallEndedError: the process ended.
-            RuntimeError: the function raised another error.
-        """
+        """Return the value of ``function(prepared value, *args)``."""
         try:
             nice = NICE_OF_ALL if self._keeps_processes else NICE_OF_FEW
             request = pickle.dumps((function, args, self.cpu_s, nice))
@@ -252,11 +230,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return the next message.
-
-    Raises:
-        ConnectionError: the other end was closed.
-    """
+    """Return the next message."""
     size = int.from_bytes(_exactly(connection, 8), "big")
     return _exactly(connection, size)
 

@@ -39,13 +39,7 @@ _STATUSES = (400, 401, 404, 429, 503)
 
 
 def application(served: Served, defaults: Sampling, api_key: str | None = None) -> FastAPI:
-    """Return the web application of rank 0.
-
-    Args:
-        served: answers the requests.
-        defaults: the defaults for requests that do not say how tokens are drawn.
-        api_key: the key that clients have to send; None for no key.
-    """
+    """Return the web application of rank 0."""
 
     def require_key(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -156,11 +150,7 @@ async def _respond(
 
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:
-    """Yield pieces of several answers as they come, with the numbers of their answers.
-
-    Raises:
-        Exception: an answer failed; the others are canceled.
-    """
+    """Yield pieces of several answers as they come, with the numbers of their answers."""
     found: asyncio.Queue[tuple[int, AnswerPiece | Exception | None]] = asyncio.Queue()
 
     async def collect(index: int, pieces: AsyncGenerator[AnswerPiece]) -> None:
@@ -240,15 +230,7 @@ async def _events(
 
 
 class _Form:
-    """The JSON of the answers to one request, see OpenAI's API.
-
-    Args:
-        served: answers the requests.
-        is_chat: whether the answers have the form of a chat.
-        prompts: the token ids of each prompt.
-        count: the number of answers.
-        skip_special_tokens: leave them out of the text.
-    """
+    """The JSON of the answers to one request, see OpenAI's API."""
 
     def __init__(
         self,

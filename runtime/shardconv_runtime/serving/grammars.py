@@ -89,18 +89,9 @@ class FollowedSchema:
 class Grammars:
     """The grammars of one model's tokens.
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-        vocabulary_size: number of logits.
-        ends: tokens that end an answer, which are all that is left when it is complete.
-        calls: compile schemas; by default those of a server process of its own, made when it is needed.
-
     Attributes:
         tokens: number of logits, and the tokens that end an answer.
         failures: name of a request -> why its answer cannot follow its schema; on rank 0.
-
-    Raises:
-        ImportError: xgrammar is not installed.
     """
 
     def __init__(
@@ -120,11 +111,7 @@ class Grammars:
         self._read = lru_cache(NUM_READ_GRAMMARS)(self._read_grammar)
 
     def require(self, schema: str) -> bytes:
-        """Return the compiled grammar of a schema, which is given as JSON.
-
-        Raises:
-            BadRequest: it cannot be followed.
-        """
+        """Return the compiled grammar of a schema, which is given as JSON."""
         if len(schema) > MOST_CHARACTERS:
             raise BadRequest(f"the schema has more than {MOST_CHARACTERS} characters", "response_format")
         key = _digest(schema)
@@ -141,13 +128,7 @@ class Grammars:
         return grammar
 
     def follow(self, schema: str, grammar: bytes | None, answer: Iterable[int]) -> FollowedSchema:
-        """Return the object that follows a schema after the tokens of an answer so far.
-
-        Args:
-            schema: the schema, as JSON.
-            grammar: the value of ``require`` for it; None to compile it here.
-            answer: token ids.
-        """
+        """Return the object that follows a schema after the tokens of an answer so far."""
         followed = FollowedSchema(self._library.GrammarMatcher(self._read(grammar or self.require(schema))))
         for token in answer:
             followed.accept(token)
@@ -221,16 +202,7 @@ class Prepared:
 
 
 def prepare_calls(tokenizer: Any, vocabulary_size: int, ends: Iterable[int] | None) -> Prepared:
-    """Return the values that the calls have in memory.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        vocabulary_size: number of logits.
-        ends: tokens that end an answer; None if no schemas are compiled.
-
-    Raises:
-        Exception: xgrammar does not know such a tokenizer.
-    """
+    """Return the values that the calls have in memory."""
     if ends is None:
         return Prepared(tokenizer)
     import xgrammar  # an extra
@@ -242,11 +214,7 @@ def prepare_calls(tokenizer: Any, vocabulary_size: int, ends: Iterable[int] | No
 
 
 def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
-    """Return the compiled grammar of a schema as ``Grammars.follow`` reads it.
-
-    Raises:
-        BadRequest: it cannot be followed.
-    """
+    """Return the compiled grammar of a schema as ``Grammars.follow`` reads it."""
     import xgrammar  # an extra
 
     def refuse(reason: str) -> BadRequest:

@@ -25,16 +25,7 @@ PROMPTS_AT_A_TIME = 4
 async def token_ids(
     body: CompletionRequest | ChatRequest, tokenizer: Any, calls: BoundedCalls | None
 ) -> list[list[int]]:
-    """Return the token ids of each prompt of a request.
-
-    Args:
-        body: the request.
-        tokenizer: a tokenizer of transformers.
-        calls: make the tokens; None to make them here.
-
-    Raises:
-        BadRequest: there are none, or they take too long.
-    """
+    """Return the token ids of each prompt of a request."""
     if calls is None or not body.has_text:
         return prompt_ids(body, tokenizer)
     try:
@@ -60,11 +51,7 @@ def packed_prompt_ids(prepared: Prepared, body: CompletionRequest | ChatRequest)
 
 
 def prompt_ids(body: CompletionRequest | ChatRequest, tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of each prompt of a request.
-
-    Raises:
-        BadRequest: a text is not one, or the chat template does not take the messages or its arguments.
-    """
+    """Return the token ids of each prompt of a request."""
     if isinstance(body, ChatRequest) and body.chat_template_kwargs:
         require_template_variables(body.chat_template_kwargs, tokenizer, bool(body.tools))
     try:
@@ -79,9 +66,6 @@ def require_template_variables(arguments: Mapping[str, Any], tokenizer: Any, has
     """Check that arguments for a chat template are variables that it reads, and nothing else gives it.
 
     Others would be options of ``apply_chat_template``: another template, padding, truncation.
-
-    Raises:
-        BadRequest: some are not, or one of them is no bool.
     """
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     options = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - _PASSED_ON

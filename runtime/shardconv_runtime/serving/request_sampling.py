@@ -66,13 +66,6 @@ REASONS = (NOT_NUMBERS, NO_TOKEN, SLOW)
 def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Sampling:
     """Return how tokens are drawn for requests that do not say: as the model's generation config says, or the
     API.
-
-    Args:
-        own: the generation config of the model.
-        ignored: fields that need not be granted.
-
-    Raises:
-        ShardconvError: it has fields that would choose other tokens and cannot be granted.
     """
     said = {name for name, value in own.to_diff_dict().items() if _chooses(name, value)}
     refused = sorted(said - {*HONORED, *ignored})
@@ -96,11 +89,7 @@ def _chooses(name: str, value: Any) -> bool:
 
 
 def serving_config(own: Any) -> GenerationConfig:
-    """Return a generation config with which ``RequestProcessor`` chooses all tokens.
-
-    Args:
-        own: the generation config of the model.
-    """
+    """Return a generation config with which ``RequestProcessor`` chooses all tokens."""
     # The processor takes the place of the one that this penalty asks for; the other fields ask for nothing.
     warnings.filterwarnings("ignore", message="Passing `repetition_penalty` with `inputs_embeds`")
     cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[RepetitionPenaltyLogitsProcessor] = RequestProcessor
@@ -109,11 +98,7 @@ def serving_config(own: Any) -> GenerationConfig:
 
 
 def processor_of(manager: Any) -> RequestProcessor:
-    """Return the processor of a manager that was made by ``serving_config``.
-
-    Raises:
-        ShardconvError: other processors would choose tokens, too.
-    """
+    """Return the processor of a manager that was made by ``serving_config``."""
     found = list(manager.logit_processor.logits_processor)
     if [type(each) for each in found] != [RequestProcessor]:
         names = ", ".join(type(each).__name__ for each in found)

@@ -30,13 +30,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered.
-
-    Args:
-        message: the message for the client.
-        parameter: the field at fault.
-        status: the status of HTTP.
-    """
+    """A request that cannot be answered."""
 
     def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:
         super().__init__(message)

@@ -20,8 +20,8 @@ from typing import Any
 import uvicorn
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
-from ..comm import env_int
 from ..comm.agreement import exchange
+from ..comm.launchers import env_int
 from ..errors import ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
@@ -42,11 +42,7 @@ END_S = 24
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Load this rank's part, and answer requests together with the others.
-
-    Raises:
-        ShardconvError: the model cannot be loaded or served, or a rank ended.
-    """
+    """Load this rank's part, and answer requests together with the others."""
     with ExitStack() as stack:
         # Before threads and CUDA's state exist, which a forked process must not have.
         fork_server = stack.enter_context(closing(ForkServer())) if env_int("RANK", 0) == 0 else None
@@ -113,11 +109,7 @@ def serve(
     told: list[int],
     fork_server: ForkServer,
 ) -> None:
-    """Listen, on rank 0, until the process is interrupted or the ranks fail.
-
-    Args:
-        told: signals that came before the server handled them.
-    """
+    """Listen, on rank 0, until the process is interrupted or the ranks fail."""
     manager = served.manager
     served.metrics.watch_cache(lambda: manager.cache_use)
     app = application(served, defaults, arguments.api_key)
@@ -167,11 +159,7 @@ def grammars_of(model: Any, tokenizer: Any, calls: BoundedCalls | None = None) -
 
 
 def require_same_grammars(model: Any, grammars: Grammars | None) -> None:
-    """Check that all ranks follow schemas alike: they get the compiled ones from rank 0.
-
-    Raises:
-        ShardconvError: a rank, on another host, has another xgrammar or none.
-    """
+    """Check that all ranks follow schemas alike: they get the compiled ones from rank 0."""
     versions = exchange(loaded(model).launch, None if grammars is None else version(PACKAGE))
     if len(set(versions)) > 1:
         raise ShardconvError(

@@ -15,23 +15,14 @@ INCOMPLETE = "\ufffd"
 
 
 class TokenTexts:
-    """The tokens of a tokenizer, as they are within a text.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-    """
+    """The tokens of a tokenizer, as they are within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[tuple[int, bool], str] = {}
 
     def text(self, token: int, is_first: bool) -> str:
-        """Return the text that a token adds, U+FFFD for bytes that are no text.
-
-        Args:
-            token: its id.
-            is_first: nothing is before it, so that the tokenizer may strip its space.
-        """
+        """Return the text that a token adds, U+FFFD for bytes that are no text."""
         key = token, is_first
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
@@ -52,13 +43,7 @@ class TokenTexts:
         return text.encode()
 
     def name(self, token: int, is_first: bool, prefix: str = "") -> str:
-        r"""Return a token's text, or ``\xe2\x82`` for bytes that are no text, as OpenAI's API does.
-
-        Args:
-            token: its id.
-            is_first: see ``text``.
-            prefix: a text before such bytes.
-        """
+        r"""Return a token's text, or ``\xe2\x82`` for bytes that are no text, as OpenAI's API does."""
         text = self.text(token, is_first)
         if INCOMPLETE not in text:
             return text

@@ -178,13 +178,7 @@ _MASK = "attention_mask"
 
 
 def without_cache(model: nn.Module, names: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that makes no cache, and computes the same.
-
-    Args:
-        model: the model that is called.
-        names: the names of the arguments of its forward method.
-        given: the arguments by name; no cache is among them.
-    """
+    """Return the arguments of a call that makes no cache, and computes the same."""
     if MAKES_CACHE not in names:
         return dict(given)
     changed = {**given, MAKES_CACHE: False}

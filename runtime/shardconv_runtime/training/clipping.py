@@ -120,9 +120,7 @@ def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: 
     """Return the norm of some gradients of the full model; otherwise as ``grad_norm``.
 
     Args:
-        model: see ``grad_norm``.
         gradients: the gradients of its parameters, local; the same parameters' on all processes.
-        norm_type: see ``grad_norm``.
     """
     order = float(norm_type)
     if not order > 0:
@@ -186,9 +184,6 @@ def owned_cells(
     """Return the positions of a window of a rank's tensor that count on this rank, in disjoint cells.
 
     Args:
-        entry: the parameter's plan.
-        mesh: the mesh of the plan.
-        rank: whose tensor it is.
         window: local positions that this process holds, one range for each dim.
     """
     nonzero = {axis for axis, coordinate in enumerate(coordinates(mesh, rank)) if coordinate}
@@ -225,8 +220,6 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
 
     Args:
         total: ``[2]``, float64: this process's norm, and 0.
-        order: the order of the norm.
-        groups: see ``groups_of``.
     """
     if math.isinf(order):  # whether a maximum keeps NaNs depends on the backend
         is_nan = total[0].isnan()

@@ -25,11 +25,6 @@ def refuse_direct_use(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     That is for callers of the base model, who compute a loss of its states themselves. Once the complete
     model was called, nothing is said any more: its own code may use the weights so, as the plan knows. Rows
     are looked at in the backward passes 1, 2, 4, 8 ... of a weight.
-
-    Args:
-        model: the complete model of this rank, for training.
-        plan: its plan.
-        comm: the ranks.
     """
     entries = parameter_plans(plan)
     aliases = dict(plan.tied)
@@ -98,11 +93,7 @@ class _Uses:
         self._looked_up[local[~out_of_shard]] = True
 
     def check(self, gradient: Tensor) -> None:
-        """Check a gradient of the weight, local ``[rows, width]``; a hook of the parameter.
-
-        Raises:
-            PlanError: it does not come from the layers of the weight alone.
-        """
+        """Check a gradient of the weight, local ``[rows, width]``; a hook of the parameter."""
         self._num_gradients += 1
         if self.may_be_any:
             return

@@ -26,7 +26,7 @@ from ..comm.mesh import PP, TP, Launch, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_json import of_sequence
-from ..format.staged_names import staged_modules
+from ..format.stage_names import staged_modules
 from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature
 from ..saving.stored_model import named_modules, named_tensors
@@ -120,22 +120,12 @@ def shard_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, settings: D
     Args:
         model: the model of this rank, with parameters on the meta device in the dtypes that they will have.
             They become DTensors on the meta device.
-        plan: the plan of the model.
-        mesh: see ``data_parallel``.
-        settings: see there.
-
-    Raises:
-        PlanError: see there.
     """
     _shard(_units(model, plan), mesh, settings)
 
 
 def require_data_dims(mesh: DeviceMesh) -> None:
-    """Check that a mesh has dims for tensor parallelism and for data parallelism.
-
-    Raises:
-        LaunchError: it has not.
-    """
+    """Check that a mesh has dims for tensor parallelism and for data parallelism."""
     model_group(mesh)
     if not 1 <= len(data_dims(mesh)) <= MAX_DIMS:
         names = mesh.mesh_dim_names or ()
@@ -215,9 +205,6 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
 
     On stages before the last, the model returns nothing to which FSDP2 could attach hooks that gather the
     model's own parameters for a backward pass, and it would gather them in passes of all stages of a process.
-
-    Raises:
-        PlanError: see ``data_parallel``.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError("fully_shard has already sharded the model or a part of it; call data_parallel once")
@@ -296,12 +283,7 @@ COMPARISON = "_shardconv_replicas"
 
 
 def compare_replicas(model: nn.Module, all_ranks: Launch) -> None:
-    """Have the replicas of a model compare which parts a call runs, in place; one without such parts stays.
-
-    Args:
-        model: the model of this process, sharded by FSDP2.
-        all_ranks: all processes that train it.
-    """
+    """Have the replicas of a model with optional parts compare which parts a call runs, in place."""
     modalities = getattr(model, "input_modalities", "text")
     is_plain = modalities in ("text", ["text"], ("text",)) and _num_stacks(model) < 2
     if is_plain or all_ranks.control is None:
@@ -312,12 +294,7 @@ def compare_replicas(model: nn.Module, all_ranks: Launch) -> None:
 
 
 class ReplicaComparison:
-    """Compares the inputs of calls: one small message between all processes for each call.
-
-    Args:
-        model: the model of this process.
-        all_ranks: all processes that train the model.
-    """
+    """Compares the inputs of calls: one small message between all processes for each call."""
 
     def __init__(self, model: nn.Module, all_ranks: Launch) -> None:
         stage = loaded(model).stage
@@ -336,12 +313,7 @@ class ReplicaComparison:
 
     @not_compiled("replicas compare their inputs")
     def require_same(self, given: Mapping[str, Any]) -> None:
-        """Check that all replicas are given the same kinds of inputs.
-
-        Raises:
-            PlanError: they are not; on all processes.
-            LaunchError: another process does not call the model.
-        """
+        """Check that all replicas are given the same kinds of inputs."""
         start = self._all_ranks
         # Numbers, such as images, sounds and embeddings, may decide which parts of the model run.
         names = []

@@ -34,11 +34,7 @@ def digests(states: HostStates) -> tuple[bytes, bytes]:
 
 @contextmanager
 def host_seed(seed: int) -> Iterator[None]:
-    """Seed both generators; the caller's states are set back afterwards.
-
-    Args:
-        seed: the seed of both.
-    """
+    """Seed both generators; the caller's states are set back afterwards."""
     before = host_states()
     np.random.seed(seed)
     random.seed(seed)

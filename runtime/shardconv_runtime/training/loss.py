@@ -39,10 +39,6 @@ class VocabColumns:
     """The columns of the logits on each rank, and which of them the rank counts.
 
     A column that several ranks hold is counted by one of them.
-
-    Args:
-        comm: this rank.
-        layout: the layout of the vocabulary.
     """
 
     def __init__(self, comm: Communicator, layout: Dim) -> None:
@@ -65,7 +61,6 @@ class VocabColumns:
             logits: local ``[n, V_local]``.
             ids: local ``[n]``, int64: the label's column on this rank.
             out_of_shard: ``[n]``, bool: this rank does not hold the label.
-            smoothed: add the fourth row.
 
         Returns:
             ``[3 or 4, n]``, float64 for float64 logits, otherwise float32: largest logit (-inf without any),
@@ -86,10 +81,6 @@ class VocabColumns:
 
     def combine(self, own: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
         """Combine the statistics of all ranks; one all_gather.
-
-        Args:
-            own: this rank's ``[3 or 4, T]``.
-            smoothing: the smoothing of the labels.
 
         Returns:
             Loss, largest logit and sum of exponentials relative to it, replicated ``[T]`` each.
@@ -133,14 +124,10 @@ class TokenLosses(torch.autograd.Function):
         """Return the losses ``[T]``; one all_gather.
 
         Args:
-            ctx: the context for the backward.
             logits: local ``[T, V_local]``.
             ids: local ``[T]``, int64: the label's column on this rank.
             out_of_shard: ``[T]``, bool: this rank does not hold the label.
             ignored: ``[T]``, bool: the token has no loss.
-            smoothing: the smoothing of the labels.
-            columns: the columns of this rank.
-            chunk: rows of logits in float32 at a time.
         """
         own = [
             columns.statistics(*tensors, smoothed=smoothing > 0)
@@ -156,11 +143,7 @@ class TokenLosses(torch.autograd.Function):
         """Return the gradient of the local logits ``[T, V_local]``; no collective.
 
         Args:
-            ctx: the context of the forward.
             grad: replicated ``[T]``.
-
-        Raises:
-            LossInputError: the gradient is to be differentiated again.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise LossInputError(
@@ -233,12 +216,7 @@ class LabelCheck:
         return type(self)(self._vocab_size)
 
     def __call__(self, labels: Tensor, ignore_index: int) -> None:
-        """Check labels, of any shape and integer dtype.
-
-        Raises:
-            LossInputError: labels on a CPU are outside of the vocabulary, or the previous call had such
-                labels on another device. Ranks with the same labels raise in the same call.
-        """
+        """Check labels, of any shape and integer dtype."""
         self._later.raise_earlier()
         if labels.numel():
             shape = tuple(labels.shape)
@@ -270,15 +248,6 @@ CPU_CHUNK_ELEMENTS = 2**20
 
 class VocabParallelCrossEntropy:
     """``F.cross_entropy`` of the full logits, from this rank's columns of them.
-
-    Args:
-        comm: this rank.
-        layout: the layout of the vocabulary, the last dim of the logits: any tree, with shards of any size,
-            also empty.
-        chunk_elements: logits that are held in float32 at a time, at least one row of them; by default
-            suited to the device.
-        check_labels: raise for labels outside of the vocabulary; on an accelerator the call after the one
-            that was given them raises. Compiled code does not check. The loss of a bad label is infinite.
 
     Attributes:
         vocab_size: global.
@@ -321,19 +290,9 @@ class VocabParallelCrossEntropy:
             logits: local ``[..., local_size]``, floating point.
             labels: global ids ``[...]``, of an integer dtype, on any device; the same on all ranks that
                 share the logits.
-            ignore_index: tokens with this label have no loss.
-            label_smoothing: a number from 0 to 1.
-            reduction: ``"mean"`` of the tokens with a loss (nan without any), ``"sum"`` or ``"none"``.
-            weight: None; weights of classes are not implemented.
-            num_items: divisor of the sum in place of the number of tokens with a loss, for example the number
-                of such tokens in several batches.
 
         Returns:
             Replicated, float64 for float64 logits, otherwise float32: a scalar, or ``[...]`` for ``"none"``.
-
-        Raises:
-            LossInputError: before any collective: a shape, dtype or option is not as above, or a label is
-                outside of the vocabulary (on every rank, as they have the same labels), see ``check_labels``.
         """
         if weight is not None:
             raise LossInputError(

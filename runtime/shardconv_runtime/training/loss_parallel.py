@@ -19,7 +19,7 @@ from ..comm.steps import Gather
 from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import TensorStep, forward_signature, replace_at
-from ..parallel.staged_units import is_elsewhere
+from ..pp.stage_units import is_elsewhere
 from .loss import LossInputError, VocabParallelCrossEntropy
 
 # transformers' losses of language models on logits that are sharded over the vocabulary.
@@ -30,10 +30,6 @@ Loss = Callable[..., Tensor]
 
 def parallel_loss(loss_type: str | None, cross_entropy: VocabParallelCrossEntropy) -> Loss | None:
     """Return the loss that replaces transformers' own for this kind of model.
-
-    Args:
-        loss_type: ``model.loss_type``; transformers treats an unknown one as a causal language model.
-        cross_entropy: the cross entropy over the columns of this rank.
 
     Returns:
         For ``model.loss_function``; None if the loss is another one, which needs the full logits.
@@ -111,13 +107,7 @@ def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
             labels: global ids ``[..., S]``, not shifted; ignored if there are ``shift_labels``.
             vocab_size: ignored, since the layout has it. Some models pass the last size of their logits,
                 which is local; with any other wrong one, labels and rows of logits do not fit each other.
-            num_items_in_batch: divides the sum; None: the number of tokens with a loss.
-            ignore_index: tokens with this label have no loss.
             shift_labels: global ids ``[..., S]``, already shifted.
-            kwargs: ignored, as in transformers.
-
-        Raises:
-            LossInputError: see ``VocabParallelCrossEntropy``.
         """
         if shift_labels is None:
             if labels is None:
@@ -168,14 +158,7 @@ GATHERED, LOCAL, NONE = "gathered", "local", "none"
 
 
 class LogitsGather:
-    """The all_gather of the logits, omitted while ``is_skipped``; its backward is ``Gather``'s.
-
-    Args:
-        comm: the ranks.
-        dim: the dim of the logits, the vocabulary.
-        layout: the layout of that dim.
-        grad_axes: see ``Gather``.
-    """
+    """The all_gather of the logits, omitted while ``is_skipped``; its backward is ``Gather``'s."""
 
     def __init__(self, comm: Communicator, dim: int, layout: Dim, grad_axes: tuple[int, ...]) -> None:
         self.layout = layout
@@ -198,18 +181,7 @@ class LogitsGather:
 
 
 def attach_loss(model: Any, gather: LogitsGather, returned: str | None, head: nn.Module) -> None:
-    """Make a model compute its loss from sharded logits.
-
-    Args:
-        model: has a ``loss_function``, which it calls once for its labels.
-        gather: the step of the module that computes the logits.
-        returned: the logits that calls with labels return: ``GATHERED``, ``LOCAL`` or ``NONE``. None means
-            ``NONE`` in training mode and ``GATHERED`` otherwise.
-        head: the module that computes the logits; passes of stages that do not have it have no loss.
-
-    Raises:
-        PlanError: the loss of this model needs the full logits.
-    """
+    """Make a model compute its loss from sharded logits."""
     loss = parallel_loss(
         getattr(model, "loss_type", None), VocabParallelCrossEntropy(gather.comm, gather.layout)
     )

@@ -60,11 +60,7 @@ def _norm_over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
-    """Return the loaded model whose gradients these are; None if they are of others.
-
-    Raises:
-        PlanError: some of them are, and some are not, so that one norm cannot be taken of them.
-    """
+    """Return the loaded model whose gradients these are; None if they are of others."""
     given = set(tensors)  # by identity
     for model in MODELS:
         own = {p.grad for p in model.parameters() if p.grad is not None} & given

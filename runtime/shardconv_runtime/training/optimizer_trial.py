@@ -36,14 +36,7 @@ class TrialError(Exception):
 
 
 def needs_full_tensors(optimizer: Optimizer) -> bool:
-    """Return whether the steps of an optimizer differ on parts of parameters.
-
-    Args:
-        optimizer: neither it nor its parameters, nor the random states, change.
-
-    Raises:
-        TrialError: it could not be tried.
-    """
+    """Return whether the steps of an optimizer differ on parts of parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state") and _holds_parameters(value, set(parameters)):
@@ -121,12 +114,7 @@ _PUT_IN_PLACE = ("step", "grad_scale", "found_inf")
 
 
 class _Trial:
-    """A copy of an optimizer with other parameters.
-
-    Args:
-        optimizer: the optimizer.
-        tensors: values of the parameters, in the order of the groups.
-    """
+    """A copy of an optimizer with other parameters."""
 
     def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
         self.parameters = [nn.Parameter(x.clone()) for x in tensors]
@@ -147,11 +135,7 @@ class _Trial:
         self._optimizer.state = defaultdict(dict)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        """Take a step with gradients of the shapes of the parameters.
-
-        Raises:
-            TrialError: it fails.
-        """
+        """Take a step with gradients of the shapes of the parameters."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         function: Any = type(self._optimizer).step

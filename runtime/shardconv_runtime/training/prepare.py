@@ -17,7 +17,7 @@ from ..format.dims import axes_of
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
 from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
-from ..format.staged_names import is_inside
+from ..format.stage_names import is_inside
 from ..format.stored_layout import holds_values, sums
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
@@ -48,11 +48,6 @@ class GradientGate:
 
     Backward: all_reduces of the gradient over the axes on which it is Partial; zeros on ranks where a Partial
     parameter holds none of its values. Gradients in low precision are summed in float32.
-
-    Args:
-        comm: the ranks.
-        entry: the parameter's plan.
-        axes: mesh axes over which the gradient is Partial.
     """
 
     def __init__(self, comm: Communicator, entry: ParameterPlan, axes: Iterable[int]) -> None:
@@ -127,11 +122,7 @@ class _Swap:
             tensors[each.name] = self._replacements[index] = each.gate(parameter)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Restore the parameters.
-
-        Raises:
-            PlanError: other code has replaced them meanwhile, so that their gradients would be wrong.
-        """
+        """Restore the parameters."""
         for index, each in enumerate(self._gated):
             if self._replacements[index] is None:
                 continue  # the forward pass failed before this module
@@ -155,10 +146,6 @@ def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> Non
 
     A module with row-parallel layers calls one of them if it calls a column-parallel one; otherwise the pass
     raises a ``PlanError``. Compiled code is not watched.
-
-    Args:
-        model: the model of the rank.
-        modules: the modules of the plan, by FQN.
     """
     kinds: dict[str, dict[str, list[nn.Module]]] = {}
     for fqn, entry in modules.items():
@@ -222,26 +209,7 @@ def parallelize_for_training(
     absent: Sequence[Collection[str]] = (frozenset(),),
     heads: Collection[str] = (),
 ) -> nn.Module:
-    """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
-
-    Args:
-        model, plan, comm: see ``parallel.build.parallelize``.
-        gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
-            If None, they are gathered, except after a loss of sharded logits in training mode.
-        packed: computes with packed parameters as they are stored, which are not trained.
-        training: the model has a backward pass; its parameters keep their ``requires_grad``.
-        sequence_parallel: activations between the parallel blocks are sharded over the sequence, whose length
-            the number of ranks divides.
-        regather: keep parts of activations that are gathered along the sequence, and gather it again in the
-            backward pass; None: of large activations.
-        absent: FQNs of modules that will be replaced by placeholders, as they are on other stages; for each
-            stage of this process, those in its passes.
-        heads: further modules that compute the logits in place of the plan's, in other calls.
-
-    Raises:
-        PlanError: the plan does not fit the model, or lacks a requested form; the message names the module
-            or parameter.
-    """
+    """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism."""
     if training:
         require_training(plan)
     sequence = plan.training.sequence if plan.training is not None else None
@@ -299,11 +267,7 @@ def _attach_loss(
 
 
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
-    """Return the gather of the logits that a loss of sharded logits omits; None without such a loss.
-
-    Raises:
-        PlanError: this form of the plan has no such gather.
-    """
+    """Return the gather of the logits that a loss of sharded logits omits; None without such a loss."""
     logits = plan.logits
     if logits is None or plan.training is None or not plan.training.parallel_loss:
         return None

@@ -36,16 +36,7 @@ _MAX_SEED = 1 << 62
 
 
 def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Communicator) -> None:
-    """Switch between random streams at the modules of a plan, in training mode.
-
-    Args:
-        model: the model of the rank.
-        plans: the plans of this form of the model.
-        comm: this rank.
-
-    Raises:
-        PlanError: the model lacks a module of the plan.
-    """
+    """Switch between random streams at the modules of a plan, in training mode."""
     plans = [p for p in plans if p.mixed or comm.real(p.axes) or not p.axes]
     if not any(p.mixed or p.axes or p.afterwards for p in plans):
         return
@@ -70,11 +61,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(reason: str) -> Callable[[_Function], _Function]:
-    """Return a decorator that ends compiled graphs before a function.
-
-    Args:
-        reason: the reason that Dynamo gives when it reports a graph break.
-    """
+    """Return a decorator that ends compiled graphs before a function."""
 
     def decorated(function: _Function) -> _Function:
         disable: Any = torch.compiler.disable
@@ -168,11 +155,7 @@ class _Streams:
 
     @_apart
     def enter(self, name: str, plan: DrawPlan) -> None:
-        """Switch to the stream of a module that begins.
-
-        Raises:
-            PlanError: the code around it has drawn for replicated and sharded tensors alike.
-        """
+        """Switch to the stream of a module that begins."""
         self._require_untouched()
         self.frames.append(_Frame(name, self._axes, plan.mixed))
         self._tell()
@@ -181,11 +164,7 @@ class _Streams:
 
     @_apart
     def leave(self, name: str, plan: DrawPlan) -> None:
-        """Switch back after a module has returned or failed.
-
-        Raises:
-            PlanError: the module has drawn for replicated and sharded tensors alike.
-        """
+        """Switch back after a module has returned or failed."""
         if all(frame.name != name for frame in self.frames):
             return
         while (frame := self.frames[-1]).name != name:
@@ -253,11 +232,7 @@ class _StreamHooks:
         self._is_inside = False
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Switch to the module's stream.
-
-        Raises:
-            PlanError: the module is recomputed without the modules around it, so their stream is unknown.
-        """
+        """Switch to the module's stream."""
         if not module.training:
             return
         settings = (getattr(owner, name, 0) for owner, name in self._probabilities)
@@ -282,11 +257,7 @@ class _StreamHooks:
             self._resting = states()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Switch back.
-
-        Raises:
-            PlanError: the module drew random numbers although its probabilities are 0.
-        """
+        """Switch back."""
         if self._streams.frames:
             self._streams.leave(self._name, self._plan)
         elif self._resting and not torch.compiler.is_compiling():

@@ -40,13 +40,7 @@ _MARK = "_shardconv_gathered"
 
 
 def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int) -> None:
-    """Keep parts of activations that a sequence-parallel model gathers, if it runs with gradients.
-
-    Args:
-        model: the model of the rank; its ``forward`` is replaced on the instance.
-        comm: the ranks.
-        min_bytes: smaller gathered tensors are kept.
-    """
+    """Keep parts of activations that a sequence-parallel model gathers, if it runs with gradients."""
     forward: Callable[..., Any] = type(model).forward
 
     @wraps(forward)

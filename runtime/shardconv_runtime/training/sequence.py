@@ -66,15 +66,7 @@ def attach_sequence(
     head: nn.Module | None = None,
     comm: Communicator | None = None,
 ) -> None:
-    """Pad the inputs and trim the outputs of a model whose activations are sharded over the sequence.
-
-    Args:
-        model: takes ``input_ids`` or ``inputs_embeds``.
-        num_ranks: divides the padded length.
-        may_pad: pad other lengths; otherwise they are refused.
-        head: computes the logits; None: it is not known, and requests for some positions are refused.
-        comm: the communicator of the model, which is told the lengths of the running call.
-    """
+    """Pad the inputs and trim the outputs of a model whose activations are sharded over the sequence."""
     picked: _Picked | None = None
     if head is not None:
         picked = _Picked()
@@ -93,11 +85,7 @@ def attach_sequence(
 
 @contextmanager
 def padded(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the padded arguments with which to call the model's code past its hooks, within this context.
-
-    Raises:
-        PlanError: they cannot be padded.
-    """
+    """Yield the padded arguments with which to call the model's code past its hooks, within this context."""
     hooks = _PADDING_OF.get(model)
     if hooks is None:
         yield dict(inputs)
@@ -163,11 +151,7 @@ class _Padding:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pad the inputs; the model receives all arguments by name.
-
-        Raises:
-            PlanError: the model is not called with full sequences, or they cannot be padded.
-        """
+        """Pad the inputs; the model receives all arguments by name."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
         if tokens is None:

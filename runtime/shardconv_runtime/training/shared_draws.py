@@ -25,11 +25,6 @@ def compare_draws(model: nn.Module, start: Launch, *, draws_on_host: bool) -> No
     """Compare the random states of the ranks in each forward pass in training mode that draws numbers.
 
     A pass that draws nothing sends no message. In compiled code nothing is compared.
-
-    Args:
-        model: the complete model of this rank.
-        start: the ranks.
-        draws_on_host: the plan is made for code that draws with numpy or Python.
     """
     comparison = _Comparison(start, draws_on_host)
     for module in {id(part): part for part in (model, getattr(model, "base_model", model))}.values():
@@ -61,10 +56,6 @@ class _Comparison:
         """Compare the noted states between the ranks, if numbers were drawn since.
 
         Python's numbers count only if the plan knows of them: a thread of another library may draw some.
-
-        Raises:
-            LaunchError: the ranks drew from other states.
-            PlanError: the code drew with numpy, and the plan is not made for its use of the numbers.
         """
         if self._caller is not module or torch.compiler.is_compiling():
             return

@@ -19,7 +19,7 @@ from small_models import hand_plan, small_config
 from shardconv.arguments import SolveOptions
 from shardconv.cli.entry import cli
 from shardconv.fitting import MAX_TP, smallest_tp, table
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.reporting.plan_lines import (
     Workload,
     cached_tokens,

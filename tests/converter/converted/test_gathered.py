@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardconv_runtime.checkpoint import lazy_tensor
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor
+from shardconv_runtime.files.manifest import Source
 from shardconv_runtime.format.dims import Dim, Leaf
-from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.format.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
-from shardconv_runtime.tensors import lazy_tensor
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
 
-from shardconv.converted import derived, shards
+from shardconv.converted import derived_directory, shards
 from shardconv.reporting.progress import Silent
 from shardconv.writing import fill
 from shardconv.writing.job import target_file
@@ -42,11 +42,11 @@ def by_columns(path: Path, tensor: torch.Tensor, parts: int) -> LazyTensor:
 def test_bands_are_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], band: int
 ) -> None:
-    monkeypatch.setattr(derived, "BAND_BYTES", band)
+    monkeypatch.setattr(derived_directory, "BAND_BYTES", band)
     expected = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
     tensor = by_columns(tmp_path, expected, 4)
-    assert derived.is_interleaved(tensor)
-    bands = derived.gathered("w", tensor)
+    assert derived_directory.is_interleaved(tensor)
+    bands = derived_directory.gathered("w", tensor)
     largest = max(math.prod(piece.shape) * 2 for piece in bands.pieces)
     assert largest <= max(band, 2)
     assert len(bands.pieces) * min(max(band, 2), expected.nbytes) < 4 * expected.nbytes, "full, mostly"
@@ -58,26 +58,28 @@ def test_bands_are_the_tensor(
 
 def test_what_needs_no_bands(tmp_path: Path) -> None:
     rows = [in_file(tmp_path / f"{i}", torch.zeros(50, 24)) for i in range(4)]
-    assert not derived.is_interleaved(lazy_tensor.concatenate(rows, 0)), "whole rows are long"
+    assert not derived_directory.is_interleaved(lazy_tensor.concatenate(rows, 0)), "whole rows are long"
     (tmp_path / "few").mkdir()
-    assert not derived.is_interleaved(by_columns(tmp_path / "few", torch.zeros(8, 16), 4)), "few runs"
+    assert not derived_directory.is_interleaved(by_columns(tmp_path / "few", torch.zeros(8, 16), 4)), (
+        "few runs"
+    )
     (tmp_path / "wide").mkdir()
     wide = by_columns(tmp_path / "wide", torch.zeros(40, 1 << 16), 4)
-    assert not derived.is_interleaved(wide), "long runs"
-    assert not derived.is_interleaved(in_file(tmp_path / "scalar", torch.zeros(())))
-    assert not derived.is_interleaved(lazy_tensor.zeros("float32", (0, 5)))
+    assert not derived_directory.is_interleaved(wide), "long runs"
+    assert not derived_directory.is_interleaved(in_file(tmp_path / "scalar", torch.zeros(())))
+    assert not derived_directory.is_interleaved(lazy_tensor.zeros("float32", (0, 5)))
 
 
 def test_what_bands_would_read_many_times_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     tensor = by_columns(tmp_path / "x", torch.zeros(100, 24), 4)
     transposed = lazy_tensor.permute(lazy_tensor.concatenate([tensor, tensor], 0), (1, 0))
-    assert derived.gathered("w", transposed) is transposed
+    assert derived_directory.gathered("w", transposed) is transposed
     cast = lazy_tensor.cast(tensor, "float16")
     assert cast is not None
-    assert derived.gathered("w", cast) is cast
-    bands = derived.gathered("w", tensor)
-    assert derived.gathered("w", bands) is bands
+    assert derived_directory.gathered("w", cast) is cast
+    bands = derived_directory.gathered("w", tensor)
+    assert derived_directory.gathered("w", bands) is bands
 
 
 @pytest.mark.parametrize("in_bands", [False, True])
@@ -87,7 +89,7 @@ def test_there_are_few_writes(tmp_path: Path, in_bands: bool, monkeypatch: pytes
     (tmp_path / "parts").mkdir()
     tensor = by_columns(tmp_path / "parts", expected, 8)
     if in_bands:
-        tensor = derived.gathered("w", tensor)
+        tensor = derived_directory.gathered("w", tensor)
     file = target_file("w.safetensors", "me", {"w": ("float32", (1000, 64))}, {}, lambda name: tensor)
     writes: list[int] = []
     pwrite = os.pwrite
@@ -128,6 +130,6 @@ def test_columns_for_other_ranks(tmp_path: Path) -> None:
         )
         assert done
         weights = shards.read(tmp_path / name).weights()
-        assert derived.is_interleaved(weights["w"])
-        source = {"w": derived.gathered("w", weights["w"])}
+        assert derived_directory.is_interleaved(weights["w"])
+        source = {"w": derived_directory.gathered("w", weights["w"])}
         assert torch.equal(read_tensor(source["w"]), expected)

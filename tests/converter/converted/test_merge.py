@@ -17,13 +17,14 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import parameter_plans
 from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
 
 import shardconv
-from shardconv.converted import saved
+from shardconv.converted import saved_layout
 from shardconv.writing import fill, job
 
 
@@ -179,8 +180,8 @@ class TestBlocks:
             upper, lower = state.pop(name).split([24, 72])
             return state | {f"{name}.upper": upper, f"{name}.lower": lower}
 
-        monkeypatch.setattr(saved, "revert_weight_conversion", split)
-        monkeypatch.setattr("shardconv.converted.saved.require_loadable", lambda *args: None)
+        monkeypatch.setattr(saved_layout, "revert_weight_conversion", split)
+        monkeypatch.setattr("shardconv.converted.saved_layout.require_loadable", lambda *args: None)
         with pytest.raises(
             SourceError, match=rf"{name}\.upper would be saved with parts of its packed steps"
         ):
@@ -276,7 +277,7 @@ class TestLayoutsThatDoNotComeBack:
             change(tensors)
             return tensors
 
-        patch.setattr(saved, "revert_weight_conversion", revert)
+        patch.setattr(saved_layout, "revert_weight_conversion", revert)
         with pytest.raises(SourceError, match=message):
             shardconv.merge(out, out.parent / "hf")
         assert not (out.parent / "hf").exists()
@@ -329,7 +330,7 @@ class TestLayoutsThatDoNotComeBack:
         def flip_twice(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: tensor.flip(0).flip(0) for name, tensor in state.items()}
 
-        monkeypatch.setattr(saved, "revert_weight_conversion", flip_twice)
+        monkeypatch.setattr(saved_layout, "revert_weight_conversion", flip_twice)
         shardconv.merge(out, tmp_path / "hf")
         found, source = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", llama_dir))
         assert found.keys() == source.keys()
@@ -435,14 +436,14 @@ class TestInterrupted:
     def test_another_process_was_first(
         self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        divided = saved.divided_into_files
+        divided = saved_layout.divided_into_files
 
         def overtaken(*args: Any) -> Any:
             (tmp_path / "hf").mkdir()
             (tmp_path / "hf" / "config.json").write_text("another's")
             return divided(*args)
 
-        monkeypatch.setattr(saved, "divided_into_files", overtaken)
+        monkeypatch.setattr(saved_layout, "divided_into_files", overtaken)
         with pytest.raises(ShardconvError, match=r"HF_DIR .* was written to by others meanwhile"):
             shardconv.merge(out, tmp_path / "hf")
         assert (tmp_path / "hf" / "config.json").read_text() == "another's"

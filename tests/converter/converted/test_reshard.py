@@ -12,7 +12,7 @@ import torch
 from plans_once import solve_as
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.files import manifest
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, make_custom, small_config
 

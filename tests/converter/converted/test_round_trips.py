@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import Declared, declared, plans, random_bytes
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
-from shardconv_runtime.format.manifest import Source
+from shardconv_runtime.files.manifest import Source
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor
 from zoo.models import build
 
 import shardconv
-from shardconv.converted import derived, shards
+from shardconv.converted import derived_directory, shards
 from shardconv.reporting.progress import Silent
 from shardconv.writing.outputs import Output, WriteOptions
 from shardconv.writing.writer import Origin, write
@@ -79,8 +79,8 @@ class TestAnyLayout:
             source = lazy_tensors([path / "model.safetensors"])
             weights = self.read(self.write(first, source, path / "first", limit), expected)
             if band is not None:
-                patch.setattr(derived, "BAND_BYTES", band)
-                weights = {name: derived.gathered(name, tensor) for name, tensor in weights.items()}
+                patch.setattr(derived_directory, "BAND_BYTES", band)
+                weights = {name: derived_directory.gathered(name, tensor) for name, tensor in weights.items()}
             self.read(self.write(second, weights, path / "second", limit), expected)
             direct = self.write(second, source, path / "direct", limit)
             assert contents(path / "second") == contents(direct)

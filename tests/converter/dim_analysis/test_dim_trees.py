@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardconv.dim_analysis import dim_trees
 from shardconv.dim_analysis.analysis import corresponding_leaves
-from shardconv.dim_analysis.dim_trees import PRODUCT, SUM, Conflict, Node, find, leaf
+from shardconv.dim_analysis.dim_trees import PRODUCT, SUM, IncompatibleDims, Node, find, leaf
 
 # Known structures ----------------------------------------------------------------------------------
 
@@ -80,14 +80,14 @@ def test_a_repetition_is_a_blocked_count_of_one_run() -> None:
 def test_a_cut_through_a_factor_is_a_conflict() -> None:
     dim = leaf(24)
     dim_trees.split(dim, 6)
-    with pytest.raises(Conflict):
+    with pytest.raises(IncompatibleDims):
         dim_trees.cut(dim, (9, 15))
     assert [p.size for p in dim_trees.cut(dim, (6, 18))] == [6, 18]
 
 
 @pytest.mark.parametrize("inner", [5, 7, 48])
 def test_a_split_at_no_divisor_is_a_conflict(inner: int) -> None:
-    with pytest.raises(Conflict):
+    with pytest.raises(IncompatibleDims):
         dim_trees.split(leaf(24), inner)
 
 
@@ -228,7 +228,7 @@ def test_random_operations(data: st.DataObject) -> None:
                 _join(kind, nodes[node], other)
             else:
                 _act(data, kind, nodes[node], other, nodes)
-        except Conflict:
+        except IncompatibleDims:
             assert kind in ("split", "cut")
         assert [find(x).size for x in nodes[: len(sizes)]] == sizes
         assert all(map(_is_sane, nodes))
@@ -247,7 +247,7 @@ def test_linked_dims_stay_alike(data: st.DataObject) -> None:
         part = parts[data.draw(st.integers(0, len(parts) - 1))]
         try:
             _act(data, data.draw(st.sampled_from(["split", "cut"])), part, part, [])
-        except Conflict:
+        except IncompatibleDims:
             continue
         pairs = corresponding_leaves(a, b)
         assert pairs is not None
@@ -267,7 +267,7 @@ def test_blocking_reaches_all_parts(data: st.DataObject) -> None:
                 dim_trees.unify(a, b)
             else:
                 _act(data, kind, data.draw(st.sampled_from([a, b])), b, [])
-        except Conflict:
+        except IncompatibleDims:
             continue
         assert all(x.blocked for x in dim_trees.leaves(a))
     if find(a) is find(b):

@@ -17,10 +17,11 @@ from rule_cases import CASES, Case, f, ints
 from rule_oracle import MODES, Program, Wrong, body_dims, check
 from torch import Tensor
 
+from shardconv.dim_analysis import factory_rules, pointwise_rules, view_rules
 from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.analyze import analyze
-from shardconv.dim_analysis.rules import RULES, factory, pointwise, views
-from shardconv.solving.solve import solve
+from shardconv.dim_analysis.rules import RULES
+from shardconv.planning.solve import solve
 from shardconv.tracing.tape import Op
 from shardconv.tracing.trace import trace
 
@@ -59,8 +60,8 @@ def test_every_rule_has_a_case() -> None:
                 base = op.name.rsplit(".", 1)[0]
                 seen.add(RULES.get(base) or RULES.get(base.rstrip("_")))
     elsewhere = {
-        factory.needs_all,
-        pointwise.alias_write,
+        factory_rules.needs_all,
+        pointwise_rules.alias_write,
         RULES["aten._grouped_mm"],
         RULES["shardconv.experts"],
     }
@@ -143,18 +144,18 @@ def test_the_oracle_finds_a_wrong_rule(
 @pytest.mark.parametrize(
     ("family", "name", "rule"),
     [
-        ("summed", "aten.cumsum", pointwise.linear),
-        ("summed", "aten.tril", pointwise.linear),
+        ("summed", "aten.cumsum", pointwise_rules.linear),
+        ("summed", "aten.tril", pointwise_rules.linear),
         ("summed", "aten.mean", RULES["aten.sum"]),
-        ("shifted", "aten.roll", pointwise.linear),
-        ("shifted", "aten.flip", pointwise.linear),
-        ("binary", "aten.div", pointwise.multiplicative),
-        ("binary", "aten.maximum", pointwise.additive),
-        ("masked", "aten.masked_fill", pointwise.linear),
-        ("unary", "aten.gelu", pointwise.linear),
-        ("along", "aten.sort", pointwise.nonlinear),
-        ("along", "aten.cumprod", pointwise.nonlinear),
-        ("normalized", "aten.layer_norm", pointwise.nonlinear),
+        ("shifted", "aten.roll", pointwise_rules.linear),
+        ("shifted", "aten.flip", pointwise_rules.linear),
+        ("binary", "aten.div", pointwise_rules.multiplicative),
+        ("binary", "aten.maximum", pointwise_rules.additive),
+        ("masked", "aten.masked_fill", pointwise_rules.linear),
+        ("unary", "aten.gelu", pointwise_rules.linear),
+        ("along", "aten.sort", pointwise_rules.nonlinear),
+        ("along", "aten.cumprod", pointwise_rules.nonlinear),
+        ("normalized", "aten.layer_norm", pointwise_rules.nonlinear),
         ("reduced", "aten.prod", RULES["aten.sum"]),
         ("reduced", "aten.amax", RULES["aten.sum"]),
         ("moved", "aten.permute", RULES["aten.view"]),
@@ -304,4 +305,4 @@ def test_regroup_keeps_sizes(shape: list[int], data: st.DataObject) -> None:
     outer = data.draw(st.sampled_from(divisors))
     analysis = _analysis(lambda x: x.reshape(outer, numel // outer), f(*shape))
     assert len(body_dims(analysis)) == 1
-    assert RULES["aten.view"] is views.view
+    assert RULES["aten.view"] is view_rules.view

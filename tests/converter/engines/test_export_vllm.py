@@ -14,10 +14,10 @@ import torch
 from checkpoints import save_causal
 from hub_server import HubServer
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint import lazy_tensor as lazy
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
 from small_conversion import crashes
 
 import shardconv

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from shardconv_runtime.checkpoint.recorded import Constant, RecordedTensor
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
+from shardconv_runtime.checkpoint.recording_tensors import Constant, RecordedTensor
 from torch import nn
 
 from shardconv.engines import recorded_writes

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardconv_runtime.checkpoint.recorded import Constant
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
+from shardconv_runtime.checkpoint.recording_tensors import Constant
 
 from shardconv.engines.strided_views import UnknownContentError, View, Write, content_of
 

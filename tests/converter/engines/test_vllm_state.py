@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf, zeros
 from shardconv_runtime.errors import ShardconvError, SourceError
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf, zeros
 
 import shardconv
 from shardconv.engines import vllm_calls, vllm_state

@@ -11,7 +11,7 @@ from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import DrawPlan, Plan
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 
 def gpt2(**changes: Any) -> ModelSpec:

@@ -24,13 +24,13 @@ from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, module
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.dim_analysis.composite_modules import EXPERTS, find_experts
 from shardconv.dim_analysis.rules import RULES
-from shardconv.dim_analysis.sites import EXPERTS, find_experts
-from shardconv.matching.expert_sums import NotProven, prove_experts
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.planning.expert_parallel import isolate_experts
 from shardconv.planning.solution import inference_only
 from shardconv.reporting.report import report
+from shardconv.simulation.expert_sums import NotProven, prove_experts
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace

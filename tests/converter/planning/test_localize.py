@@ -12,9 +12,9 @@ from shardconv_runtime.format.dims import Leaf, to_text
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from torch import Tensor
 
-from shardconv.pipeline import plan_forms
+from shardconv import plan_forms
 from shardconv.planning import localize
-from shardconv.planning.obstacle import Obstacle
+from shardconv.planning.conflict import Conflict
 
 
 def edits(plan: Plan, fqn: str) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -166,7 +166,7 @@ def test_the_number_of_trials_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     _, layouts, *_ = seen[-1]
     monkeypatch.setattr(localize, "MAX_TRIALS", 3)
     monkeypatch.setattr(localize._Localizer, "_holds", no_edit_of_mixers_holds)
-    assert isinstance(localize.localize(layouts), Obstacle)
+    assert isinstance(localize.localize(layouts), Conflict)
     assert len(tried) == 3
 
 

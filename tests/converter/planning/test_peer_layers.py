@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import find, leaves
 from shardconv.dim_analysis.rules import RULES
+from shardconv.planning.conflict import Conflict
 from shardconv.planning.fused_layers import PeerLayers
-from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.trace import trace
 
 
@@ -28,7 +28,7 @@ class Layers(nn.Module):
         return x
 
 
-def test_an_obstacle_is_met_in_all_layers_that_do_the_same() -> None:
+def test_an_conflict_is_met_in_all_layers_that_do_the_same() -> None:
     tape = trace(Layers().to("meta"), {"x": torch.randn(5, 12)}, RULES)
     analysis = analyze(tape, ())
     rows = {
@@ -36,8 +36,8 @@ def test_an_obstacle_is_met_in_all_layers_that_do_the_same() -> None:
         for tid, info in enumerate(tape.tensors)
         if info.name.endswith("weight")
     }
-    found = PeerLayers(analysis).widened(Obstacle((rows["layers.1.weight"],), "layers.1"))
+    found = PeerLayers(analysis).widened(Conflict((rows["layers.1.weight"],), "layers.1"))
     ruled_out = {name for name, row in rows.items() if row in found.nodes}
     assert ruled_out == {"layers.0.weight", "layers.1.weight", "layers.2.weight"}
     assert found.where == "layers.1"
-    assert PeerLayers(analysis).widened(Obstacle((), "x")).nodes == ()
+    assert PeerLayers(analysis).widened(Conflict((), "x")).nodes == ()

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from huggingface_hub import ModelCard
-from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
+from shardconv_runtime.files.manifest import FileEntry, Manifest, Source
+from shardconv_runtime.files.tp_folders import Folder
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.hub.tp_folders import Folder
 from shown_plans import EVIL, evil_plan
 from small_models import hand_plan, small_config
 

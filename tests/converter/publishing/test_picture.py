@@ -21,7 +21,7 @@ from shown_plans import EVIL, ZOO, evil_plan, unchecked, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.publishing.lane_picture import faces
 from shardconv.publishing.lanes import Bar, Block, Cell, outline
 from shardconv.publishing.picture import picture

@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Source, SourceFile
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, Manifest, Source, SourceFile
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import ParameterPlan, Plan
 from shown_plans import EVIL, ZOO, evil_plan, unchecked, wide_plan, zoo_plan
 from small_conversion import Model

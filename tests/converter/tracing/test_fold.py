@@ -20,7 +20,7 @@ from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import find
 from shardconv.dim_analysis.rules import RULES
 from shardconv.inputs.trace_inputs import trace_inputs
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Op, reads_and_writes, starred
 from shardconv.tracing.trace import trace

@@ -14,10 +14,10 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import Plan
 from torch import nn
 
+from shardconv import passes
 from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.rules import RULES
-from shardconv.pipeline import stages
-from shardconv.pipeline.numeric_check import NumericCheck
+from shardconv.numeric_check import NumericCheck
 from shardconv.tracing.trace import trace
 from shardconv.verifying import shrink
 from shardconv.verifying.proof import simulate
@@ -51,7 +51,7 @@ def seeing() -> tuple[Plan, NumericCheck]:
     with pytest.MonkeyPatch.context() as patch, keeping_checks() as checks:
         patch.setattr(shrink, "_MANY_ACTIVATIONS", 1 << 20)
         spec = ModelSpec("seeing", config, transformers.LlavaForConditionalGeneration, "bfloat16")
-        plan = stages.solve_plan(spec, SolveOptions(2))
+        plan = passes.solve_plan(spec, SolveOptions(2))
     return plan, checks[-1]
 
 

@@ -14,7 +14,7 @@ from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 
 pytestmark = pytest.mark.usefixtures("other_attentions")
 

@@ -330,6 +330,6 @@ def test_results_of_layers_that_pass_on_what_they_get_may_be_one_tensor(pass_on:
         trace(States(apart).to("meta"), {"x": torch.randn(19, WIDTH)}, RULES) for apart in (True, False)
     )
     shapes = SmallShapes(analyze(tape, ()), {})
-    obstacle = compare_tapes(shapes, other, (), pass_on=pass_on)
-    assert (obstacle is None) is pass_on
+    conflict = compare_tapes(shapes, other, (), pass_on=pass_on)
+    assert (conflict is None) is pass_on
     assert compare_tapes(SmallShapes(analyze(other, ()), {}), tape, (), pass_on=pass_on), "not the other way"

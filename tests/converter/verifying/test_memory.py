@@ -14,7 +14,7 @@ from torch import nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation import available_memory, rank_simulation
 from shardconv.simulation.available_memory import (
     GARBAGE_BYTES,

@@ -36,11 +36,11 @@ from shardconv_runtime.parallel.build import owner_of, parallelize, retie, store
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from shardconv import plan_forms
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline import plan_forms
-from shardconv.pipeline.numeric_check import NumericCheck
-from shardconv.pipeline.stages import solve_plan
+from shardconv.numeric_check import NumericCheck
+from shardconv.passes import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks

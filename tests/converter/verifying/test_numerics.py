@@ -11,20 +11,21 @@ import pytest
 import torch
 import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
+from shardconv_runtime.checkpoint import lazy_tensor
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans
-from shardconv_runtime.tensors import lazy_tensor
 from small_models import save_random, small_config
 from verify_cases import change_plan, change_tensors, set_element, shard
 
 import shardconv
 from shardconv import cli
 from shardconv.converted import numerics
-from shardconv.converted.derived import identity
+from shardconv.converted.derived_directory import identity
 from shardconv.converted.shards import read
 from shardconv.converted.verify import DamagedError
 from shardconv.reporting import report
@@ -252,7 +253,7 @@ def test_code_that_is_another(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Before anything is read."""
     change_plan(out, lambda p: dataclasses.replace(p, code=dataclasses.replace(p.code, fingerprint="0" * 64)))
     shardconv.verify(out)
-    monkeypatch.setattr("shardconv.converted.intact.checksums", None)
+    monkeypatch.setattr("shardconv.converted.file_checks.checksums", None)
     with pytest.raises(CodeMismatchError, match="shardconv replan OUT"):
         shardconv.verify(out, numerics=True)
 
@@ -379,7 +380,7 @@ class TestTheRecord:
         def refuse(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr("shardconv_runtime.format.manifest.write", refuse)
+        monkeypatch.setattr("shardconv_runtime.files.manifest.write", refuse)
         found = shardconv.verify(out, numerics=True)
         assert found.numerics is not None
         assert found.remarks == ("the result was not written to manifest.json (Permission denied)",)

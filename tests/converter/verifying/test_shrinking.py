@@ -16,12 +16,12 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import ranges
 from torch import nn
 
+from shardconv import passes
 from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.dim_trees import Node, concatenation, leaf, product
 from shardconv.dim_analysis.rules import RULES
-from shardconv.pipeline import stages
-from shardconv.pipeline.numeric_check import TOO_LARGE, NumericCheck
+from shardconv.numeric_check import TOO_LARGE, NumericCheck
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
 from shardconv.verifying.leaf_groups import LeafGroup
@@ -37,7 +37,7 @@ def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) ->
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     with keeping_checks() as checks:
         spec = ModelSpec("large", config, model_class, "bfloat16")
-        plan = stages.solve_plan(spec, SolveOptions(tp, **options))  # type: ignore[arg-type]
+        plan = passes.solve_plan(spec, SolveOptions(tp, **options))  # type: ignore[arg-type]
     return plan, checks[-1]
 
 
@@ -154,14 +154,14 @@ def test_layers_that_are_left_out_may_hand_their_results_to_a_module() -> None:
         vocab_size=32000,
     )
     with keeping_checks() as checks:
-        plan = stages.solve_plan(ModelSpec("collecting", config, Collecting, "bfloat16"), SolveOptions(2))
+        plan = passes.solve_plan(ModelSpec("collecting", config, Collecting, "bfloat16"), SolveOptions(2))
     case = checks[-1].case(plan)
     assert num_elements(case.model) < 1e7
     assert sum(num_elements(layer) > 0 for layer in case.model.get_submodule("model.layers").children()) < 6
 
 
 def test_a_model_that_cannot_be_made_smaller_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardconv.pipeline.numeric_check.MOST_BYTES", 1000)
+    monkeypatch.setattr("shardconv.numeric_check.MOST_BYTES", 1000)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
     )
@@ -289,7 +289,7 @@ def many_experts() -> transformers.PreTrainedConfig:
 
 def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardconv.verifying.small_shapes.ENOUGH", 1 << 17)
-    monkeypatch.setattr("shardconv.pipeline.numeric_check.runs", lambda case: False)
+    monkeypatch.setattr("shardconv.numeric_check.runs", lambda case: False)
     plan, check = proven(many_experts(), 2)
     experts = check.case(plan).model.get_submodule("model.layers.0.mlp.experts")
     assert experts.gate_up_proj.shape[0] == 64

@@ -18,12 +18,12 @@ from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from torch import Tensor, nn
 
+from shardconv import plan_forms
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.pipeline import plan_forms
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
+from shardconv.planning.conflict import Conflict
 from shardconv.planning.layout import Layouts
-from shardconv.planning.obstacle import Obstacle
 from shardconv.simulation.layer_bypass import Bypass, bypassed_copy
 from shardconv.simulation.model_runs import TOLERANCE
 from shardconv.tracing.tape import Tape
@@ -43,7 +43,7 @@ class Checked:
     inputs: TraceInputs
     bypassed: Mapping[str, Bypass]
 
-    def retrace(self, plan: Plan) -> Obstacle | None:
+    def retrace(self, plan: Plan) -> Conflict | None:
         return retrace(plan, self.layouts, self.model, self.inputs, self.bypassed)
 
     def simulate(self, plan: Plan) -> float:
@@ -178,18 +178,18 @@ def test_retrace_catches_wrong_edits(
     fused: Checked, module: str, attribute: str, local: tuple[int, ...]
 ) -> None:
     wrong = change_module(fused.plan, module, lambda e: with_edit(e, attribute, local))
-    obstacle = fused.retrace(wrong)
-    assert obstacle is not None
-    assert "stack." in obstacle.where
+    conflict = fused.retrace(wrong)
+    assert conflict is not None
+    assert "stack." in conflict.where
     _simulation_rejects(fused, wrong)
 
 
 def test_retrace_says_which_dims_are_to_blame(fused: Checked) -> None:
     wrong = change_module(fused.plan, ".chewer", lambda e: with_edit(e, "half", (40,)))
-    obstacle = fused.retrace(wrong)
-    assert obstacle is not None
-    assert obstacle.nodes
-    assert all(fused.layouts.assignment.axes(node) for node in obstacle.nodes)
+    conflict = fused.retrace(wrong)
+    assert conflict is not None
+    assert conflict.nodes
+    assert all(fused.layouts.assignment.axes(node) for node in conflict.nodes)
 
 
 def test_retrace_catches_edits_of_another_rank(uneven: Checked) -> None:
@@ -199,7 +199,7 @@ def test_retrace_catches_edits_of_another_rank(uneven: Checked) -> None:
 
 
 def test_layers_that_are_planned_alike_are_retraced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them is wrong: it is run, and the obstacle names it."""
+    """One of them is wrong: it is run, and the conflict names it."""
     calls: list[set[str]] = []
 
     def kept(*given: Any) -> Tape:
@@ -216,9 +216,9 @@ def test_layers_that_are_planned_alike_are_retraced_once(monkeypatch: pytest.Mon
     rest = replace(entry, names=tuple(name for name in expand_all(entry.names) if name != "stack.4.chewer"))
     odd = with_edit(replace(entry, names=("stack.4.chewer",)), "half", (40,))
     wrong = replace(deep.plan, modules=tuple(m for m in deep.plan.modules if m.names != entry.names))
-    obstacle = deep.retrace(replace(wrong, modules=(*wrong.modules, rest, odd)))
-    assert obstacle is not None
-    assert obstacle.where.startswith("stack.4.chewer")
+    conflict = deep.retrace(replace(wrong, modules=(*wrong.modules, rest, odd)))
+    assert conflict is not None
+    assert conflict.where.startswith("stack.4.chewer")
 
 
 def test_layers_whose_results_are_collected_are_all_retraced() -> None:

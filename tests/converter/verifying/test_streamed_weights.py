@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from shardconv_runtime.checkpoint import lazy_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.tensors import lazy_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 from torch import Tensor, nn
 
 from shardconv.simulation.model_runs import Float64

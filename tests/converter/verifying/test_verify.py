@@ -17,16 +17,16 @@ import pytest
 import torch
 import transformers
 from plans_once import solve_as
+from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.tensors import copying
+from shardconv_runtime.files import manifest
 from small_models import hand_plan, make_custom, save_random, small_config
 from torch import Tensor
 from verify_cases import change_plan, change_tensors, describe_again, flip, set_element, shard
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import intact
+from shardconv.converted import file_checks
 from shardconv.converted.verify import DamagedError, Verified
 from shardconv.reporting.progress import Advance, Silent
 
@@ -451,7 +451,7 @@ class TestAgainst:
 
     def test_a_model_that_is_not_there(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is said before anything is read."""
-        monkeypatch.setattr(intact, "checksums", None)
+        monkeypatch.setattr(file_checks, "checksums", None)
         with pytest.raises(SourceError, match="no such directory"):
             shardconv.verify(out, "./absent")
 

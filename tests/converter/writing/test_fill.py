@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import ShardconvError, SourceError
-from shardconv_runtime.format import checksums, manifest
-from shardconv_runtime.tensors import copying
+from shardconv_runtime.files import checksums, manifest
 from small_conversion import Model, contents, placed
 
 from shardconv.writing import fill, writer

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shardconv_runtime.checkpoint import lazy_tensor
 from shardconv_runtime.errors import ShardconvError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.manifest import COMMON_DIRECTORY, rank_directory
-from shardconv_runtime.tensors import lazy_tensor
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import COMMON_DIRECTORY, rank_directory
 from small_conversion import Model, Stages, at_once, contents, crashes, looks_complete, placed
 
 import shardconv

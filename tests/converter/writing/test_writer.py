@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from plans_once import solve_as
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lazy_cases import Files, random_tensor, same
-from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf
+from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor, lazy_of
 from torch import Tensor, nn
 from transformers import core_model_loading as ops
 

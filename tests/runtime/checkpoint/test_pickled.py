@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from lazy_cases import DTYPES, Draw, random_tensor, same, shapes
 from safetensors.torch import load_file
 from shardconv_runtime.checkpoint import stored_leaves
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, FileLeaf
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors, stored_dtype
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf
 from small_models import save_random, small_config
 from torch import Tensor
 

@@ -16,13 +16,14 @@ from quantized_checkpoints import (
     set_method,
 )
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.packed_plan import with_packings
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import PlanError, SourceError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, parameter_plans
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
-from shardconv_runtime.tensors.copying import read_tensor
 from small_models import hand_plan, small_config
 
 import shardconv

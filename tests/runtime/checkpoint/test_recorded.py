@@ -11,11 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Draw, Files, factorise, name_of, random_tensor, same, shapes
-from shardconv_runtime.checkpoint.recorded import LARGE, RecordedTensor, lazy_of, recording
+from shardconv_runtime.checkpoint import lazy_tensor
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor
+from shardconv_runtime.checkpoint.recording_tensors import (
+    LARGE,
+    RecordedTensor,
+    lazy_of,
+    recording,
+)
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors import lazy_tensor
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 from torch import Tensor
 
 FLOAT8 = tuple(getattr(torch, name) for name in DTYPES if name.startswith("float8"))
@@ -336,7 +341,7 @@ def test_tensors_are_compared_by_their_values(tmp_path: Path, monkeypatch: pytes
     both = recorded(tmp_path, 5, 6)
     x, real = both.recorded, both.real
     for large in (1, 7, 1 << 20):
-        monkeypatch.setattr("shardconv_runtime.checkpoint.recorded.LARGE", large)
+        monkeypatch.setattr("shardconv_runtime.checkpoint.recording_tensors.LARGE", large)
         assert torch.equal(x, x)
         assert torch.equal(x, real)
         assert torch.equal(x * 1, x.clone())

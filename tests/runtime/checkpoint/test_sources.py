@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
-from shardconv_runtime.checkpoint.recorded import LARGE
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.recording_tensors import LARGE
 from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.tensors.copying import read_tensor
 from small_models import make_custom, save_random, small_config
 
 Change = Callable[[Path], object]

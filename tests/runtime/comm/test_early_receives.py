@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_processes
 from shardconv_runtime import ShardconvError
-from shardconv_runtime.comm.stage_processes import ProcessTransport, StageMessage, Traffic
+from shardconv_runtime.pp.stage_processes import ProcessTransport, StageMessage, Traffic
 
 SHAPES = ((1, 5, 4), (1, 1, 4), (1, 20, 4))
 """Of three calls, of 5, 1 and 20 tokens; each sends a tensor of this shape and one number."""

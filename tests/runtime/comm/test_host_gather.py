@@ -10,8 +10,8 @@ from distributed import run_errors, run_processes
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.comm.process_groups import needs_host
-from shardconv_runtime.comm.stage_processes import stage_processes
 from shardconv_runtime.errors import LaunchError
+from shardconv_runtime.pp.stage_processes import stage_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from warm_compiler import warm_up
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from shardconv_runtime.errors import PlanError
+from shardconv_runtime.files.shard_files import shard_files
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf
 from shardconv_runtime.format.plan import (
@@ -19,7 +20,6 @@ from shardconv_runtime.format.plan import (
     ParameterPlan,
     Plan,
 )
-from shardconv_runtime.format.shard_files import shard_files
 from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep
 from shardconv_runtime.format.stored_layout import adjacent_tensors, fused_groups, in_units
 

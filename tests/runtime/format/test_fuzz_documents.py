@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN
 from shardconv_runtime import PlanError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.stored_layout import layout_sha256
 from shardconv_runtime.format.typed_json import to_json

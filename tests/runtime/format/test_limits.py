@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime import CheckpointError, PlanError
+from shardconv_runtime.files import manifest
 from shardconv_runtime.format import (
     dims,
     field_checks,
     header,
-    manifest,
     names,
     plan_json,
     slices,

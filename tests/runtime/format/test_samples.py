@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format.shard_files import BLOCK_BYTES, NUM_BLOCKS, check_sample, sample_checksum
+from shardconv_runtime.files.shard_files import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
+    check_sample,
+    sample_checksum,
+)
 
 SAMPLED = NUM_BLOCKS * BLOCK_BYTES
 

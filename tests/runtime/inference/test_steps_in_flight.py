@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from shardconv_runtime.inference.staged_batching import StepsInFlight
+from shardconv_runtime.inference.stage_batching import StepsInFlight
 
 
 class Scheduler:

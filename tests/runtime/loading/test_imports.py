@@ -13,7 +13,7 @@ MOST_BYTES = 15e6
 
 PACKAGE = """
 import sys
-import shardconv_runtime, shardconv_runtime.format.plan, shardconv_runtime.format.manifest
+import shardconv_runtime, shardconv_runtime.format.plan, shardconv_runtime.files.manifest
 print(*{"torch", "transformers", "shardconv", "click", "tqdm"} & set(sys.modules))
 """
 

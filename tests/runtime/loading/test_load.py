@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from converted import llama_plan, random_llama, write_directory
 from distributed import comm_counts, run_errors, run_processes
-from shardconv_runtime.comm import OTHER_LAUNCHERS, agreement, mesh
+from shardconv_runtime.comm import agreement, mesh
+from shardconv_runtime.comm.launchers import OTHER_LAUNCHERS
 from shardconv_runtime.errors import (
     CheckpointError,
     CodeMismatchError,
@@ -23,10 +24,10 @@ from shardconv_runtime.errors import (
     PlanError,
     ShardconvError,
 )
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format.manifest import rank_directory
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import rank_directory
+from shardconv_runtime.files.tp_folders import nothing_for
 from shardconv_runtime.format.slices import Mesh
-from shardconv_runtime.hub.tp_folders import nothing_for
 from torch.distributed.tensor.debug import CommDebugMode
 from warm_compiler import warm_up
 

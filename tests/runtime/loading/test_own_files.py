@@ -11,7 +11,7 @@ import shardconv_runtime
 import torch
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_processes
-from shardconv_runtime.format.manifest import rank_directory
+from shardconv_runtime.files.manifest import rank_directory
 
 IDS = [[1, 5, 100, 7]]
 

@@ -27,8 +27,8 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.header import STORED_NAME, ShardFile, read_header
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan
 from shardconv_runtime.loading import packed_models, rank_files, reading
+from shardconv_runtime.loading.pinned_reading import ALIGNMENT, DeviceEvent, staged
 from shardconv_runtime.loading.reading import ReadAhead, mapped
-from shardconv_runtime.loading.staged_reading import ALIGNMENT, DeviceEvent, staged
 from torch import Tensor
 
 Read = Callable[[Sequence[ShardFile]], Generator[tuple[str, Tensor]]]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from shardconv_runtime.checkpoint import lazy_tensor
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.header import data_start, parse_header
 from shardconv_runtime.loading.by_plan import Windows
-from shardconv_runtime.tensors import lazy_tensor
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 MATRIX = torch.arange(48, dtype=torch.float32).reshape(8, 6)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zoo.models import build
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline.stages import solve_plan
+from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.streamed_weights import RandomWeights, fill

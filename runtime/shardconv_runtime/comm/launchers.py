@@ -1,0 +1,37 @@
+"""Environment variables of launchers."""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import LaunchError
+
+
+def env_int(name: str, default: int) -> int:
+    """Return an environment variable that is a number."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise LaunchError(f"the environment variable {name} is {text!r}; it should be a number") from error
+
+
+OTHER_LAUNCHERS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Variables with a number of processes, of launchers that torch does not read, and their names."""
+
+
+def other_launcher() -> str:
+    """Return the remedy if a launcher other than torchrun started several processes; empty if none did.
+
+    It is the end of a message about the number of processes. Without RANK each process believes to be the
+    only one.
+    """
+    if "RANK" in os.environ:
+        return ""
+    for name, launcher in OTHER_LAUNCHERS.items():
+        if env_int(name, 1) > 1:
+            return (
+                f" ({launcher} started {os.environ[name]}, but RANK is not set: start torchrun with it, or "
+                "export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, see docs/deploying.md)"
+            )
+    return ""

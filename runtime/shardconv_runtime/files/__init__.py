@@ -1,0 +1,1 @@
+"""Converted directories and weight files, on this machine and on the Hub."""

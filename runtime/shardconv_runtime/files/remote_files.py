@@ -1,0 +1,213 @@
+"""Weight files that stay on the Hub and are read by byte ranges.
+
+Requests use the session, headers, offline mode and retries of the ``huggingface_hub`` client, which lacks a
+function for reading a range of a file.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
+
+from ..errors import SourceError, brief
+from ..format.header import StoredTensor, parse_header
+from ..hub_options import Hub, again
+from .hub_errors import FINAL, bounded, explain, has_timed_out
+
+TRIES = 6
+"""Consecutive requests for a range that receive no byte until an error is raised."""
+
+TIMEOUT_S = 30.0
+"""Seconds until a request that receives no byte fails."""
+
+SILENT_TRIES = 3
+"""Tries that time out until an error is raised: 90 s without a byte."""
+
+FIRST_WAIT_S = 0.5
+"""Wait before the second try; it doubles with each further one."""
+
+_PATHS_AT_ONCE = 500
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at one commit of a repository; has the ``name`` and ``suffix`` of a ``Path``."""
+
+    repo_id: str
+    commit: str
+    name: str
+    """The name in the repository."""
+    num_bytes: int
+    sha256: str
+    """The sha256 of the bytes, in hex; empty if the Hub does not record it."""
+    hub: Hub = field(compare=False, repr=False)
+
+    @property
+    def suffix(self) -> str:
+        """Return ``".safetensors"``."""
+        return self.name[self.name.rfind(".") :]
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}/{self.name} at {self.commit[:12]}"
+
+
+def remote_files(
+    repo_id: str, commit: str, names: Sequence[str], hub: Hub, *, must_exist: bool = True
+) -> tuple[RemoteFile, ...]:
+    """Look up files of a repository without downloading them."""
+    api = HfApi(token=hub.token)
+    found: dict[str, RepoFile] = {}
+    try:
+        for start in range(0, len(names), _PATHS_AT_ONCE):
+            some = list(names[start : start + _PATHS_AT_ONCE])
+            with bounded():
+                infos = api.get_paths_info(repo_id, some, revision=commit)
+            found |= {info.path: info for info in infos if isinstance(info, RepoFile)}
+    except Exception as error:
+        raise SourceError(explain(repo_id, hub.revision, error)) from error
+    missing = [name for name in names if name not in found]
+    if missing and must_exist:
+        raise SourceError(f"{repo_id} lacks {missing[0]} at {commit[:12]}; download the model again")
+    return tuple(
+        RemoteFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
+        for name, info in ((name, found[name]) for name in names if name in found)
+    )
+
+
+@cache
+def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Return the metadata and the tensors of a safetensors file, read with two requests."""
+    reader = RemoteReader(file)
+
+    def read(offset: int, count: int) -> bytes:
+        buffer = bytearray(max(min(count, file.num_bytes - offset), 0))
+        reader.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    return parse_header(read, file.num_bytes, str(file))
+
+
+class RemoteReader:
+    """Reads ranges of one file; thread-safe.
+
+    The repository redirects to the address of the bytes, which expires. It is requested once, and again when
+    it has expired.
+    """
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._known: _Address | None = None
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on, and request no others.
+
+        After a broken connection only the missing bytes are requested again.
+        """
+        failures = silences = 0
+        while len(into):
+            count, problem = self._try(offset, into)
+            into, offset = into[count:], offset + count
+            if problem is None:
+                continue
+            failures, silences = (1, 0) if count else (failures + 1, silences)
+            silences += has_timed_out(problem)
+            if failures == TRIES or silences == SILENT_TRIES:
+                raise SourceError(
+                    f"{self._file}: byte {offset} cannot be read after {failures} tries ({brief(problem)}); "
+                    f"check the network, then {again()}"
+                ) from problem
+            time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
+
+    def _try(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
+        """Return the number of bytes received, and the error if a retry may help."""
+        received = 0
+        try:
+            address = self._address()
+            wanted = f"bytes={offset}-{offset + len(into) - 1}"
+            with get_session().stream(
+                "GET", address.url, headers={**address.headers, "Range": wanted}, timeout=TIMEOUT_S
+            ) as response:
+                self._require(response, address, offset, len(into))
+                for chunk in response.iter_bytes():
+                    if received + len(chunk) > len(into):
+                        raise SourceError(f"{self._file}: the server sends more bytes than were requested")
+                    into[received : received + len(chunk)] = chunk
+                    received += len(chunk)
+            return received, None if received == len(into) else EOFError("the answer was truncated")
+        except SourceError:
+            raise
+        except FINAL as error:
+            raise SourceError(explain(self._file.repo_id, self._file.commit, error)) from error
+        except Exception as error:  # the HTTP library differs between versions of the client
+            return received, error
+
+    def _require(self, response: Any, address: _Address, offset: int, count: int) -> None:
+        """Refuse an answer other than the requested range."""
+        status = response.status_code
+        if status == 206:
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if found is None or tuple(map(int, found.groups())) != (
+                offset,
+                offset + count - 1,
+                self._file.num_bytes,
+            ):
+                raise SourceError(
+                    f"{self._file}: requested {count} bytes from {offset} on of {self._file.num_bytes}, the "
+                    f"server answers with {response.headers.get('Content-Range')}; download the full model"
+                )
+            return
+        if status == 200:
+            if (offset, count) == (0, self._file.num_bytes):
+                return
+            raise SourceError(f"{self._file}: the server does not send ranges; download the full model")
+        if address.expires and status in (401, 403, 404, 410):
+            with self._lock:
+                self._known = None  # request another one
+            raise ConnectionError(f"its address has expired, status {status}")
+        if status in _TRANSIENT:
+            raise ConnectionError(f"status {status}")
+        hf_raise_for_status(response)
+        raise SourceError(f"{self._file}: the server answers with status {status}")
+
+    def _address(self) -> _Address:
+        """Return the address of the bytes, cached until it expires."""
+        with self._lock:
+            if self._known is None:
+                file = self._file
+                url = hf_hub_url(file.repo_id, file.name, revision=file.commit)
+                found = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
+                if found.size != file.num_bytes:
+                    raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; {again()}")
+                moved = found.location != url
+                headers = dict(build_hf_headers(token=file.hub.token))
+                if urlsplit(found.location).netloc != urlsplit(url).netloc:
+                    headers.pop("authorization", None)
+                self._known = _Address(found.location, {**headers, "Accept-Encoding": "identity"}, moved)
+            return self._known
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """The address of a file's bytes."""
+
+    url: str
+    headers: Mapping[str, str]
+    expires: bool

@@ -1,1 +1,0 @@
-"""The Hugging Face Hub: reaching it, reading files there, downloading converted directories."""

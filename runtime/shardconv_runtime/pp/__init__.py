@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the model of a stage, its link to other stages, training and batches over stages."""

@@ -1,0 +1,268 @@
+"""Find the problems of the files of a converted directory, one line for each.
+
+The manifest lists the files with their sizes and checksums, and the plan lists the tensors in each rank's
+files. No path outside of the directory is read, and no tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from shardconv_runtime.errors import CheckpointError, PlanError
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.checksums import checksums
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
+from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
+from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
+from shardconv_runtime.format.typed_json import MalformedError, read_text
+
+from ..reporting.progress import Advance, Progress
+from ..writing.job import PARTIAL
+
+SHARD = ".safetensors"
+
+MAX_PROBLEMS = 1000
+"""Most problems of tensors that are listed, since there may be one for each tensor and rank."""
+
+SHOWN = 3
+"""Number of other files that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The manifest and the plan of a converted directory."""
+
+    directory: Path
+    manifest: Manifest
+    plan: Plan | None
+    """None if it cannot be read, or is not the plan that the files were written for."""
+    problems: tuple[str, ...]
+    """Problems of the manifest and the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The results of a check."""
+
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...]
+    """Harmless files that are not part of the converted model."""
+    num_files: int
+    """Number of files, including manifest and plan."""
+    num_bytes: int
+
+
+def open_contents(directory: Path) -> Contents:
+    """Read the manifest and the plan."""
+    if (directory / PARTIAL).is_dir() and not (directory / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{directory} holds an unfinished conversion ({PARTIAL}) and no {MANIFEST_NAME}; run the same "
+            "conversion again, it continues where it was"
+        )
+    try:
+        found = manifest.read(directory)
+        is_intact = manifest.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
+    except (MalformedError, CheckpointError) as error:
+        remedy = "" if ";" in str(error) else "; copy the directory again, or convert the model again"
+        raise CheckpointError(f"{error}{remedy}") from error
+    problems = [] if is_intact else [f"{MANIFEST_NAME}: was changed since it was written, by its sha256"]
+    try:
+        plan = manifest.read_plan(directory, found)
+    except (CheckpointError, PlanError) as error:
+        reason = str(error).removeprefix(f"{directory}: ")
+        reason = reason if reason.startswith(PLAN_NAME) else f"{PLAN_NAME}: {reason}"
+        return Contents(directory, found, None, (*problems, reason))
+    return Contents(directory, found, plan, tuple(problems))
+
+
+def check(contents: Contents, progress: Progress) -> Findings:
+    """Check every file."""
+    files = _Files(contents)
+    files.look_for()
+    total = sum(entry.num_bytes for entry in files.located)
+    with progress.bar("checksums", total) as advance:
+        files.measure(advance)
+    files.read_headers()
+    ordered = [files.problems[e.path] for e in contents.manifest.files if e.path in files.problems]
+    tensors = (
+        list(islice(_tensor_problems(contents, files), MAX_PROBLEMS)) if contents.plan is not None else []
+    )
+    strays, remarks = _others(contents)
+    own = [contents.directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
+    num_bytes = sum(entry.num_bytes for entry in contents.manifest.files)
+    num_bytes += sum(path.stat().st_size for path in own if path.is_file())
+    return Findings(
+        tuple(map(one_line, [*contents.problems, *ordered, *tensors, *strays])),
+        tuple(map(one_line, remarks)),
+        len(contents.manifest.files) + 2,
+        num_bytes,
+    )
+
+
+def one_line(text: str) -> str:
+    """Return a text, which may quote names from files, as one line without control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+
+
+def is_shard(entry: FileEntry) -> bool:
+    """Return whether a file holds tensors."""
+    return entry.path.endswith(SHARD)
+
+
+@dataclass
+class _Files:
+    """The files of the manifest, and the first problem of each, by path."""
+
+    contents: Contents
+    problems: dict[str, str] = field(default_factory=dict)
+    located: dict[FileEntry, Path] = field(default_factory=dict)
+    """Paths of files with the right size."""
+    headers: dict[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+
+    def look_for(self) -> None:
+        """Find the files. Missing files and files of the wrong size are not read."""
+        for entry in self.contents.manifest.files:
+            try:
+                path = manifest.resolve(self.contents.directory, entry.path)
+                try:
+                    stats = path.stat()
+                except FileNotFoundError as error:
+                    raise CheckpointError("is missing") from error
+                except OSError as error:
+                    raise CheckpointError(f"cannot be read ({error.strerror})") from error
+                if not stat.S_ISREG(stats.st_mode):
+                    raise CheckpointError("is not a file")
+            except CheckpointError as error:
+                self._problem(entry, str(error).removeprefix(f"{self.contents.directory}: {entry.path} "))
+                continue
+            if stats.st_size == entry.num_bytes:
+                self.located[entry] = path
+            else:
+                self._damage(entry, path, f"has {stats.st_size:,} bytes and should have {entry.num_bytes:,}")
+
+    def measure(self, advance: Advance) -> None:
+        """Compare the checksums."""
+        for entry, found in checksums(self.located, advance).items():
+            if isinstance(found, CheckpointError):
+                self._problem(entry, str(found))
+            elif found != entry.checksum:
+                kind, _, digest = found.partition(":")
+                wanted = entry.checksum.partition(":")[2]
+                self._damage(entry, self.located[entry], f"its {kind} is {digest} and should be {wanted}")
+
+    def read_headers(self) -> None:
+        """Read the headers of the shards that match the manifest."""
+        plan, tp = self.contents.plan, self.contents.manifest.tp
+        layout = "" if plan is None else layout_sha256(plan)
+        for entry, path in self.located.items():
+            if plan is not None and is_shard(entry) and entry.path not in self.problems:
+                try:
+                    self.headers[entry.path] = manifest.check_shard(path, entry.rank, tp, layout)
+                except CheckpointError as error:
+                    self._problem(entry, str(error).removeprefix(f"{path}: "))
+
+    def _problem(self, entry: FileEntry, what: str) -> None:
+        self.problems[entry.path] = f"{entry.path}: {what}"
+
+    def _damage(self, entry: FileEntry, path: Path, what: str) -> None:
+        """Note a problem, and if the header says so, where the file belongs."""
+        self._problem(entry, what + (_origin(path, entry, self.contents) if is_shard(entry) else ""))
+
+
+def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
+    """Return where a shard belongs by its own header, if that is elsewhere."""
+    try:
+        metadata, _ = read_header(path)
+    except CheckpointError:
+        return ""
+    layout = "" if contents.plan is None else layout_sha256(contents.plan)
+    wanted = manifest.shard_metadata(entry.rank, contents.manifest.tp, layout)
+    rank, tp, its_layout = (str(metadata.get(f"shardconv.{key}"))[:64] for key in ("rank", "tp", "layout"))
+    if (rank, tp) != (wanted["shardconv.rank"], wanted["shardconv.tp"]):
+        owner = "common/" if rank == "common" else f"rank {rank}"
+        return f"; by its header it belongs to {owner} of {tp} ranks: it was swapped"
+    if layout and its_layout != layout:
+        return "; by its header it belongs to another conversion: it was swapped"
+    return ""
+
+
+def _tensor_problems(contents: Contents, files: _Files) -> Iterator[str]:
+    """Yield tensors that files of a rank lack, or have in another form, or should not have."""
+    assert contents.plan is not None
+    own: dict[int | None, list[str]] = defaultdict(list)
+    for entry in filter(is_shard, contents.manifest.files):
+        own[entry.rank].append(entry.path)
+    stored = stored_plans(contents.plan)
+    common = {name: entry for name, entry in stored.items() if is_common(entry)}
+    sharded = {name: entry for name, entry in stored.items() if name not in common}
+    for rank in (None, *range(contents.plan.tp)):
+        if not files.problems.keys() & set(own[rank]):
+            headers = {path: files.headers[path] for path in own[rank]}
+            yield from _owner_problems(contents.plan, rank, headers, common if rank is None else sharded)
+
+
+def _owner_problems(
+    plan: Plan,
+    rank: int | None,
+    headers: Mapping[str, Mapping[str, StoredTensor]],
+    expected: Mapping[str, ParameterPlan],
+) -> Iterator[str]:
+    """Yield the problems of the files of one rank, or of ``common/``."""
+    where = manifest.COMMON_DIRECTORY if rank is None else manifest.rank_directory(rank, plan.tp)
+    held: dict[str, str] = {}
+    for path, tensors in headers.items():
+        for name, tensor in tensors.items():
+            if name in held:
+                yield f"{path}: holds {name}, and so does {held[name]}"
+            held[name] = path
+            if name not in expected:
+                yield f"{path}: holds {name}, which by the plan does not belong there"
+                continue
+            entry = expected[name]
+            wanted = (STORED_NAME[entry.dtype], local_shape(entry, plan.mesh, rank or 0))
+            if (tensor.dtype, tensor.shape) != wanted:
+                got = f"{tensor.dtype} {list(tensor.shape)}"
+                yield f"{path}: {name} is {got}, and by the plan {wanted[0]} {list(wanted[1])}"
+    yield from (f"{where}: no file holds {name}" for name in expected if name not in held)
+
+
+def _others(contents: Contents) -> tuple[list[str], list[str]]:
+    """Return problems and remarks about files that are not in the manifest.
+
+    A file of tensors is a problem, since tools that read whole directories would load it as part of the
+    model.
+    """
+    remarks: list[str] = []
+
+    def unlisted(error: OSError) -> None:
+        remarks.append(f"{error.filename} cannot be listed ({error.strerror})")
+
+    known = {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in contents.manifest.files)}
+    unnamed = [path for path in _walk(contents.directory, unlisted) if path not in known]
+    if (contents.directory / PARTIAL).exists():
+        remarks.append(f"{PARTIAL} is there: a conversion to this directory was begun and is not finished")
+    others = [path for path in unnamed if not path.endswith(SHARD)]
+    if others:
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        remarks.append(f"not in the manifest: {', '.join(others[:SHOWN])}{more}")
+    strays = [path for path in unnamed if path.endswith(SHARD)]
+    return [f"{path}: the manifest does not name it; move it away" for path in strays], remarks
+
+
+def _walk(directory: Path, on_error: Callable[[OSError], object]) -> Iterator[str]:
+    """Yield all files in a directory by relative path, and links to directories, but nothing in
+    ``.partial``."""
+    for root, directories, files in os.walk(directory, onerror=on_error):
+        below = Path(root).relative_to(directory)
+        if below == Path():
+            directories[:] = [name for name in directories if name != PARTIAL]
+        links = [name for name in directories if os.path.islink(os.path.join(root, name))]
+        yield from sorted((below / name).as_posix() for name in (*files, *links))
+        directories.sort()

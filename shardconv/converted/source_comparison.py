@@ -1,0 +1,325 @@
+"""Compare a converted directory with its source model, byte for byte.
+
+The contents of each rank are computed again from the source, like the writer does, and copied by the same
+code. Instead of writing, its sink reads the bytes in the directory and compares them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from shardconv_runtime.checkpoint.checkpoint_weights import are_equal, lazy_weights
+from shardconv_runtime.checkpoint.copying import CopyUnit, PlacedTensor, plan_units, run
+from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, Shape
+from shardconv_runtime.checkpoint.packed_plan import as_planned, flatten, shard
+from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
+from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.files import manifest
+from shardconv_runtime.files.manifest import Manifest
+from shardconv_runtime.files.small_files import small_files
+from shardconv_runtime.format.dims import Dim
+from shardconv_runtime.format.header import item_bytes
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
+from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
+from shardconv_runtime.hub_options import Hub
+
+from ..arguments import MEMORY
+from ..reporting.progress import Progress
+from ..writing.writer import copy_small_files
+from . import shards
+from .file_checks import one_line
+from .shards import Converted
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The model that a converted directory should contain."""
+
+    spec: ModelSpec
+    weights: Mapping[str, LazyTensor]
+    """Global weights by name in the files, in the plan's dtypes."""
+    problems: tuple[str, ...]
+    """Problems of weights that are missing, not in the plan, or of another shape. They are not in
+    ``weights``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of ``compare``."""
+
+    num_tensors: int
+    """Number of global tensors that were compared."""
+    problems: tuple[str, ...]
+    """A problem for each tensor that differs."""
+
+
+def read_reference(
+    model: str | os.PathLike[str], plan: Plan, hub: Hub, *, trust_remote_code: bool
+) -> Reference:
+    """Find the weights of a model in the form of the plan.
+
+    Args:
+        plan: plan of the converted directory. The weights are cast to its dtypes.
+    """
+    is_packed = any(entry.packing for entry in plan.parameters)
+    spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
+    spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.quantization is not None and not is_packed)
+    checkpoint = lazy_weights(spec).tensors
+    _, found = flatten(plan, checkpoint)
+    weights: dict[str, LazyTensor] = {}
+    problems = []
+    for name, entry in stored_plans(plan).items():
+        wanted = f"{list(global_shape(entry))} in the plan"
+        if name not in found:
+            problems.append(f"{name}: is not in {model}, and {wanted}")
+        elif found[name].shape != global_shape(entry):
+            problems.append(f"{name}: is {list(found[name].shape)} in {model}, and {wanted}")
+        else:
+            weights[name] = as_planned(name, entry, found[name])
+    if spec.class_name != plan.model.class_name and len(weights) < len(found) / 2:
+        raise SourceError(
+            f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
+            "converted; name the model that it was converted from"
+        )
+    problems += [
+        f"{alias}: differs from {name} in {model}, and is the same tensor in the plan"
+        for alias, name in plan.tied
+        if alias in checkpoint and name in checkpoint and not are_equal(checkpoint[alias], checkpoint[name])
+    ]
+    # Tied tensors are planned under their first names only.
+    entries = parameter_plans(plan)
+    tied = set()
+    for alias, name in plan.tied:
+        packing = entries[name].packing
+        tied |= {alias} if packing is None else {tensor_name(alias, t.name) for t in packing.tensors}
+    planned = stored_plans(plan).keys() | tied
+    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
+    return Reference(spec, weights, tuple(problems))
+
+
+def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:
+    """Compare every byte of every rank's shard of every tensor."""
+    spans = list(_spans(converted, reference.weights))
+    with _Comparer(spans) as comparer:
+        units = plan_units(comparer.placed(converted.plan, reference.weights), MEMORY)
+        with progress.bar("comparing", sum(span.end - span.begin for span in spans)) as advance:
+
+            def finished(unit: CopyUnit, sink: _Sink) -> None:
+                comparer.take(sink)
+                advance(sink.num_bytes)
+
+            run(units, lambda: _Sink(comparer), finished)
+        problems = [*reference.problems, *comparer.problems(converted.plan, reference.spec.name)]
+    return Comparison(len(reference.weights), tuple(problems))
+
+
+def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
+    """Return remarks on files without weights that differ from the source's."""
+    with TemporaryDirectory() as scratch:
+        theirs = {entry.path: entry.checksum for entry in copy_small_files(spec, Path(scratch))}
+    ours = {entry.path: entry.checksum for entry in small_files(found)}
+    remarks = []
+    for path in sorted(ours.keys() | theirs.keys()):
+        if path not in theirs:
+            remarks.append(f"{path}: is not in {spec.name}")
+        elif path not in ours:
+            remarks.append(f"{path}: is in {spec.name} and not here")
+        elif ours[path] != theirs[path]:
+            remarks.append(f"{path}: differs from that of {spec.name}")
+    return remarks
+
+
+class _Span(NamedTuple):
+    """The bytes of a rank's shard of a tensor."""
+
+    path: Path
+    file: str
+    """The path in the directory."""
+    begin: int
+    """Offset of the first byte in the file."""
+    end: int
+    name: str
+    rank: int | None
+    shape: Shape
+    """Local shape."""
+    dtype: str
+
+
+def _spans(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Span]:
+    """Yield the spans of all tensors to compare that have elements."""
+    files = {manifest.resolve(converted.directory, e.path): e.path for e in converted.manifest.files}
+    for rank, tensors in converted.tensors.items():
+        for name, tensor in tensors.items():
+            if name in weights and tensor.pieces:
+                leaf = tensor.pieces[0].leaf
+                assert isinstance(leaf, FileLeaf), "a converted directory is read from files"
+                assert isinstance(leaf.path, Path), "on this machine"
+                end = leaf.offset + tensor.num_bytes
+                file = files[leaf.path]
+                yield _Span(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype)
+
+
+class _Comparer:
+    """The open files of the directory, and the first difference in each span."""
+
+    def __init__(self, spans: Iterable[_Span]) -> None:
+        by_file: dict[Path, list[_Span]] = {}
+        for span in spans:
+            by_file.setdefault(span.path, []).append(span)
+        self._files = [sorted(held, key=lambda span: span.begin) for held in by_file.values()]
+        self._begins = [[span.begin for span in held] for held in self._files]
+        self._handles: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+        self._different: dict[_Span, int] = {}
+
+    def __enter__(self) -> _Comparer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[PlacedTensor]:
+        """Yield the tensors that should be at each span."""
+        parameters = stored_plans(plan)
+        for index, held in enumerate(self._files):
+            for span in held:
+                wanted = shard(parameters[span.name], weights[span.name], plan.mesh, span.rank or 0)
+                assert wanted.shape == span.shape, "converted.read has checked it"
+                yield PlacedTensor(wanted, index, span.begin)
+
+    def difference(self, index: int, offset: int, data: memoryview) -> int | None:
+        """Return the first byte of a file, from ``offset`` on, that differs from ``data``; None if all are
+        equal."""
+        found = self._read(index, offset, len(data))
+        wanted = np.frombuffer(data, np.uint8)
+        if np.array_equal(found, wanted):
+            return None
+        return offset + int(np.argmax(found != wanted))
+
+    def take(self, sink: _Sink) -> None:
+        """Keep the first differences of one unit."""
+        for (index, _), offset in sink.different.items():
+            span = self._files[index][self.tensor_at(index, offset)]
+            self._different[span] = min(offset, self._different.get(span, offset))
+
+    def tensor_at(self, index: int, offset: int) -> int:
+        """Return the index of the tensor of a file to which a byte belongs."""
+        return bisect_right(self._begins[index], offset) - 1
+
+    def problems(self, plan: Plan, model: str) -> Iterator[str]:
+        """Yield a line for each tensor that differs, in the order of the plan."""
+        by_name: dict[str, list[tuple[_Span, int]]] = {}
+        for span, offset in self._different.items():
+            by_name.setdefault(span.name, []).append((span, offset))
+        count = dict.fromkeys(by_name, 0)
+        for held in self._files:
+            for span in held:
+                if span.name in count:
+                    count[span.name] += 1
+        for name, entry in stored_plans(plan).items():
+            if name in by_name:
+                differing = sorted(by_name[name], key=lambda item: item[0].rank or 0)
+                yield _line(differing, count[name], entry, plan.mesh, model)
+
+    def _read(self, index: int, offset: int, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        held: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, "held", None)
+        if held is None or len(held) < num_bytes:
+            held = self._buffers.held = np.empty(num_bytes, np.uint8)
+        into = held[:num_bytes].data
+        path = self._files[index][0].path
+        while len(into):
+            try:
+                count = os.preadv(self._handle(index, path), [into], offset)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read at byte {offset} ({error.strerror})") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{path} has no byte {offset}: it was cut off since its header was read"
+                )
+            into, offset = into[count:], offset + count
+        return held[:num_bytes]
+
+    def _handle(self, index: int, path: Path) -> int:
+        with self._lock:
+            if index not in self._handles:
+                self._handles[index] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._handles[index]
+
+
+@dataclass
+class _Sink:
+    """Compare the bytes of one unit."""
+
+    comparer: _Comparer
+    num_bytes: int = 0
+    different: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(file, index of a tensor in it) -> first byte that differs."""
+
+    def put(self, file: int, offset: int, data: memoryview) -> None:
+        """Compare data with the file."""
+        self.num_bytes += len(data)
+        found = self.comparer.difference(file, offset, data)
+        if found is not None:
+            key = file, self.comparer.tensor_at(file, found)
+            self.different[key] = min(found, self.different.get(key, found))
+
+
+def _line(
+    differing: Sequence[tuple[_Span, int]], count: int, entry: ParameterPlan, mesh: Mesh, model: str
+) -> str:
+    """Return the line for a tensor that differs in some of ``count`` files."""
+    span, offset = differing[0]
+    element = (offset - span.begin) // item_bytes(span.dtype)
+    local = [int(index) for index in np.unravel_index(element, span.shape)]
+    position = [
+        _global_index(dim, mesh, span.rank or 0, index) for dim, index in zip(entry.dims, local, strict=True)
+    ]
+    files = f", and in {len(differing)} of {count} files" if count > 1 else ""
+    return (
+        f"{span.name}: differs from {model} first at {position}, in {span.file} at {local} "
+        f"(byte {offset} of the file){files}"
+    )
+
+
+def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
+    """Return the global position of a rank's position in a dim."""
+    for start, stop in ranges(dim, mesh, rank):
+        if index < stop - start:
+            return start + index
+        index -= stop - start
+    raise AssertionError("a local index lies in the rank's shard")
+
+
+def add_differences(
+    directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
+) -> int | None:
+    """Add the differences, and return the number of tensors that were compared.
+
+    If there are problems already, files that cannot be read are not added as others.
+    """
+    try:
+        opened = shards.read_stages(directory, may_be_damaged=True)
+        compared = [compare(each, reference, progress) for each in opened]
+    except (CheckpointError, SourceError) as error:
+        if not problems:
+            raise
+        remarks.append(one_line(f"not compared with {reference.spec.name}: {error}"))
+        return None
+    problems.extend(map(one_line, dict.fromkeys(line for each in compared for line in each.problems)))
+    for each in opened:
+        remarks.extend(map(one_line, compare_small_files(each.manifest, reference.spec)))
+    return compared[0].num_tensors

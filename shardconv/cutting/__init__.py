@@ -1,1 +1,0 @@
-"""Pipeline stages: where the tape of a model can be cut, and which values cross the cuts."""

@@ -1,0 +1,374 @@
+"""Find experts, and norms over dims, on a tape. These modules are sharded as one operator.
+
+A module of experts computes ``M(x, ids, weights) = sum over k of weights[:, k] * expert[ids[:, k]](x)`` from
+parameters whose leading dim counts the experts. Its code (a loop, a batched product, a grouped one) blocks
+that dim for the rules. A call that is found here is only a candidate, by its inputs and parameters.
+``shardconv.simulation.expert_sums`` shows by numbers that it is the sum of its parts before the tape is
+changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tracing.tape import Event, Mark, Op, Ref, Tape, TensorInfo, reads_and_writes
+
+# Norms over the last dim, or over groups of it, would block this dim.
+#
+# A module whose complete tape is "reduce the last dim, scale, multiply by weights", perhaps also by a gate,
+# becomes one operator instead, and the runtime reduces its statistic over the ranks. A site that is found
+# here is only a candidate: ``shardconv.simulation.norm_formulas`` compares it with the module on numbers.
+
+_REDUCTIONS = {"aten.mean", "aten.var", "aten.var_mean", "aten.std", "aten.sum", "aten.linalg_vector_norm"}
+_NORMS = {"aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"}
+_POINTWISE = {
+    "aten.add",
+    "aten.sub",
+    "aten.mul",
+    "aten.div",
+    "aten.pow",
+    "aten.square",
+    "aten.rsqrt",
+    "aten.sqrt",
+    "aten.reciprocal",
+    "aten.to",
+    "aten._to_copy",
+    "aten.neg",
+    "aten.alias",
+    "aten.detach",
+    "aten.clone",
+    "aten.contiguous",
+    "aten.rsub",
+}
+_VIEWS = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.unflatten", "aten.flatten"}
+ACTIVATIONS = {"aten.silu": "silu", "aten.sigmoid": "sigmoid", "aten.gelu": "gelu", "aten.relu": "relu"}
+"""Operators that may be applied to a gate -> their names in a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSite:
+    """A call of a norm module: its operators (indices into the tape), tensors and parameters."""
+
+    call: int
+    fqn: str
+    events: tuple[int, ...]
+    inputs: tuple[int, ...]
+    """The tensors that the module reads, behind its input marks: one, or two of which one is a gate."""
+    arguments: tuple[str, ...]
+    """Their names in the module's forward."""
+    output: int
+    """The tensor that it returns: before its output mark."""
+    parameters: tuple[int, ...]
+    groups: int = 1
+    """Number of equal parts of the last dim that are normalized separately."""
+
+
+def find_norms(tape: Tape) -> list[NormSite]:
+    """Return all module calls that look like a norm over the last dim."""
+    marks: dict[int, list[Mark]] = {}
+    ops: dict[int, list[int]] = {}
+    parents = {c.parent for c in tape.calls}
+    for index, event in enumerate(tape.events):
+        if isinstance(event, Mark):
+            marks.setdefault(event.call, []).append(event)
+        else:
+            ops.setdefault(event.call, []).append(index)
+    sites = []
+    for call, indices in ops.items():
+        if call not in parents and len(indices) <= 24:
+            site = _site(tape, call, indices, marks.get(call, []))
+            if site is not None:
+                sites.append(site)
+    return sites
+
+
+def _site(tape: Tape, call: int, indices: list[int], marks: list[Mark]) -> NormSite | None:
+    entries = [m for m in marks if not m.is_output]
+    exits = [m for m in marks if m.is_output]
+    if len(entries) not in (1, 2) or len(exits) != 1 or any(len(m.slots) > 1 for m in entries):
+        return None
+    sources, result = [m.target for m in entries], exits[0].source
+    shape = tape.tensors[result].shape
+    if not shape or any(
+        tape.tensors[t].shape != shape or not tape.tensors[t].dtype.is_floating_point for t in sources
+    ):
+        return None
+    operators = [op for i in indices if isinstance(op := tape.events[i], Op)]
+    groups = _groups(tape, operators, shape)
+    if groups is None:
+        return None
+    made = {t for op in operators for t in op.outputs}
+    outside = {t for op in operators for t in op.inputs} - made - set(sources)
+    if any(tape.tensors[t].kind != "parameter" or tape.tensors[t].shape != shape[-1:] for t in outside):
+        return None
+    if result not in made or not set(sources) <= {t for op in operators for t in op.inputs}:
+        return None
+    names = tuple(m.slots[0].partition(".")[2] for m in entries)
+    fqn, parameters = tape.calls[call].fqn, tuple(sorted(outside))
+    return NormSite(call, fqn, tuple(indices), tuple(sources), names, result, parameters, groups)
+
+
+def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
+    """Return the number of groups of the last dim; None if these operators are not a norm."""
+    known = _NORMS | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
+    found: set[int | None] = set()
+    for op in ops:
+        name = op.name.rsplit(".", 1)[0]
+        if name not in known:
+            return None
+        if name in _NORMS:
+            found.add(1 if len(op.args[1]) == 1 else None)
+        elif name in _REDUCTIONS:
+            found.add(_groups_reduced(op, tape.tensors[op.inputs[0]].shape, shape))
+    return found.pop() if len(found) == 1 else None
+
+
+def _groups_reduced(op: Op, reduced: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+    """Return the number of groups of the last dim of ``shape`` if each was reduced separately."""
+    dims = op.args[1] if len(op.args) > 1 and not isinstance(op.args[1], Ref) else op.kwargs.get("dim")
+    if not isinstance(dims, (list, tuple)) or [d % len(reduced) for d in dims] != [len(reduced) - 1]:
+        return None
+    if reduced == shape:
+        return 1
+    return reduced[-2] if reduced[:-2] == shape[:-1] and reduced[-2] * reduced[-1] == shape[-1] else None
+
+
+EXPERTS = "shardconv.experts"
+"""Name, without overload, of the operator that replaces a module of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCall:
+    """A module call with the inputs of experts."""
+
+    call: int
+    fqn: str
+    x: str
+    """Slot of the activations ``[..., H]``."""
+    ids: str
+    """Slot of the chosen experts ``[..., K]``, or ``[...]`` if each token has one."""
+    weights: str
+    """Slot of their weights, in the shape of ``ids``, or with a last dim of 1."""
+    inputs: tuple[int, int, int]
+    """The tensors of these slots, behind their marks."""
+    output: int
+    """The tensor that it returns, before its mark."""
+    parameters: tuple[int, ...]
+    """All parameters of the module and of modules in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSharding:
+    """How to make a module of experts one of fewer experts, from the proof."""
+
+    num_experts: int
+    past_end: bool
+    """Whether out-of-shard ids become one past the last expert; otherwise they become 0. Their weights are
+    zero."""
+    flags: tuple[str, ...]
+    """Bool attributes to set, so that the module skips ids past the end."""
+    edits: tuple[tuple[str, str], ...]
+    """(path of a module from this one, int attribute) that become the local number of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSite:
+    """A call of a module that is a sum over its experts, proven."""
+
+    where: ExpertCall
+    sharding: ExpertSharding
+
+
+def find_experts(tape: Tape) -> list[ExpertCall]:
+    """Return all module calls with activations, ids and weights of matching shapes, and with parameters.
+
+    A module that contains another candidate does not count, and neither does a module whose inner values are
+    read outside of it.
+    """
+    marks: dict[int, list[Mark]] = {}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            marks.setdefault(event.call, []).append(event)
+    found = [c for call, mine in marks.items() if (c := _candidate(tape, call, mine)) is not None]
+    outer = {c.call for c in found if any(c.call in _ancestors(tape, other.call) for other in found)}
+    return [c for c in found if c.call not in outer]
+
+
+def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
+    entries = [m for m in marks if not m.is_output]
+    exits = [m for m in marks if m.is_output]
+    plain = all(len(m.slots) == 1 for m in marks) and all(m.slots[0].count(".") == 1 for m in entries)
+    if len(entries) != 3 or len(exits) != 1 or exits[0].slots != ("output",) or not plain:
+        return None
+    fqn = tape.calls[call].fqn
+    parameters = tuple(
+        t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.name.startswith(fqn + ".")
+    )
+    roles = _roles(tape, entries)
+    shapes = [tape.tensors[t].shape for t in parameters]
+    if roles is None or not shapes or math.gcd(*(shape[0] if shape else 1 for shape in shapes)) < 2:
+        return None
+    # Leave it out if anything that is computed inside of the call, except its output, is read outside.
+    output = exits[0].source
+    inside = _inside(tape, call)
+    made: set[int] = set()
+    read: set[int] = set(tape.outputs)
+    for event in tape.events:
+        if event.call not in inside:
+            read.update(reads_and_writes(event)[0])
+        elif isinstance(event, Op):
+            made.update(event.outputs)
+        elif event.call != call:
+            made.add(event.target)
+    if (made - {output}) & read:
+        return None
+    x, ids, weights = roles
+    inputs = x.target, ids.target, weights.target
+    return ExpertCall(
+        call, fqn, x.slots[0], ids.slots[0], weights.slots[0], inputs, exits[0].source, parameters
+    )
+
+
+def _roles(tape: Tape, entries: list[Mark]) -> tuple[Mark, Mark, Mark] | None:
+    """Find out which input is the activations, which the ids, and which the weights."""
+    infos = {m.target: tape.tensors[m.target] for m in entries}
+    floats = [m for m in entries if infos[m.target].dtype.is_floating_point]
+    ints = [m for m in entries if m not in floats]
+    if len(ints) != 1 or not str(infos[ints[0].target].dtype).startswith("torch.int"):
+        return None
+    shape = infos[ints[0].target].shape
+    for x, weights in (floats, floats[::-1]):
+        tokens = math.prod(infos[x.target].shape[:-1])
+        of_ids = infos[weights.target].shape in (shape, (*shape, 1))
+        if shape and of_ids and tokens in (math.prod(shape), math.prod(shape[:-1])):
+            return x, ints[0], weights
+    return None
+
+
+def _ancestors(tape: Tape, call: int) -> set[int]:
+    """Return the calls around a call."""
+    out: set[int] = set()
+    while (call := tape.calls[call].parent) >= 0:
+        out.add(call)
+    return out
+
+
+def _inside(tape: Tape, call: int) -> set[int]:
+    """Return the call and all calls in it."""
+    out = {call}
+    for index in range(call + 1, len(tape.calls)):
+        if tape.calls[index].parent in out:
+            out.add(index)
+    return out
+
+
+def isolate(tape: Tape, sites: Iterable[ExpertSite]) -> Tape:
+    """Return the tape on which each site is one operator ``EXPERTS`` between the marks of its module."""
+    sources = tape.sources()
+    for site in sites:
+        call, fqn = site.where.call, site.where.fqn
+        inside = _inside(tape, call)
+        events: list[Event] = []
+        for event in tape.events:
+            if event.call not in inside:
+                events.append(event)
+            elif isinstance(event, Mark) and event.call == call:
+                if event.is_output:
+                    tids = (*site.where.inputs, *site.where.parameters)
+                    refs, outputs = tuple(Ref(t) for t in tids), (site.where.output,)
+                    events.append(Op(f"{EXPERTS}.default", refs, {"site": site}, tids, outputs, call))
+                events.append(event)
+        replays = [r for r in tape.replays if r.fqn != fqn and not r.fqn.startswith(fqn + ".")]
+        tape = replace(tape, events=events, replays=replays)
+    return replace(tape, inner_sources=sources)
+
+
+def isolated_sites(tape: Tape) -> list[ExpertSite]:
+    """Return the sites that are one operator of this tape."""
+    return [e.kwargs["site"] for e in tape.events if isinstance(e, Op) and e.name == f"{EXPERTS}.default"]
+
+
+def leave_out(model: nn.Module, tape: Tape) -> set[str]:
+    """Make the modules of isolated sites return empty tensors of the right shapes, on meta; return their
+    FQNs.
+
+    This is for tracing a rank's model. Their computation was proven, and may depend on data.
+    """
+    outputs: dict[str, list[TensorInfo]] = {}
+    for site in isolated_sites(tape):
+        outputs.setdefault(site.where.fqn, []).append(tape.tensors[site.where.output])
+    for fqn, infos in outputs.items():
+        module = model.get_submodule(fqn)
+        module.forward = _returning(infos, module.forward)
+    return set(outputs)
+
+
+def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a forward method: return one empty tensor in each call."""
+    remaining = iter(infos)
+
+    @functools.wraps(forward)
+    def stand_in(*_: Any, **__: Any) -> Any:
+        info = next(remaining)
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+    return stand_in
+
+
+# Stacks without ids ----------------------------------------------------------------------------------
+
+GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+"""Products of rows with a stack of matrices, given the ends of the rows of each matrix."""
+_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul", "aten.einsum")
+_PICKING = (
+    "aten.select",
+    "aten.index",
+    "aten.index_select",
+    "aten.unbind",
+    *GROUPED_PRODUCTS,
+)
+_PASSING = (
+    "aten.transpose", "aten.permute", "aten.mT", "aten.to", "aten._to_copy", "aten.contiguous",
+    "aten.alias", "aten.clone", "aten.detach",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter of stacked matrices that is in no site."""
+
+    parameter: int
+    is_picked: bool
+    """Whether single matrices are taken out of it; otherwise it is only a factor of batched products."""
+
+
+def find_stacks(tape: Tape) -> list[Stack]:
+    """Return parameters of three or more dims that are read as a stack of matrices, outside of the sites."""
+    parameters = ((t, i.shape) for t, i in enumerate(tape.tensors) if i.kind == "parameter")
+    owner = {t: t for t, shape in parameters if len(shape) > 2 and shape[0] > 1}
+    picked: dict[int, bool] = {}
+    for event in tape.events:
+        if not isinstance(event, Op) or not event.inputs or event.name == f"{EXPERTS}.default":
+            continue
+        base = event.name.rsplit(".", 1)[0]
+        for tid in event.inputs:
+            if tid not in owner:
+                continue
+            if base in _PASSING:
+                owner.update(dict.fromkeys(event.outputs, owner[tid]))
+            elif base in _PRODUCTS:
+                picked.setdefault(owner[tid], False)
+            elif base in _PICKING:
+                dim = 0
+                if base in ("aten.select", "aten.unbind", "aten.index_select"):
+                    dim = event.kwargs.get("dim", event.args[1] if len(event.args) > 1 else 0)
+                if dim == 0:
+                    picked[owner[tid]] = True
+    return [Stack(tid, is_picked) for tid, is_picked in picked.items()]

@@ -1,1 +1,0 @@
-"""The weights of a new model: transformers' own initialization, recorded and drawn parameter by parameter."""

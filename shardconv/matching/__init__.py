@@ -1,1 +1,0 @@
-"""Finds out with numbers whether a module computes a norm or a sum over experts."""

@@ -1,0 +1,300 @@
+"""Solve stage by stage: build, trace, fold, analyze, solve, check."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from textwrap import shorten
+
+import torch
+from shardconv_runtime.checkpoint.resolve import ModelSpec
+from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan_json import of_sequence
+from shardconv_runtime.parallel.default_modes import in_one_thread
+from shardconv_runtime.parallel.meta_model import build_model
+from torch import nn
+from torch.distributions import Distribution
+
+from .adapted_plan import Adaptation, AdaptedModel
+from .arguments import SolveOptions
+from .dim_analysis.analyze import analyze, with_parts
+from .dim_analysis.rules import RULES
+from .inputs.config_sizes import smaller_configs
+from .inputs.example_inputs import stored_example
+from .inputs.trace_inputs import (
+    TraceInputs,
+    not_in_training,
+    returns_its_loss_function,
+    trace_inputs,
+)
+from .numeric_check import NumericCheck, Source, with_parallel_loss
+from .plan_forms import (
+    PlanProblem,
+    StagedForm,
+    no_sequence_form,
+    plain_form,
+    with_sequence_form,
+    without_extra_outputs,
+)
+from .planning.expert_parallel import ExpertParallel, isolate_experts
+from .planning.parameter_plans import Steps
+from .planning.solution import stand_in
+from .simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
+from .simulation.memory_measurement import NotMeasured, measure_memory
+from .tracing.fold import Folded, fold
+from .tracing.tape import Tape
+from .training_code import TrainingCode, training_code
+from .verifying.shrink import is_same_code, resized_tensors
+from .verifying.small_model import FullModel
+
+Tell = Callable[[str], None]
+
+
+def solve_plan(
+    spec: ModelSpec,
+    options: SolveOptions,
+    *,
+    steps: Steps | None = None,
+    progress: Tell | None = None,
+    adaptation: Adaptation | None = None,
+) -> Plan:
+    """Solve a model and return its plan."""
+    try:
+        # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
+        # while they wait. On two cores they double the CPU time.
+        with _no_collection(), _without_validation(), in_one_thread():
+            return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
+    except ShardconvError:
+        raise
+    except MemoryError as error:
+        raise SolveError(
+            f"{spec.name}: memory ran out while its plan was made or proven on numbers; do it where more is "
+            f"free, or leave the numbers out with --no-check. What failed: {error}"
+        ) from error
+    except Exception as error:
+        raise SolveError(
+            f"{spec.name}: no plan could be made ({type(error).__name__}: {error}); this is a gap in "
+            "shardconv, please report it with the model's config.json"
+        ) from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable the cyclic garbage collector, since a tape is a million small objects that all stay.
+
+    Simulations collect their own garbage, without the objects that are frozen by then.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _without_validation() -> Iterator[None]:
+    """Disable checks of arguments of distributions, which torch disables when it first compiles something.
+
+    Attention may compile itself, and traces before and after would differ in the operators of these checks.
+    """
+    before = Distribution._validate_args  # nothing public reads it
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def _solved(
+    spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell, adaptation: Adaptation | None
+) -> Plan:
+    run = _traced(spec, options, adaptation, tell)
+
+    def with_fewer_positions() -> Source | None:
+        tell("building the model for smaller images or sounds")
+        return _with_fewer_positions(run, spec, options, adaptation)
+
+    used = run if options.check else run.as_in_training()
+    return _solved_run(spec, options, steps, used, tell, with_fewer_positions)
+
+
+def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
+    tell("building the model")
+    try:
+        model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+    except ShardconvError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {error}; "
+            "correct config.json"
+        ) from error
+    adapted = adaptation.attached(model) if adaptation is not None else None
+    # With more ranks than this, some ranks would hold nothing of any matrix.
+    tp = options.tp
+    largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
+    if tp > largest:
+        raise SolveError(
+            f"{spec.name} cannot be shared out over {tp} ranks: no dim of its parameters is larger than "
+            f"{largest}; give a smaller tp"
+        )
+    tell("tracing")
+    multiple = options.tp if options.sequence_parallel else 1
+    example = options.example or stored_example(spec.directory)
+    inputs, tape = trace_inputs(model, RULES, multiple=multiple, example=example)
+    return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
+
+
+def _with_fewer_positions(
+    full: _Run, spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None
+) -> Source | None:
+    """Return the first model from a config with smaller sizes that has the same code, with its bypasses."""
+    for config in smaller_configs(spec.config):
+        try:
+            run = _traced(replace(spec, config=config), options, adaptation, lambda what: None)
+        except ShardconvError:
+            continue  # its code does not run on such sizes
+        resized = resized_tensors(full.model, run.model)
+        if resized is not None and is_same_code(full.folded.tape, run.folded.tape):
+            folded = run.folded
+            analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), run.model)
+            return FullModel(run.model, run.inputs, folded, analysis, resized), run.bypasses
+    return None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A model that was traced."""
+
+    model: nn.Module
+    inputs: TraceInputs
+    tape: Tape
+    adapted: AdaptedModel | None
+    """The model's adapter, and the plan of the model without it."""
+    folded: Folded
+    """The folded tape."""
+    bypasses: Mapping[str, Bypass]
+    """How to bypass the layers that are represented by others."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: TraceInputs,
+        tape: Tape,
+        adapted: AdaptedModel | None,
+        first_apart: bool,
+    ) -> _Run:
+        """Fold a traced model. See ``fold`` for ``first_apart``."""
+        folded = fold(tape, first_apart=first_apart)
+        bypasses = working_bypasses(model, inputs, tape, folded.representatives())
+        return cls(model, inputs, tape, adapted, folded, bypasses)
+
+    def as_in_training(self) -> _Run:
+        """Return the same model, with the modules that are not called in training."""
+        shown_by = partial(stand_in, stand_ins=self.folded.representatives())
+        model = bypassed_copy(self.model, self.bypasses)
+        found = not_in_training(self.tape, model, self.inputs, shown_by)
+        short = replace(self.folded.tape, not_in_training=found)
+        tape = replace(self.tape, not_in_training=found)
+        return replace(self, tape=tape, folded=replace(self.folded, tape=short))
+
+
+def _solved_run(
+    spec: ModelSpec,
+    options: SolveOptions,
+    steps: Steps,
+    run: _Run,
+    tell: Tell,
+    with_fewer_positions: Callable[[], Source | None],
+) -> Plan:
+    model, inputs, tape, adapted = run.model, run.inputs, run.tape, run.adapted
+    given = adapted.given if adapted is not None else None
+    tell("solving")
+    traced = folded = run.folded
+    if options.experts == "ep":
+        tell("proving the experts")
+        folded = isolate_experts(folded, model)
+    analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
+    training = TrainingCode()
+    if adapted is None or not adapted.attached.not_trained:
+        training = training_code(traced.tape, analysis, bypassed_copy(model, run.bypasses), inputs)
+    analysis = replace(analysis, read_in_training=training.reads_whole)
+    experts = ExpertParallel(analysis) if options.experts == "ep" else None
+    bypassed = run.bypasses
+    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
+    plan, solution = plain_form(problem)
+    if adapted is not None:
+        plan = adapted.planned(plan)
+    notes = tuple(
+        f"traced without {name} ({why}): a loaded model refuses it, and parameters that only it reaches are "
+        "replicated"
+        for name, why in inputs.left_out.items()
+    )
+    plan = replace(plan, left_out=tuple(inputs.left_out), notes=(*notes, *plan.notes))
+    if plan.training is not None:
+        plan = replace(plan, training=replace(plan.training, draws_on_host=training.draws_on_host))
+    plan = with_parallel_loss(plan, model, inputs)
+    if not options.check and plan.training is not None and plan.training.parallel_loss:
+        is_known = returns_its_loss_function(bypassed_copy(model, bypassed), inputs)
+        plan = replace(plan, training=replace(plan.training, parallel_loss=is_known))
+    staged: StagedForm | None = None
+    if options.pp > 1:
+        tell("cutting the model into stages")
+        staged = StagedForm(problem, tape)
+        plan = staged.with_stages(plan, solution)
+    if options.measure:
+        tell("measuring caches and activations")
+        plan = _with_memory(plan, model, inputs, bypassed)
+    check = None
+    if options.check:
+        inside = analysis if folded is traced else analyze(traced.tape, traced.ties, traced.same)
+        full = FullModel(model, inputs, traced, inside)
+        gc.freeze()
+        check = NumericCheck(
+            full,
+            bypassed,
+            lambda what: tell(f"simulating the ranks: {what}"),
+            with_fewer_positions,
+            adapted.with_copied_modules if adapted is not None else lambda plan: plan,
+        )
+        plan = check.checked(plan)
+        if plan.inference_only and not tape.not_in_training:
+            other = run.as_in_training()
+            if other.tape.not_in_training:
+                return _solved_run(spec, options, steps, other, tell, with_fewer_positions)
+        if plan.stages is not None:
+            plan = check.with_right_stages(plan)
+        if adapted is not None:
+            check.require_right_when_disabled(plan)
+    if options.sequence_parallel:
+        tell("solving for sequence parallelism")
+        plan = with_sequence_form(problem, plan, solution, staged)
+        if check is not None:
+            if wrong := check.wrong_sequence_form(plan) or check.wrong_sequence_stages(plan):
+                raise no_sequence_form(problem, wrong)
+            plan = check.with_padding(plan)
+            if adapted is not None:
+                check.require_right_when_disabled(of_sequence(plan))
+    return plan if adapted is None else adapted.stored(plan)
+
+
+def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> Plan:
+    """Add the memory of caches and activations to the plan, if it can be measured."""
+    plain = replace(plan, fused=())  # large inputs are not fused at run time
+    try:
+        if plan.stages is None:
+            return replace(plan, memory=measure_memory(plain, model, inputs, bypassed))
+        inputs, stages = without_extra_outputs(inputs), range(plan.stages.count)
+        memory = tuple(measure_memory(plain, model, inputs, bypassed, stage) for stage in stages)
+        return replace(plan, stages=replace(plan.stages, memory=memory))
+    except NotMeasured as error:
+        note = f"the memory of caches and activations could not be measured: {shorten(str(error), 200)}"
+        return replace(plan, notes=(*plan.notes, note))

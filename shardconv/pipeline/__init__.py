@@ -1,1 +1,0 @@
-"""Solving, stage by stage: build, trace, fold, analyze, solve, localize, annotate, check."""
