@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..files.checksums import checksums
 from ..files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -36,11 +35,6 @@ from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
 from .transform import RankModel, Tensors
 
-BLOCK_BYTES = 1 << 22
-"""Bytes that are read at once."""
-MAX_THREADS = 8
-"""Most files that are read at the same time."""
-
 
 def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
     """Read all files of a rank, ``common/`` included, and compare their checksums and the manifest's own."""
@@ -48,24 +42,10 @@ def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
         raise CheckpointError(
             f"{directory}: {MANIFEST_NAME} is not the file that was written; copy it again, or convert again"
         )
-    entries = list(manifest.files_of(rank))
-
-    def checksum_of(entry: FileEntry) -> str:
-        path = resolve(directory, entry.path)
-        try:
-            if not entry.checksum.startswith("crc32:"):
-                return sha256_checksum(path)
-            value = 0
-            with open(path, "rb", buffering=0) as file:
-                while block := file.read(BLOCK_BYTES):
-                    value = zlib.crc32(block, value)
-            return f"crc32:{value:08x}"
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(checksum_of, entries))
-    for entry, checksum in zip(entries, found, strict=True):
+    paths = {entry: resolve(directory, entry.path) for entry in manifest.files_of(rank)}
+    for entry, checksum in checksums(paths).items():
+        if isinstance(checksum, CheckpointError):
+            raise CheckpointError(f"{paths[entry]}: {checksum}") from checksum
         if checksum != entry.checksum:
             raise CheckpointError(
                 f"{directory}: {entry.path} is not the file that was written: its checksum is {checksum}, "
