@@ -28,7 +28,7 @@ from convert import render, show
 from disk import evict, files_of, machine, require_room, sync_files
 from fsdp_loading_rank import IN_PARTS, SPLIT, THEIRS
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.manifest import FileEntry, Manifest, Source
+from shardconv_runtime.files.manifest import OF_PIECES, FileEntry, Manifest, Source
 from shardconv_runtime.files.shard_files import MAX_FILE_SIZE, sample_checksum, shard_files
 from shardconv_runtime.files.small_files import entry_of
 from shardconv_runtime.format import plan_json
@@ -134,7 +134,7 @@ def _shards(plan: Plan, out: Path) -> Iterator[FileEntry]:
         path.write_bytes(shard.layout.header)
         os.truncate(path, shard.layout.num_bytes)
         yield FileEntry(
-            shard.path, shard.layout.num_bytes, "crc32:00000000", shard.rank, sample_checksum(path)
+            shard.path, shard.layout.num_bytes, f"{OF_PIECES}:00000000", shard.rank, sample_checksum(path)
         )
 
 

@@ -138,12 +138,12 @@ def unused(found: Converted) -> dict[str, LazyTensor]:
 # Tensors that interleave stretches of many files, assembled in memory band by band.
 #
 # If ranks hold columns of a matrix, its rows alternate between short stretches of all their files. Copied
-# one by one, each would be a small write and a line of the journal. A band of full rows is read from each
+# one by one, each would be a small write. A band of full rows is read from each
 # file with one read, and written with one write.
 
 
 BAND_BYTES = 1 << 22
-"""Bytes of a band; constant, since journals count bands."""
+"""Bytes of a band."""
 
 SHORT_BYTES = 1 << 16
 """Stretches of at least this many bytes are written one by one."""

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
@@ -25,79 +24,7 @@ from shardconv_runtime.format.stored_layout import is_common, layout_sha256, sto
 from shardconv_runtime.format.typed_json import MalformedError, read_text
 
 from ..reporting.progress import Advance, Progress
-from ..writing.crc32 import Extent, join
-from ..writing.workspace import PARTIAL
-
-STRETCH_BYTES = 1 << 26
-"""Bytes of a shard that one thread reads at a time."""
-
-READ_BYTES = 1 << 20
-
-MAX_THREADS = 16
-
-
-def checksums(files: Mapping[FileEntry, Path], advance: Advance) -> dict[FileEntry, str | CheckpointError]:
-    """Return the checksum of each file, of the kind in its entry, or the reason why it cannot be read.
-
-    Shards are read in stretches by several threads at once.
-    """
-    parts: dict[FileEntry, list[Extent]] = {entry: [] for entry in files}
-    found: dict[FileEntry, str | CheckpointError] = {}
-    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(num_threads, "checksum") as pool:
-        tasks: dict[Future[Extent | str], tuple[FileEntry, int]] = {}
-        for entry, path in files.items():
-            if not entry.checksum.startswith("crc32:"):
-                tasks[pool.submit(_sha256, path)] = entry, entry.num_bytes
-                continue
-            for start in range(0, entry.num_bytes, STRETCH_BYTES):
-                stop = min(start + STRETCH_BYTES, entry.num_bytes)
-                tasks[pool.submit(_stretch, path, start, stop)] = entry, stop - start
-        try:
-            for task in as_completed(tasks):
-                entry, num_bytes = tasks[task]
-                try:
-                    part = task.result()
-                except CheckpointError as error:
-                    found[entry] = error
-                else:
-                    if isinstance(part, Extent):
-                        parts[entry].append(part)
-                    else:
-                        found.setdefault(entry, part)
-                advance(num_bytes)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    for entry in files:
-        if entry not in found:
-            joined = join(parts[entry])
-            found[entry] = f"crc32:{joined[0].crc32 if joined else 0:08x}"
-    return {entry: found[entry] for entry in files}
-
-
-def _stretch(path: Path, start: int, stop: int) -> Extent:
-    buffer = memoryview(bytearray(min(READ_BYTES, stop - start)))
-    crc, at = 0, start
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(start)
-            while at < stop:
-                count = file.readinto(buffer[: stop - at])
-                if not count:
-                    raise CheckpointError(f"ends at byte {at:,}: it was cut off while it was read")
-                crc, at = zlib.crc32(buffer[:count], crc), at + count
-    except OSError as error:
-        raise CheckpointError(f"cannot be read at byte {at:,} ({error.strerror or error})") from error
-    return Extent(start, stop - start, crc)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return manifest.sha256_checksum(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror or error})") from error
-
+from ..writing.job import PARTIAL
 
 SHARD = ".safetensors"
 

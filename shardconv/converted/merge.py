@@ -7,15 +7,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.checkpoint.lazy_tensor import numbered
 from shardconv_runtime.files.small_files import config_in_dtype
 from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
+from ..writing.durable import write_durably
 from ..writing.job import LEAST_ALIGNMENT, target_file
-from ..writing.workspace import Claim, Workspace, opened, write_durably
+from ..writing.workspace import Claim, Workspace, opened
 from . import derived_directory
 from .shards import Converted
 
@@ -102,7 +102,7 @@ def merge(
         if workspace.is_finishing:
             workspace.finish_again()
         else:
-            fill(workspace, numbered(layout.tensors.values()), memory=budget, progress=progress)
+            fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
                 derived_directory.require_nothing_new("HF_DIR", output.path)
                 _finish(workspace, found, layout)

@@ -111,7 +111,7 @@ def compare(converted: Converted, reference: Reference, progress: Progress) -> C
     """Compare every byte of every rank's shard of every tensor."""
     spans = list(_spans(converted, reference.weights))
     with _Comparer(spans) as comparer:
-        units = plan_units(comparer.placed(converted.plan, reference.weights), {}, MEMORY)
+        units = plan_units(comparer.placed(converted.plan, reference.weights), MEMORY)
         with progress.bar("comparing", sum(span.end - span.begin for span in spans)) as advance:
 
             def finished(unit: CopyUnit, sink: _Sink) -> None:

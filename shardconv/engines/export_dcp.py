@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 
 from shardconv_runtime.checkpoint import lazy_tensor as lazy
-from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape, numbered
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.files.shard_files import grouped
 from shardconv_runtime.format.dims import Leaf
@@ -236,8 +236,7 @@ def _write(
         if workspace.is_finishing:
             workspace.finish_again()
             return
-        tensors = (file.tensor(name) for file in files for name in file.offsets)
-        fill(workspace, numbered(tensors), memory=memory, progress=progress)
+        fill(workspace, memory=memory, progress=progress)
         with workspace.exclusive():
             derived_directory.require_nothing_new("DIR", output.path)
             assert workspace.checksums() is not None, "all of it was written"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.files import manifest as paths
+from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, Source
 from shardconv_runtime.format.header import TORCH_NAME, read_header
 from shardconv_runtime.format.typed_json import (
@@ -22,7 +23,6 @@ from shardconv_runtime.format.typed_json import (
     read_text,
 )
 
-from ..converted.file_checks import checksums
 from ..converted.verify import DamagedError
 from ..reporting.progress import Progress, Silent
 from .vllm_calls import installed_version
@@ -36,7 +36,7 @@ from .vllm_calls import installed_version
 # It is written last, so that a directory that has one is complete.
 
 FORMAT = "shardconv.engine_state"
-VERSION = 1
+VERSION = 2
 
 Signature = Iterable[tuple[str, str, tuple[int, ...]]]
 """Name, dtype (torch's name) and local shape of tensors."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, numbered
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import ShardconvError
@@ -36,9 +36,6 @@ from .state_files import signature
 from .vllm_state import Declared, EngineState
 
 CONFIG_NAME = "config.json"
-
-_LEAVES_OF_A_RANK = 1 << 32
-"""More than any rank computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +113,7 @@ def write_state(
     claim = claim_of({file.owner for file in files}, options.owners(len(state.declared)))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            # The numbers of leaves in the journals do not depend on the ranks that this run writes: the
-            # leaves of the checkpoint come first, and those that a rank computes are its own.
-            leaves = numbered(found.tensors.values())
-            for rank, tensors in state.ranks.items():
-                first = (rank + 1) * _LEAVES_OF_A_RANK
-                own = (leaf for leaf in numbered(tensors.values()) if leaf not in leaves)
-                leaves |= {leaf: first + index for index, leaf in enumerate(own)}
-            fill(workspace, leaves, memory=options.memory, progress=progress)
+            fill(workspace, memory=options.memory, progress=progress)
             require_unchanged(found.origin)
         with workspace.exclusive():
             return _finish(workspace, found, state, version, progress)
@@ -147,7 +137,7 @@ def _finish(
     if checksums is None:
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
-    entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]
+    entries = [FileEntry(path, sizes[path], checksum) for path, checksum in checksums.items()]
     small_files = {entry.path: entry for entry in found.origin.copy_small_files(workspace.path)}
     if CONFIG_NAME not in small_files:
         raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")

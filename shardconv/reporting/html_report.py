@@ -10,9 +10,9 @@ import base64
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.resources import files
+from itertools import accumulate
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -21,9 +21,9 @@ from shardconv_runtime.format.plan import Edit, Plan
 from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.stored_layout import is_common
 
-from .plan_lines import fused_lines, memory_facts, memory_parts
-from .report import TOKENS, numerics_text, tensor_cells, unplanned
-from .summary import (
+from .plan_lines import fused_lines, memory_facts, memory_parts  # noqa: F401 (for the templates)
+from .report import TOKENS, numerics_text, tensor_cells, unplanned  # noqa: F401
+from .summary import (  # noqa: F401
     Collective,
     Summary,
     all_notes,
@@ -45,16 +45,13 @@ MARK = '<meta name="generator" content="shardconv report">'
 def html_report(
     plan: Plan, picture: str, *, manifest: Manifest | None = None, num_tokens: int = TOKENS
 ) -> str:
-    """Render the page.
+    """Render the page; the same plan gives the same bytes.
 
     Args:
         plan: any plan.
         picture: SVG of the plan; it is embedded unchanged.
         manifest: the manifest of the converted directory, if there is one.
         num_tokens: length of the forward pass whose bytes are shown.
-
-    Returns:
-        An HTML document; deterministic.
     """
     summary = summarize(plan)
     # Every value is escaped, and a name that is not defined is an error.
@@ -67,22 +64,24 @@ def html_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "human_bytes": human_bytes,
-        "numerics_text": numerics_text,
-        "percent_of": percent,
-    }
-    environment.globals |= {
-        "values": sys.modules[__name__],
-        "memory_facts": memory_facts,
-        "memory_parts": memory_parts,
-    }
-    environment.globals |= {"folders": folders, "summed_gradients": summed_gradients}
-    environment.globals |= {"fused_lines": fused_lines, "tensor_cells": tensor_cells, "unplanned": unplanned}
+    environment.filters |= {"human_bytes": human_bytes, "numerics_text": numerics_text, "percent_of": percent}
+    environment.globals |= {"values": sys.modules[__name__]}
     css = files(__package__).joinpath("templates", "report.css").read_text(encoding="utf-8")
     styles = [css, *re.findall(r"<style>(.*?)</style>", picture, flags=re.DOTALL)]
     hashes = sorted({base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() for style in styles})
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    sections = {
+        "picture": ("How it is sharded", True),
+        "layers": ("Layers", summary.kinds),
+        "memory": ("Memory per rank", True),
+        "communication": ("Communication", summary.collectives),
+        "fused": ("Fused products", plan.fused),
+        "replicated": ("Replicated parameters", plan.tp > 1),
+        "training": ("Training", plan.tp > 1),
+        "notes": ("Notes", all_notes(plan)),
+        "origin": ("Origin", True),
+        "files": ("Files", manifest is not None and manifest.files),
+    }
     return environment.get_template("report.html.jinja").render(
         plan=plan,
         summary=summary,
@@ -92,7 +91,7 @@ def html_report(
         css=Markup(css),
         policy=f"default-src 'none'; style-src {allowed}; base-uri 'none'; form-action 'none'",
         mark=Markup(MARK),
-        sections=list(_sections(plan, summary, manifest)),
+        sections=[(macro, heading) for macro, (heading, is_shown) in sections.items() if is_shown],
     )
 
 
@@ -101,26 +100,6 @@ def _shown(value: object) -> object:
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
-
-
-def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
-    """Yield (macro in ``sections.html.jinja``, heading) of the sections that have something to show."""
-    yield "picture", "How it is sharded"
-    if summary.kinds:
-        yield "layers", "Layers"
-    yield "memory", "Memory per rank"
-    if summary.collectives:
-        yield "communication", "Communication"
-    if plan.fused:
-        yield "fused", "Fused products"
-    if plan.tp > 1:
-        yield "replicated", "Replicated parameters"
-        yield "training", "Training"
-    if all_notes(plan):
-        yield "notes", "Notes"
-    yield "origin", "Origin"
-    if manifest is not None and manifest.files:
-        yield "files", "Files"
 
 
 # Values that the templates show, computed from a plan and its summary.
@@ -132,33 +111,8 @@ CATEGORIES = ("column", "row", "vocab", "experts", "norm", "boundary", "other", 
 """The categories of a bar's segments in order; ``other`` is sharded in a module without an entry in the
 plan."""
 
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One of the numbers at the top of the page."""
-
-    head: str
-    value: str
-    more: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBar:
-    """The bytes of one rank, or of several with the same number of bytes."""
-
-    label: str
-    segments: tuple[tuple[str, float, float], ...]
-    """(category, start, width), in thousandths of the largest rank's bytes."""
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpTotal:
-    """All collectives of one op together."""
-
-    op: str
-    count: int
-    token_bytes: int
+MemoryBar = tuple[str, list[tuple[str, float, float]], int]
+"""Label of the ranks, (category, start, width) in thousandths of the largest rank's bytes, and bytes."""
 
 
 def mesh_text(plan: Plan) -> str:
@@ -168,8 +122,8 @@ def mesh_text(plan: Plan) -> str:
     return ranks + (f", mesh {' x '.join(map(str, plan.mesh))}" if len(plan.mesh) > 1 else "")
 
 
-def figures(plan: Plan, summary: Summary) -> list[Figure]:
-    """Return the numbers at the top of the page."""
+def figures(plan: Plan, summary: Summary) -> list[tuple[str, str, str]]:
+    """Return the numbers at the top of the page: heading, value, and what more there is to say."""
     smallest, largest = min(summary.rank_bytes), max(summary.rank_bytes)
     replicated = sum(group.num_bytes for group in summary.replicated)
     sent = sum(c.token_bytes for c in summary.collectives)
@@ -179,18 +133,17 @@ def figures(plan: Plan, summary: Summary) -> list[Figure]:
     if human_bytes(smallest) != human_bytes(largest):
         share += f"; the smallest rank holds {human_bytes(smallest)}"
     return [
-        Figure("Parameters", human_count(plan.model.num_parameters), weights_text(plan)),
-        Figure("Model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
-        Figure("Per rank", human_bytes(largest), share),
-        Figure("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),
-        Figure("Collectives", str(count), "in one forward pass"),
-        Figure("Sent per token", human_bytes(sent), "of global tensors"),
+        ("Parameters", human_count(plan.model.num_parameters), weights_text(plan)),
+        ("Model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
+        ("Per rank", human_bytes(largest), share),
+        ("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),
+        ("Collectives", str(count), "in one forward pass"),
+        ("Sent per token", human_bytes(sent), "of global tensors"),
     ]
 
 
 def shown_names(names: Sequence[str], slot: str = "") -> list[str]:
-    """Return the names of modules, with the slot at them if there is one; the model itself is ``(the
-    model)``."""
+    """Return the names of modules, with the slot at them; the model itself is ``(the model)``."""
     return [f"{name or '(the model)'} {slot}".rstrip() for name in names]
 
 
@@ -201,47 +154,30 @@ def local_text(edit: Edit) -> str:
 
 def memory_bars(plan: Plan, summary: Summary) -> list[MemoryBar]:
     """Return one bar for each rank, or beyond ``MAX_BARS`` ranks for each number of bytes."""
-    largest = max(max(summary.rank_bytes), 1)
-    held = _held(plan, summary)
-    if len(held) <= MAX_BARS:
-        labels = [(f"rank {rank}", rank) for rank in range(len(held))]
-    else:
-        alike: dict[int, list[int]] = {}
-        for rank, num_bytes in enumerate(summary.rank_bytes):
-            alike.setdefault(num_bytes, []).append(rank)
-        labels = [(_ranks(ranks), ranks[0]) for ranks in alike.values()][:MAX_BARS]
-    bars = []
-    for label, rank in labels:
-        start, segments = 0.0, []
-        for category in CATEGORIES:
-            width = 1000 * held[rank].get(category, 0) / largest
-            if width:
-                segments.append((category, start, width))
-            start += width
-        bars.append(MemoryBar(label, tuple(segments), summary.rank_bytes[rank]))
+    alike: dict[int, list[int]] = {}
+    for rank, num_bytes in enumerate(summary.rank_bytes):
+        alike.setdefault(rank if len(summary.rank_bytes) <= MAX_BARS else num_bytes, []).append(rank)
+    kinds = [summarize(of_stage(plan, stage)).kinds for stage in shown_stages(plan)]
+    bars: list[MemoryBar] = []
+    for ranks in list(alike.values())[:MAX_BARS]:
+        stage, rank = divmod(ranks[0], plan.tp)
+        amounts = dict.fromkeys(CATEGORIES, 0)
+        for kind in kinds[stage]:
+            sharded = (line.plan for line in kind.tensors if not is_common(line.plan))
+            num_bytes = kind.count * sum(local_bytes(entry, plan, rank) for entry in sharded)
+            amounts[kind.category or "other"] += num_bytes
+        amounts["replicated"] = summary.rank_bytes[ranks[0]] - sum(amounts.values())
+        ends = list(accumulate(1000 * n / max(max(summary.rank_bytes), 1) for n in amounts.values()))
+        starts = zip(amounts, (0.0, *ends), ends, strict=False)
+        segments = [(category, start, end - start) for category, start, end in starts if end > start]
+        bars.append((_ranks(ranks), segments, summary.rank_bytes[ranks[0]]))
     return bars
 
 
 def categories(bars: Sequence[MemoryBar]) -> list[str]:
     """Return the categories that some bar shows, in the order of ``CATEGORIES``."""
-    used = {category for bar in bars for category, _, _ in bar.segments}
+    used = {category for _, segments, _ in bars for category, _, _ in segments}
     return [category for category in CATEGORIES if category in used]
-
-
-def _held(plan: Plan, summary: Summary) -> list[dict[str, int]]:
-    """Return for each rank the bytes of sharded tensors by category; all others count as ``replicated``."""
-    held: list[dict[str, int]] = []
-    kinds = [summarize(of_stage(plan, stage)).kinds for stage in shown_stages(plan)]
-    for number, rank_bytes in enumerate(summary.rank_bytes):
-        index, rank = divmod(number, plan.tp)
-        amounts: dict[str, int] = {}
-        for kind in kinds[index]:
-            sharded = [line.plan for line in kind.tensors if not is_common(line.plan)]
-            num_bytes = kind.count * sum(local_bytes(entry, plan, rank) for entry in sharded)
-            name = kind.category or "other"
-            amounts[name] = amounts.get(name, 0) + num_bytes
-        held.append(amounts | {"replicated": rank_bytes - sum(amounts.values())})
-    return held
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -257,10 +193,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown) + more
 
 
-def totals(collectives: Sequence[Collective]) -> list[OpTotal]:
-    """Return one total for each kind of collective, in the order of their first use."""
-    found = []
-    for op in dict.fromkeys(item.op for item in collectives):
-        items = [item for item in collectives if item.op == op]
-        found.append(OpTotal(op, sum(c.count for c in items), sum(c.token_bytes for c in items)))
-    return found
+def totals(collectives: Sequence[Collective]) -> list[tuple[str, int, int]]:
+    """Return (op, count, bytes per token) for each kind of collective, in the order of their first use."""
+    by_op: dict[str, list[Collective]] = {}
+    for item in collectives:
+        by_op.setdefault(item.op, []).append(item)
+    return [(op, sum(c.count for c in it), sum(c.token_bytes for c in it)) for op, it in by_op.items()]

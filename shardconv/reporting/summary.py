@@ -50,6 +50,8 @@ class LayerKind:
     edits: tuple[Edit, ...]
     rank_bytes: int
     """Bytes of all ``count`` modules together, on the rank that holds most."""
+    collectives: tuple[tuple[str, str, int], ...]
+    """(op, slot, bytes of the global tensor for each token) of one module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,10 @@ def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKi
             for rank in range(plan.tp)
         )
         category, edits = (module.category, module.edits) if module else ("", ())
-        kinds.append(LayerKind(compress(names), len(names), category, tensors, edits, len(names) * max(held)))
+        steps = collective_steps(module, plan.model.dtype) if module else ()
+        collectives = tuple((op, slot, count * item_bytes(dtype)) for op, slot, count, dtype in steps)
+        num_bytes = len(names) * max(held)
+        kinds.append(LayerKind(compress(names), len(names), category, tensors, edits, num_bytes, collectives))
     return tuple(kinds)
 
 

@@ -1,60 +1,64 @@
-"""Writes the planned files of a workspace: copies, checksums, and a journal of durable writes."""
+"""Writes the missing files of a workspace; each is durable and journaled as soon as it is complete."""
 
 from __future__ import annotations
 
 import os
 import threading
-import zlib
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from collections import Counter
+from dataclasses import dataclass, field
 
-from shardconv_runtime.checkpoint.copying import CopyUnit, PlacedTensor, plan_units, run
-from shardconv_runtime.checkpoint.lazy_tensor import LazyLeaf
+from shardconv_runtime.checkpoint.copying import PlacedTensor, plan_units, run
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.checksums import PIECE_BYTES, of_pieces, piece_checksum, pieces_of
 
 from ..reporting.progress import Progress
-from .crc32 import Extent
-from .workspace import HEADER, UnitKey, Workspace
-
-SYNC_EVERY_S = 1.0
-"""Seconds between syncs, after which writes are durable and journaled; a crash loses no more."""
+from .workspace import Workspace
 
 
-def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, progress: Progress) -> None:
-    """Write the missing bytes of the files whose owners the workspace has locked.
-
-    Args:
-        workspace: where to write.
-        leaves: their numbers in the journals, the same for every part of the job: ``numbered`` of the global
-            tensors, in an order that all parts have.
-        memory: I/O buffer size in bytes.
-        progress: where to report progress.
+def fill(workspace: Workspace, *, memory: int, progress: Progress) -> None:
+    """Write the missing files whose owners the workspace has locked, through I/O buffers of ``memory`` bytes.
 
     Raises:
         SourceError: if a source file cannot be read.
-        ShardconvError: if a file cannot be written, for example because the disk is full. Finished work is
+        ShardconvError: if a file cannot be written, for example because the disk is full. Finished files are
             kept.
     """
-    written = workspace.written()
-    mine = workspace.mine()
+    missing = workspace.missing()
+    # The n-th files of all ranks hold parts of the same parameters. They are written together, so the source
+    # is read once for any number of ranks, and a crash costs at most about one file of each.
+    turn: dict[int, int] = {}
+    num_files: Counter[str] = Counter()
+    for index in missing:
+        owner = workspace.files[index].owner
+        turn[index] = num_files[owner]
+        num_files[owner] += 1
     placed = (
         PlacedTensor(workspace.files[index].tensor(name), index, offset)
-        for index in mine
+        for index in missing
         for name, offset in workspace.files[index].offsets.items()
     )
-    units = []
-    for unit in plan_units(placed, leaves, memory):
-        # An earlier run may have finished some of the moves of a unit.
-        moves = tuple(move for move in unit.moves if unit.key not in written.get(move.file, {}))
-        if moves:
-            units.append(replace(unit, moves=moves))
-    total = sum(workspace.files[index].num_bytes for index in mine)
-    done = sum(extent.num_bytes for log in written.values() for unit in log.values() for extent in unit)
-    # The disk needs room for the unallocated parts of the files, as far as can be told.
-    num_bytes = 0
-    for index in workspace.mine():
-        path, size = workspace.location(index), workspace.files[index].num_bytes
-        num_bytes += max(size - path.stat().st_blocks * 512, 0) if path.exists() else size
+    units = plan_units(placed, memory)
+    units.sort(key=lambda unit: min(turn[move.file] for move in unit.moves))  # stable: else as in the source
+    total = sum(file.num_bytes for file in workspace.files if file.owner in workspace.journals)
+    rest = sum(workspace.files[index].num_bytes for index in missing)
+    for index in missing:
+        workspace.unfinished_path(index).unlink(missing_ok=True)
+    _require_space(workspace, rest)
+    try:
+        with progress.bar("writing", total, total - rest) as advance, _Target(workspace) as target:
+            advance(sum(len(workspace.files[index].header) for index in missing))
+            for index in missing:
+                if workspace.files[index].num_bytes == len(workspace.files[index].header):
+                    target.open(index)  # no unit opens it
+            run(units, lambda: _Sink(target), lambda unit, sink: advance(sink.num_bytes))
+    except OSError as error:
+        raise ShardconvError(
+            f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
+            "same command again, which continues"
+        ) from error
+
+
+def _require_space(workspace: Workspace, num_bytes: int) -> None:
     stats = os.statvfs(workspace.path)
     free = stats.f_bavail * stats.f_frsize
     if num_bytes > free:
@@ -63,129 +67,89 @@ def fill(workspace: Workspace, leaves: dict[LazyLeaf, int], *, memory: int, prog
             f"OUT {workspace.out} needs {needed} more, and its disk has {left} free; "
             "free some space, or name a directory on another disk"
         )
-    try:
-        with progress.bar("writing", total, done) as advance, _Target(workspace) as target:
-            for index in mine:
-                if HEADER not in written.get(index, {}):
-                    advance(target.begin(index))
 
-            def finished(unit: CopyUnit, sink: _Sink) -> None:
-                target.journal(unit.key, sink.extents)
-                advance(sum(extent.num_bytes for extents in sink.extents.values() for extent in extents))
 
-            run(units, lambda: _Sink(target), finished)
-    except OSError as error:
-        raise ShardconvError(
-            f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
-            "same command again, which continues"
-        ) from error
+@dataclass(eq=False)
+class _OpenFile:
+    """A file that is being written."""
+
+    handle: int
+    pieces: list[tuple[int, int]]
+    """First byte and size of each piece."""
+    missing: list[int]
+    """Number of bytes of each piece that are not written yet."""
+    checksums: dict[int, int] = field(default_factory=dict)
+    """CRC-32s of whole pieces."""
 
 
 class _Target:
-    """The open files of a workspace, and the writes to them that are not journaled yet."""
+    """The files of a workspace that are being written, by several threads."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._handles: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._pending: list[tuple[UnitKey, dict[int, list[Extent]]]] = []
-        self._stop = threading.Event()
-        self._error: OSError | None = None
-        self._syncing = threading.Thread(target=self._sync_often, name="sync", daemon=True)
+        self._files: dict[int, _OpenFile] = {}
+        self._lock = threading.RLock()
 
     def __enter__(self) -> _Target:
-        self._syncing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._syncing.join()
-        try:
-            if self._error is None:
-                self._sync()
-            elif error is None:
-                raise self._error
-        except OSError:
-            if error is None:  # otherwise it would hide the error that ended the writing
-                raise
-        finally:
-            for handle in self._handles.values():
-                os.close(handle)
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            os.close(file.handle)
 
-    def begin(self, index: int) -> int:
-        """Create a file of its final size and write its header.
+    def open(self, index: int) -> _OpenFile:
+        """Return a file; the first call creates it in its final size and writes its header."""
+        with self._lock:
+            if index in self._files:
+                return self._files[index]
+            planned, path = self._workspace.files[index], self._workspace.unfinished_path(index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            pieces = pieces_of(planned.num_bytes)
+            file = self._files[index] = _OpenFile(handle, pieces, [size for _, size in pieces])
+            os.ftruncate(handle, planned.num_bytes)
+            self.put(index, 0, memoryview(planned.header))
+            return file
 
-        Returns:
-            Bytes of the header.
-        """
-        file = self._workspace.files[index]
-        handle = self._handle(index)
-        os.ftruncate(handle, 0)
-        os.ftruncate(handle, file.num_bytes)
-        self.write(index, 0, memoryview(file.header))
-        self.journal(HEADER, {index: [Extent(0, len(file.header), zlib.crc32(file.header))]})
-        return len(file.header)
-
-    def write(self, index: int, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset of a file."""
-        handle = self._handle(index)
+    def put(self, index: int, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset of a file; the last bytes of the file finish it."""
+        file = self.open(index)
+        begin, end = offset, offset + len(data)
         while len(data):
-            count = os.pwrite(handle, data, offset)
+            count = os.pwrite(file.handle, data, offset)
             data, offset = data[count:], offset + count
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            start, size = file.pieces[piece]
+            with self._lock:
+                file.missing[piece] -= min(end, start + size) - max(begin, start)
+                is_whole = file.missing[piece] == 0
+            if is_whole:
+                self._finish_piece(index, file, piece)
 
-    def journal(self, key: UnitKey, extents: dict[int, list[Extent]]) -> None:
-        """Journal the extents that a unit wrote, as soon as they are durable."""
+    def _finish_piece(self, index: int, file: _OpenFile, piece: int) -> None:
+        """Read a whole piece back from the page cache for its checksum; the last one finishes the file."""
+        value = piece_checksum(file.handle, *file.pieces[piece])
+        # Linux begins to write the piece to the disk; otherwise the fsync at the end would have to do it all.
+        os.posix_fadvise(file.handle, *file.pieces[piece], os.POSIX_FADV_DONTNEED)
         with self._lock:
-            self._pending.append((key, extents))
-        if self._error is not None:
-            raise self._error
-
-    def _handle(self, index: int) -> int:
-        with self._lock:
-            if index not in self._handles:
-                path = self._workspace.location(index)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._handles[index] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            return self._handles[index]
-
-    def _sync_often(self) -> None:
-        while not self._stop.wait(SYNC_EVERY_S):
-            try:
-                self._sync()
-            except OSError as error:
-                self._error = error
+            file.checksums[piece] = value
+            if len(file.checksums) < len(file.pieces):
                 return
-
-    def _sync(self) -> None:
-        """Make pending writes durable and then journal them."""
+        os.fsync(file.handle)
         with self._lock:
-            pending, self._pending = self._pending, []
-            handles = dict(self._handles)
-        for index in {index for _, extents in pending for index in extents}:
-            os.fdatasync(handles[index])
-        for key, extents in pending:
-            for index, found in extents.items():
-                self._workspace.append(index, key, found)
-        if pending:
-            self._workspace.sync()
+            os.close(self._files.pop(index).handle)
+            checksum = of_pieces(value for _, value in sorted(file.checksums.items()))
+            self._workspace.finish_file(index, checksum)
 
 
 @dataclass
 class _Sink:
-    """A writer for the bytes of one unit, which keeps their extents."""
+    """A writer for the bytes of one unit, which counts them."""
 
     target: _Target
-    extents: dict[int, list[Extent]] = field(default_factory=dict)
+    num_bytes: int = 0
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes at an offset of a file."""
-        self.target.write(file, offset, data)
-        extents = self.extents.setdefault(file, [])
-        if extents and sum(extents[-1][:2]) == offset:
-            last = extents[-1]
-            crc = zlib.crc32(data, last.crc32)
-            extents[-1] = Extent(last.offset, last.num_bytes + len(data), crc)
-        else:
-            extents.append(Extent(offset, len(data), zlib.crc32(data)))
+        self.num_bytes += len(data)
+        self.target.put(file, offset, data)

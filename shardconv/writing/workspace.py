@@ -1,40 +1,29 @@
 """``OUT/.partial``: the workspace in which the files of an output directory are written, to survive crashes.
 
     OUT/.partial/job.json              everything that determines the output; no other job may continue it
-    OUT/.partial/OWNER.journal         which bytes of the owner's files are on disk
-    OUT/.partial/rank-.../*.safetensors
+    OUT/.partial/OWNER.journal         the finished files of the owner: lines ``CHECKSUM PATH``
+    OUT/.partial/rank-.../*.safetensors.unfinished, without the suffix once they are complete and durable
     OUT/.partial/setup.lock            held by a process that begins or finishes
 
 An **owner** (a rank, or the common part) is written by one process at a time, which holds a lock on its
-journal; so several machines can write different ranks. The process that finishes last, when the journals of
-all owners are complete and no other is locked, moves the files to OUT.
+journal; so several machines can write different ranks. The process that finishes last, when all files are
+finished and no other owner is locked, moves the files to OUT.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.manifest import OF_PIECES
 
-from .crc32 import Extent, join
-from .durable import (
-    LOCK_NAME,
-    BusyError,
-    fsync,
-    is_locked,
-    locked_journal,
-    refuse,
-    setup_lock,
-    unlock,
-    write_durably,
-)
+from .durable import LOCK_NAME, BusyError, fsync, is_locked, locked_journal, refuse, setup_lock, unlock
 from .job import (
     ABANDONED,
     JOB_NAME,
@@ -47,77 +36,14 @@ from .job import (
     difference,
     displace,
     is_placed,
-    known_files,
     place,
     read_state,
     write_state,
 )
 
-# A journal of writes: lines ``CRC [file, [leaf, element], [[offset, bytes, crc32], ...]]``.
-#
-# A line is appended once the bytes that it names are durable. It begins with its own CRC-32, as eight
-# hexadecimal digits; everything from the first line whose CRC is wrong is ignored.
-
-UnitKey = tuple[int, int]
-"""The key of a unit of ``copying``."""
-
-HEADER: UnitKey = (-1, 0)
-"""The key of a file's header."""
-
-_FORGET: UnitKey = (-2, 0)
-"""The key of a line that voids all earlier ones about its file."""
-
-_CRC_LENGTH = 9
-"""The number of characters of the digits and the space."""
-
-Written = dict[UnitKey, tuple[Extent, ...]]
-"""Unit -> the extents that it wrote to one file."""
-
-
-def read_log(path: Path) -> dict[int, Written]:
-    """Return the durable writes to each file, by index."""
-    found: dict[int, Written] = {}
-    if path.is_file():
-        for line in _lines(path.read_bytes()):
-            index, key, extents = json.loads(line[_CRC_LENGTH:])
-            if tuple(key) == _FORGET:
-                found.pop(index, None)
-            else:
-                found.setdefault(index, {})[tuple(key)] = tuple(Extent(*extent) for extent in extents)
-    return found
-
-
-def append_line(handle: int, index: int, key: UnitKey, extents: Sequence[Extent]) -> None:
-    """Append a line to an open journal."""
-    text = json.dumps([index, key, [list(extent) for extent in extents]], separators=(",", ":")).encode()
-    data = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
-    while len(data):
-        data = data[os.write(handle, data) :]
-
-
-def forget(handle: int, index: int) -> None:
-    """Void all earlier lines about a file."""
-    append_line(handle, index, _FORGET, ())
-
-
-def truncate_incomplete(handle: int) -> None:
-    """Remove the incomplete line that a crash may have left at the end."""
-    num_bytes = os.fstat(handle).st_size
-    data = os.pread(handle, num_bytes, 0)
-    os.ftruncate(handle, sum(len(line) + 1 for line in _lines(data)))
-
-
-def _lines(data: bytes) -> list[bytes]:
-    """Return the lines before the first whose CRC is wrong."""
-    good = []
-    for line in data.split(b"\n")[:-1]:
-        if line[:_CRC_LENGTH] != b"%08x " % zlib.crc32(line[_CRC_LENGTH:]):
-            break
-        good.append(line)
-    return good
-
-
-__all__ = ["PARTIAL", "Claim", "Job", "Workspace", "known_files", "opened", "refuse_if_busy", "write_durably"]
+_LINE = re.compile(rf"({OF_PIECES}:[0-9a-f]{{8}}) (\S+)")
+_UNFINISHED = ".unfinished"
+"""Suffix of a file that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,45 +67,44 @@ class Workspace:
         state = read_state(self.path)
         return state is not None and state.moves is not None
 
-    def location(self, index: int) -> Path:
-        """Return where file ``index`` is written."""
-        return self.path / self.files[index].path
+    def unfinished_path(self, index: int) -> Path:
+        """Return where file ``index`` is while it is written."""
+        return self.path / (self.files[index].path + _UNFINISHED)
 
-    def mine(self) -> list[int]:
-        """Return the indices of the files of the locked owners."""
-        return [index for index, file in enumerate(self.files) if file.owner in self.journals]
+    def missing(self) -> list[int]:
+        """Return the indices of the files of locked owners that are not finished."""
+        checksums = self._finished(self.journals)
+        return [
+            index
+            for index, file in enumerate(self.files)
+            if file.owner in self.journals and file.path not in checksums
+        ]
 
-    def written(self) -> dict[int, Written]:
-        """Return the durable writes to files of locked owners, by index; a lost file is begun again."""
-        found = self._logged(self.journals)
-        for index in list(found):
-            path = self.location(index)
-            if not path.is_file() or path.stat().st_size != self.files[index].num_bytes:
-                forget(self._journal_of(index), index)
-                del found[index]
-        return found
+    def finish_file(self, index: int, checksum: str) -> None:
+        """Give a complete and durable file its name, and journal it."""
+        file = self.files[index]
+        self.unfinished_path(index).rename(self.path / file.path)
+        handle = self.journals[file.owner]
+        # The line break in front ends a line that a crash may have torn.
+        data = memoryview(f"\n{checksum} {file.path}\n".encode())
+        while len(data):
+            data = data[os.write(handle, data) :]
+        os.fsync(handle)
 
-    def append(self, index: int, key: UnitKey, extents: Sequence[Extent]) -> None:
-        """Journal the writes of a unit to a file, which are durable."""
-        append_line(self._journal_of(index), index, key, extents)
-
-    def sync(self) -> None:
-        """Make the journals durable."""
-        for handle in self.journals.values():
-            os.fsync(handle)
-
-    def checksums(self) -> dict[str, int] | None:
-        """Return the CRC-32 of each file by path; None while an owner is unfinished."""
-        found = self._complete()
-        if None in found.values() or self._busy():
-            return None
-        return {path: extent.crc32 for path, extent in found.items() if extent is not None}
+    def checksums(self) -> dict[str, str] | None:
+        """Return the checksum of each file by path; None while an owner is unfinished."""
+        return None if self.unfinished() else self._finished({file.owner for file in self.files})
 
     def unfinished(self) -> list[str]:
-        """Return the owners of incomplete files, and those that another process has locked."""
-        found = self._complete()
-        incomplete = {file.owner for file in self.files if found[file.path] is None}
-        return sorted(incomplete | self._busy())
+        """Return the owners of missing files, and those that another process has locked."""
+        owners = {file.owner for file in self.files}
+        checksums = self._finished(owners)
+        busy = {
+            owner
+            for owner in owners - self.journals.keys()
+            if is_locked(_journal_path(self.path, owner), self.out)
+        }
+        return sorted(busy | {file.owner for file in self.files if file.path not in checksums})
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -208,29 +133,18 @@ class Workspace:
         place(self.out)
         _empty(self.path)
 
-    def _journal_of(self, index: int) -> int:
-        return self.journals[self.files[index].owner]
-
-    def _complete(self) -> dict[str, Extent | None]:
-        """Return the extent of each file by path; None for those that are not written completely."""
-        written = self._logged({file.owner for file in self.files})
-        found: dict[str, Extent | None] = {}
-        for index, file in enumerate(self.files):
-            extents = join(extent for unit in written.get(index, {}).values() for extent in unit)
-            is_complete = len(extents) == 1 and extents[0][:2] == (0, file.num_bytes)
-            found[file.path] = extents[0] if is_complete else None
-        return found
-
-    def _busy(self) -> set[str]:
-        """Return the owners that another process writes at this moment."""
-        others = {file.owner for file in self.files} - self.journals.keys()
-        return {owner for owner in others if is_locked(_journal_path(self.path, owner), self.out)}
-
-    def _logged(self, owners: Iterable[str]) -> dict[int, Written]:
-        found: dict[int, Written] = {}
+    def _finished(self, owners: Iterable[str]) -> dict[str, str]:
+        """Return the checksums of the journaled files of some owners that are still there, by path."""
+        checksums: dict[str, str] = {}
         for owner in owners:
-            found.update(read_log(_journal_path(self.path, owner)))
-        return found
+            with suppress(FileNotFoundError):
+                text = _journal_path(self.path, owner).read_text(encoding="utf-8", errors="replace")
+                checksums |= {m[2]: m[1] for m in map(_LINE.fullmatch, text.split("\n")) if m is not None}
+        return {
+            file.path: checksums[file.path]
+            for file in self.files
+            if file.path in checksums and _has_size(self.path / file.path, file.num_bytes)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +202,6 @@ def opened(
                     _empty(partial)
                 raise
             _agree(out, as_json(job), journals, is_part, tell)
-            for handle in journals.values():
-                truncate_incomplete(handle)
         yield Workspace(out, tuple(files), journals)
 
 
@@ -363,6 +275,10 @@ def _remove_if_empty(directory: Path) -> None:
     with suppress(OSError):
         directory.rmdir()
         fsync(directory.parent)
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
 
 
 def _journal_path(partial: Path, owner: str) -> Path:

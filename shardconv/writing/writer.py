@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, numbered
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.checkpoint.stored_leaves import WeightFile, num_bytes
@@ -39,10 +39,11 @@ from shardconv_runtime.versions import tool_versions
 from ..arguments import ExampleInputs
 from ..inputs.example_inputs import save_example
 from ..reporting.progress import Progress
+from .durable import write_durably
 from .fill import fill
 from .job import TargetFile, difference, target_file
 from .outputs import Output, WriteOptions
-from .workspace import Claim, Workspace, opened, write_durably
+from .workspace import Claim, Workspace, opened
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -142,8 +143,7 @@ def write(
     claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            leaves = numbered([*weights.values(), *unused.values()])
-            fill(workspace, leaves, memory=options.memory, progress=progress)
+            fill(workspace, memory=options.memory, progress=progress)
             require_unchanged(origin)
         with workspace.exclusive():
             return _finish(workspace, plan, origin, output, progress)
@@ -219,11 +219,11 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
         FileEntry(
             path,
             sizes[path],
-            f"crc32:{crc:08x}",
+            checksum,
             ranks.get(path.split("/")[0]),
             sample_checksum(workspace.path / path),
         )
-        for path, crc in checksums.items()
+        for path, checksum in checksums.items()
         if path != UNUSED_NAME
     ]
     if UNUSED_NAME in checksums:  # it is copied from directory to directory as other files are
@@ -235,8 +235,8 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
     return True
 
 
-def checksums_of_all(workspace: Workspace, tp: int, progress: Progress) -> dict[str, int] | None:
-    """Return the CRC-32 of each file by path; None, and report it, while others still have to write some."""
+def checksums_of_all(workspace: Workspace, tp: int, progress: Progress) -> dict[str, str] | None:
+    """Return the checksum of each file by path; None, and report it, while others still write some."""
     checksums = workspace.checksums()
     if checksums is None:
         rest = listed_owners(workspace.unfinished(), tp)

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from hub_server import HubServer
 from huggingface_hub import HfApi
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.checksums import shard_checksum
 from shardconv_runtime.files.manifest import MANIFEST_NAME, Source
 from shardconv_runtime.format.measured import Numerics
 
@@ -45,13 +45,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def make(path: Path, tp: int = 2, shards: int = 2, **changes: object) -> Path:
-    """A converted directory of some megabytes; the shards have a CRC-32, as conversions write it."""
+    """A converted directory of some megabytes; the shards have checksums as conversions write them."""
     sizes: dict[str, Any] = {**SIZES, **changes}
     model = random_llama(torch.float32, **sizes)
     out: Path = write_directory(path, model, llama_plan(model.config, (tp,), "float32"), shards)
     found = manifest.read(out)
     files = tuple(
-        dataclasses.replace(e, checksum=f"crc32:{zlib.crc32((out / e.path).read_bytes()):08x}")
+        dataclasses.replace(e, checksum=shard_checksum(out / e.path))
         if e.path.endswith(".safetensors")
         else e
         for e in found.files
@@ -306,7 +306,7 @@ def test_a_damaged_directory_is_refused(
     data[-1] ^= 1
     file.write_bytes(data)
     assert cli.run(["push", str(out), REPO]) == 2
-    assert f"{file.relative_to(out).as_posix()}: its crc32 is" in capsys.readouterr().err
+    assert f"{file.relative_to(out).as_posix()}: its crc32-of-pieces is" in capsys.readouterr().err
     (out / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         shardconv.push(out, REPO)

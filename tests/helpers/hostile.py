@@ -10,7 +10,6 @@ import re
 import shutil
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from shardconv_runtime import ShardconvError
+from shardconv_runtime.files.checksums import shard_checksum
+from shardconv_runtime.files.manifest import sha256_checksum
 
 FACTOR = float(os.environ.get("SHARDCONV_FUZZ", "0"))
 
@@ -62,7 +63,7 @@ EXTREME_TEXTS = (
     "transformers.models.llama.modeling_llama:LlamaModel",
     "int64",
     "float8_e4m3fn",
-    "crc32:00000000",
+    "crc32-of-pieces:00000000",
     "a" * 100_000,
     "-" * 100_000,
 )
@@ -260,9 +261,9 @@ class Directory:
             manifest["plan_sha256"] = hashlib.sha256(data).hexdigest()
         for entry in manifest["files"]:
             if entry["path"] == name:
-                crc = f"crc32:{zlib.crc32(data):08x}"
                 is_shard = entry["checksum"].startswith("crc32")
-                entry["checksum"] = crc if is_shard else f"sha256:{hashlib.sha256(data).hexdigest()}"
+                checksum = shard_checksum if is_shard else sha256_checksum
+                entry["checksum"] = checksum(self.path / name)
                 entry["num_bytes"] = len(data)
         self.put_manifest(manifest)
 

@@ -85,7 +85,7 @@ class Conversion:
     def written(self) -> int:
         """A number that changes with what is written."""
         try:
-            files = list((self.out / ".partial").glob("*/*.safetensors"))
+            files = list((self.out / ".partial").glob("*/*.safetensors*"))
             return sum(stats.st_blocks * 512 + stats.st_mtime_ns for stats in map(Path.stat, files))
         except FileNotFoundError:  # it is moved away at this moment
             return -1

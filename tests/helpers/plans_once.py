@@ -35,18 +35,22 @@ from shardconv.simulation import rank_simulation
 from shardconv.verifying import implementations
 
 SOLVER = (
+    "shardconv.adapted_plan",
     "shardconv.dim_analysis.",
-    "shardconv.matching.",
-    "shardconv.measuring.",
-    "shardconv.pipeline.",
+    "shardconv.inputs.",
+    "shardconv.numeric_check",
+    "shardconv.passes",
+    "shardconv.plan_forms",
     "shardconv.planning.",
+    "shardconv.pp.",
     "shardconv.simulation.",
-    "shardconv.solving.",
     "shardconv.tracing.",
+    "shardconv.training_code",
     "shardconv.verifying.",
     "shardconv_runtime.comm.",
     "shardconv_runtime.format.",
     "shardconv_runtime.parallel.",
+    "shardconv_runtime.pp.",
 )
 """The modules that take part in solving."""
 

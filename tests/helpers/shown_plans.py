@@ -86,7 +86,7 @@ def wide_plan() -> Plan:
         for i in range(80)
     ]
     kinds = [
-        ParameterPlan((f"blocks.{i}.inner.weight",), (Leaf(128 + i, (0,)), Leaf(64)), "float32")
+        ParameterPlan((f"stack_{i}.0.inner.weight",), (Leaf(128 + i, (0,)), Leaf(64)), "float32")
         for i in range(40)
     ]
     vectors = [

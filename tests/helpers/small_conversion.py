@@ -122,7 +122,7 @@ def looks_complete(out: Path) -> bool:
     return (out / MANIFEST_NAME).exists()
 
 
-CALLS = ("open", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
+CALLS = ("open", "write", "pwrite", "ftruncate", "fsync")
 NAMES = ("mkdir", "rmdir", "unlink", "rename", "replace")
 """Functions of ``os`` by which files and names change."""
 

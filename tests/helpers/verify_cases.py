@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.checksums import shard_checksum
 from shardconv_runtime.files.manifest import FileEntry
 from shardconv_runtime.files.shard_files import sample_checksum
 from shardconv_runtime.format import plan_json
@@ -39,7 +39,7 @@ def describe_again(out: Path, path: str) -> None:
     def fitting(entry: FileEntry) -> FileEntry:
         if entry.path != path:
             return entry
-        checksum, sample = f"crc32:{zlib.crc32(data):08x}", sample_checksum(out / path)
+        checksum, sample = shard_checksum(out / path), sample_checksum(out / path)
         return dataclasses.replace(entry, num_bytes=len(data), checksum=checksum, sample=sample)
 
     manifest.write(dataclasses.replace(found, files=tuple(map(fitting, found.files))), out)

@@ -22,7 +22,7 @@ import torch
 
 from ..errors import SourceError
 from ..files.remote_files import RemoteFile, RemoteReader
-from ..format.header import STORED_NAME, dtype_name, item_bytes
+from ..format.header import dtype_name, item_bytes
 from .boxes import (
     BoxDim,
     Move,
@@ -37,10 +37,10 @@ from .boxes import (
     wanted,
     within,
 )
-from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor, ZeroLeaf
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor
 
 UNIT_BYTES = 1 << 25
-"""Bytes of a leaf that one worker takes at a time; after a crash a few units are copied again."""
+"""Bytes of a leaf that one worker takes at a time."""
 
 BAND_BYTES = 1 << 20
 """Bytes of one read, few enough to stay in a core's cache until they are written."""
@@ -66,9 +66,6 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class CopyUnit:
     """A stretch of a leaf, and the boxes that reach into it."""
 
-    key: tuple[int, int]
-    """(number of the leaf, first element). Journals name units by it, so it identifies the same elements for
-    any choice of files, machine and memory."""
     leaf: LazyLeaf
     start: int
     stop: int
@@ -98,12 +95,9 @@ class Sink(Protocol):
 S = TypeVar("S", bound=Sink)
 
 
-def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memory: int) -> list[CopyUnit]:
-    """Divide the copying into units, in the order of the source files.
-
-    Args:
-        memory: budget in bytes for the buffers of all workers.
-    """
+def plan_units(placed: Iterable[PlacedTensor], memory: int) -> list[CopyUnit]:
+    """Divide the copying into units, in the order of the source files, with a budget in bytes for the buffers
+    of all workers."""
     by_leaf: dict[LazyLeaf, list[Move]] = {}
     for tensor, file, offset in placed:
         for piece in tensor.pieces:
@@ -111,13 +105,7 @@ def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memo
     units: list[CopyUnit] = []
     gap_bytes = _gap_bytes(by_leaf)
     for leaf in sorted(by_leaf, key=_source_order):
-        if isinstance(leaf, ZeroLeaf):
-            # Zeros belong to one rank's files, so they are not numbered like leaves of global tensors. The
-            # number tells their dtype; the first element of a unit's key is their number of elements.
-            number = -10 - list(STORED_NAME).index(leaf.dtype)
-        else:
-            number = leaves.setdefault(leaf, len(leaves))
-        units += _leaf_units(leaf, number, by_leaf[leaf], memory, gap_bytes)
+        units += _leaf_units(leaf, by_leaf[leaf], memory, gap_bytes)
     return units
 
 
@@ -273,17 +261,14 @@ class _Workers:
         return packed.data
 
 
-def _leaf_units(
-    leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int
-) -> Iterator[CopyUnit]:
+def _leaf_units(leaf: LazyLeaf, moves: list[Move], memory: int, gap_bytes: int) -> Iterator[CopyUnit]:
     """Yield units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one for another leaf."""
     size = item_bytes(leaf.dtype)
     # Each worker has a buffer to read, one to pack, and as much again for casts.
     share = memory // num_workers(is_remote(leaf)) // 4
     band = max(1, min(BAND_BYTES, share) // size)
     if not isinstance(leaf, FileLeaf):
-        first = leaf.num_elements if isinstance(leaf, ZeroLeaf) else 0
-        yield CopyUnit((number, first), leaf, 0, leaf.num_elements, tuple(moves), band)
+        yield CopyUnit(leaf, 0, leaf.num_elements, tuple(moves), band)
         return
     step = max(UNIT_BYTES // size, 1)
     if is_remote(leaf) or any(scatters(move) for move in moves):
@@ -297,7 +282,7 @@ def _leaf_units(
         stop = min(start + step, leaf.num_elements)
         held = tuple(move for move in ordered if move.source < stop and move.end > start)
         if held:
-            yield CopyUnit((number, start), leaf, start, stop, held, band, gap_bytes // size)
+            yield CopyUnit(leaf, start, stop, held, band, gap_bytes // size)
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
@@ -366,7 +351,7 @@ def read_into(tensors: Sequence[LazyTensor], values: Sequence[torch.Tensor]) -> 
     """
     memory = [value.reshape(-1).view(torch.uint8).numpy() for value in values]
     placed = [PlacedTensor(tensor, index, 0) for index, tensor in enumerate(tensors)]
-    run(plan_units(placed, {}, READ_MEMORY), lambda: _Memory(memory), lambda unit, sink: None)
+    run(plan_units(placed, READ_MEMORY), lambda: _Memory(memory), lambda unit, sink: None)
 
 
 class _Memory:

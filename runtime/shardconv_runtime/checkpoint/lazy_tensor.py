@@ -117,15 +117,6 @@ def from_leaf(leaf: LazyLeaf, shape: Sequence[int]) -> LazyTensor:
     return LazyTensor(leaf.dtype, shape, (piece,))
 
 
-def numbered(tensors: Iterable[LazyTensor]) -> dict[LazyLeaf, int]:
-    """Return the leaves of tensors, numbered in the order in which they are met."""
-    leaves: dict[LazyLeaf, int] = {}
-    for tensor in tensors:
-        for piece in tensor.pieces:
-            leaves.setdefault(piece.leaf, len(leaves))
-    return leaves
-
-
 def zeros(dtype: str, shape: Sequence[int]) -> LazyTensor:
     """Return a tensor of zeros."""
     return from_leaf(ZeroLeaf(dtype, math.prod(shape)), shape)

@@ -28,7 +28,7 @@ from ..format.measured import Numerics
 from ..format.plan import Plan
 from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
-VERSION = 2
+VERSION = 3
 FORMAT = "shardconv.manifest"
 MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
@@ -42,7 +42,10 @@ MAX_TEXT_LENGTH = 1000
 """Most characters of a name or a version."""
 
 _RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
-_CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
+OF_PIECES = "crc32-of-pieces"
+"""The kind of a shard's checksum, see ``checksums``."""
+_CHECKSUM = re.compile(rf"{OF_PIECES}:[0-9a-f]{{8}}|sha256:[0-9a-f]{{64}}")
+_SAMPLE = re.compile(r"crc32:[0-9a-f]{8}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 """Names that are devices on some systems and files on others."""
 _REMEDY = "copy the directory again, or convert the model again"
@@ -56,12 +59,7 @@ class FileEntry:
     """Relative to the directory, with ``/``."""
     num_bytes: int
     checksum: str
-    """The checksum of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other
-    files.
-
-    The CRC-32 of a file is combined from the CRC-32s of its stretches, which are written in any order and in
-    parallel. It costs a fraction of the time of a copy.
-    """
+    """``crc32-of-pieces:`` and 8 hex digits for shards, see ``checksums``; ``sha256:`` and 64 for others."""
     rank: int | None = None
     """The rank that reads it; None: every rank does."""
     sample: str = ""
@@ -75,8 +73,8 @@ class FileEntry:
         if self.num_bytes < 0:
             fail("num_bytes", "must not be negative")
         if not _CHECKSUM.fullmatch(self.checksum):
-            fail("checksum", "expected crc32: or sha256: and 8 or 64 hex digits in lower case")
-        if self.sample and not _CHECKSUM.fullmatch(self.sample):
+            fail("checksum", f"expected {OF_PIECES}: or sha256: and 8 or 64 hex digits in lower case")
+        if self.sample and not _SAMPLE.fullmatch(self.sample):
             fail("sample", "expected crc32: and 8 hex digits in lower case")
 
 
@@ -181,7 +179,7 @@ def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, s
 def loads(text: str) -> Manifest:
     """Read a manifest from JSON."""
     try:
-        return load_document(Manifest, text, FORMAT, VERSION, plan_json.MAX_BYTES)
+        return load_document(Manifest, text, FORMAT, VERSION, plan_json.MAX_BYTES, "convert the model again")
     except MalformedError as error:
         raise CheckpointError(str(error)) from error
 

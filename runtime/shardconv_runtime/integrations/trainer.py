@@ -245,7 +245,7 @@ def _require_supported(args: TrainingArguments) -> None:
 def _require_weights_of(model: Any, saved: Path) -> None:
     """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it."""
     source = loaded(model)
-    options = source.building.wanted
+    options = source.building.options
     if not hasattr(model, "peft_config"):
         file = saved / MANIFEST_NAME
         there = manifest.read(saved) if file.is_file() else None  # stages have a directory each

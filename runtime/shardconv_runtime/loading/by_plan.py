@@ -21,7 +21,9 @@ from ..errors import PlanError, SourceError
 from ..files.hub_downloads import plan_path
 from ..files.library_logging import without_library_logging
 from ..files.manifest import Manifest, Source, sha256_of
+from ..files.reading import map_file
 from ..files.small_files import entry_of, files_to_copy
+from ..files.windows import tensor_at, tensor_within
 from ..format import plan_json
 from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import dtype_name, item_bytes
@@ -29,9 +31,7 @@ from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
 from ..format.stored_layout import stored_plans
 from ..hub_options import Hub
-from ..parallel.fused_products import tensor_at, tensor_within
 from .checked_source import CheckedSource
-from .reading import map_file
 
 # Tensors that are contiguous in a file are mapped, and nothing is copied.
 

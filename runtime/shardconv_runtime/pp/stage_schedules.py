@@ -85,7 +85,7 @@ class Pipeline:
             raise PlanError(
                 "Pipeline is for models with stages; this one has none: call backward() of its loss"
             )
-        if not source.building.wanted.training:
+        if not source.building.options.training:
             raise PlanError("the model was loaded for inference; load it with training=True")
         stage: StageModel = source.stage
         assert isinstance(stage.link.transport, ProcessTransport), "it was loaded on processes"

@@ -13,7 +13,6 @@ import copy
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
 from ..files import manifest
+from ..files.checksums import shard_checksum
 from ..files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..files.model_config import CONFIG, GENERATION_CONFIG
 from ..files.shard_files import MAX_FILE_SIZE, PlannedShard, sample_checksum, shard_files
@@ -197,18 +197,15 @@ def _values(found: StoredModel, file: PlannedShard, rank: int) -> Generator[Tens
 def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> FileEntry:
     path = directory / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    crc = zlib.crc32(file.layout.header)
     with path.open("xb") as target:
         target.write(file.layout.header)
         for tensor in values:
-            data = _bytes(tensor)
-            crc = zlib.crc32(data, crc)
-            target.write(data)
+            target.write(_bytes(tensor))
         target.flush()
         os.fsync(target.fileno())
         num_bytes = target.tell()
     assert num_bytes == file.layout.num_bytes, "the tensors have the shapes and dtypes of the plan"
-    return FileEntry(file.path, num_bytes, f"crc32:{crc:08x}", file.rank, sample_checksum(path))
+    return FileEntry(file.path, num_bytes, shard_checksum(path), file.rank, sample_checksum(path))
 
 
 def _bytes(tensor: Tensor) -> Any:

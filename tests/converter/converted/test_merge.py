@@ -347,27 +347,31 @@ class TestLayoutsThatDoNotComeBack:
 class TestInterrupted:
     """A merge that was killed goes on; until it is done nothing loads the directory."""
 
-    def test_while_writing(
-        self, out: Path, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        write, calls = fill._Target.write, itertools.count()
+    def test_while_writing(self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write, calls = fill._Target.put, itertools.count()
 
         def failing(*args: Any) -> None:
-            if next(calls) >= 12:
+            if next(calls) >= 25:
                 raise OSError(28, "No space left on device")
             write(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fill._Target, "write", failing)
+            patch.setattr(fill._Target, "put", failing)
             with pytest.raises(ShardconvError, match="No space left on device"):
-                shardconv.merge(out, tmp_path / "hf")
+                shardconv.merge(out, tmp_path / "hf", max_file_size=1)
         assert {path.name for path in (tmp_path / "hf").iterdir()} == {".partial"}
         done = next(calls)
         with monkeypatch.context() as patch:
-            patch.setattr(fill._Target, "write", lambda *args: next(calls) and write(*args))
-            shardconv.merge(out, tmp_path / "hf")
-        assert contents(tmp_path / "hf") == contents(llama_dir)
-        assert next(calls) - done < 40, "what was done is not done again"
+            patch.setattr(fill._Target, "put", lambda *args: next(calls) and write(*args))
+            shardconv.merge(out, tmp_path / "hf", max_file_size=1)
+        again = next(calls) - done
+        shardconv.merge(out, tmp_path / "expected", max_file_size=1)
+        assert contents(tmp_path / "hf") == contents(tmp_path / "expected")
+        with monkeypatch.context() as patch:
+            calls = itertools.count(1)
+            patch.setattr(fill._Target, "put", lambda *args: next(calls) and write(*args))
+            shardconv.merge(out, tmp_path / "whole", max_file_size=1)
+        assert again < next(calls) - 11, "finished files are not written again"
 
     def test_while_placing(self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shardconv.merge(out, tmp_path / "expected", max_file_size="20kB")

@@ -71,7 +71,7 @@ def test_parts_are_written_one_by_one(out: Path, tmp_path: Path) -> None:
 
 def cut_short(patch: pytest.MonkeyPatch, out: Path, out2: Path) -> None:
     """Reshard for three ranks, on a disk that fills up."""
-    write, calls = fill._Target.write, itertools.count()
+    write, calls = fill._Target.put, itertools.count()
 
     def failing(*args: Any) -> None:
         if next(calls) >= 20:
@@ -79,7 +79,7 @@ def cut_short(patch: pytest.MonkeyPatch, out: Path, out2: Path) -> None:
         write(*args)
 
     with patch.context() as inner:
-        inner.setattr(fill._Target, "write", failing)
+        inner.setattr(fill._Target, "put", failing)
         with pytest.raises(ShardconvError, match="No space left on device"):
             shardconv.reshard(out, out2, 3)
     assert {path.name for path in out2.iterdir()} == {".partial"}

@@ -236,14 +236,14 @@ def tiny(place: Path) -> Path:
 
 def fail_on_write(patch: pytest.MonkeyPatch, after: int) -> None:
     """A write to a file fails."""
-    write, calls = fill._Target.write, itertools.count()
+    write, calls = fill._Target.put, itertools.count()
 
     def failing(*args: Any) -> None:
         if next(calls) >= after:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    patch.setattr(fill._Target, "write", failing)
+    patch.setattr(fill._Target, "put", failing)
 
 
 def fail_on_move(patch: pytest.MonkeyPatch, after: int) -> None:
@@ -312,7 +312,7 @@ class TestInterrupted:
                 continue
             export(tiny, out)
             assert contents(out) == expected
-        assert number > 40
+        assert number > (40 if when == "after" else 20)
         if when == "after":
             assert readable > 0
             assert torn * step > 5  # of the moments when some shards are in their places

@@ -152,7 +152,7 @@ def test_a_killed_run_is_continued(
 def test_a_killed_part_is_continued_by_all(
     checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path, number: int
 ) -> None:
-    """The journal of a part names leaves as a run of all ranks does."""
+    """What the part has finished stays."""
     crashes(lambda: shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks=[1]), number, "before")
     shardconv.export_vllm(checkpoint, tmp_path / "state", TP)
     require_state(tmp_path / "state", stored)
@@ -204,7 +204,7 @@ def test_a_changed_byte(state: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert damaged(state).startswith("model-rank-1-part-0.safetensors: crc32:")
+    assert damaged(state).startswith("model-rank-1-part-0.safetensors: crc32-of-pieces:")
 
 
 def test_swapped_files(state: Path) -> None:

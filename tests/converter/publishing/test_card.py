@@ -39,7 +39,7 @@ def published(plan: Plan, name: str = "org/base", revision: str | None = "abc123
     """A converted directory without files on disk."""
     files = (
         FileEntry("config.json", 700, "sha256:" + "2" * 64),
-        FileEntry("x.safetensors", 1300, "crc32:" + "0" * 8),
+        FileEntry("x.safetensors", 1300, "crc32-of-pieces:" + "0" * 8),
     )
     tools = {"shardconv": "0.1.0", "torch": "2.13.0"}
     manifest = Manifest(plan.tp, "0" * 64, Source(name, revision), tools, files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -14,19 +15,20 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.checkpoint.resolve import ModelSpec
+from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
-from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
-from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan, global_shape
+from shardconv_runtime.format.slices import ranges, validate
+from shardconv_runtime.format.stored_layout import is_common
 from shown_plans import EVIL, ZOO, evil_plan, unchecked, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
 
 from shardconv.arguments import SolveOptions
 from shardconv.passes import solve_plan
-from shardconv.publishing.lane_picture import faces
-from shardconv.publishing.lanes import Bar, Block, Cell, outline
+from shardconv.publishing.blocks import Bar, Block, Cell, outline
 from shardconv.publishing.picture import picture
-from shardconv.publishing.stretches import MAX_STRETCHES, holders, stretches
 from shardconv.publishing.svg import WIDTH, fitted, text_width
+from shardconv.publishing.weights import faces, stretches
 from shardconv.reporting.summary import human_bytes, stage_bytes, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -42,38 +44,45 @@ def texts(root: ElementTree.Element) -> list[str]:
     return [node.text or "" for node in root.iter(f"{SVG}text")]
 
 
+def blocks_of(plan: Plan) -> list[Block]:
+    """The blocks of the picture."""
+    return outline(plan, summarize(plan))
+
+
 def cells(block: Block) -> list[Cell]:
     """Weights of a block."""
-    return [item for lane in block.lanes for item in lane.items if isinstance(item, Cell)]
+    return [item for item in block.items if isinstance(item, Cell)]
 
 
 def bars(block: Block) -> list[Bar]:
     """The collectives of a block."""
-    return [item for lane in block.lanes for item in lane.items if isinstance(item, Bar)]
+    return [item for item in block.items if isinstance(item, Bar)]
 
 
 def order(block: Block) -> list[str]:
     """Names of weights and collectives in the order of the picture."""
-    items = [item for lane in block.lanes for item in lane.items]
+    items = [item for lane in block.lanes() for item in lane.items]
     return [item.op if isinstance(item, Bar) else item.path for item in items]
 
 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: "-".join(map(str, case)))
 def test_every_weight_and_every_byte_of_a_plan_is_in_its_outline(case: tuple[str, str, int, str]) -> None:
     plan = zoo_plan(*case)
-    blocks = outline(plan)
-    summary = summarize(plan)
-    assert sum(block.rank_bytes for block in blocks) == max(summary.rank_bytes)
-    counted = sum(bar.token_bytes * bar.in_layers for block in blocks for bar in bars(block))
+    blocks, summary = blocks_of(plan), summarize(plan)
+    assert sum(block.rank_bytes for block in blocks) == pytest.approx(max(summary.rank_bytes), rel=1e-3)
+    counted = sum(bar.token_bytes * len(bar.layers) for block in blocks for bar in bars(block))
     assert counted == sum(c.token_bytes for c in summary.collectives)
-    drawn = Counter(
-        dataclasses.replace(tensor.plan, names=())
-        for block in blocks
-        for cell in (*cells(block), *block.replicated)
-        for tensor in cell.tensors
-    )
-    assert set(drawn) == {dataclasses.replace(entry, names=()) for entry in plan.parameters}
-    assert all(block.lanes or block.replicated for block in blocks)
+    drawn = {dataclasses.replace(t.plan, names=()) for b in blocks for cell in cells(b) for t in cell.tensors}
+    assert drawn >= {dataclasses.replace(e, names=()) for e in plan.parameters if not is_common(e)}
+    written = "\n".join(text for block in blocks for text in block.replicated)
+    shapes = [
+        {f"[{', '.join(map(str, global_shape(entry)))}]" for entry in entries}
+        for entries in (filter(is_common, plan.parameters), drawn)
+    ]
+    assert all(text in written for text in shapes[0] - shapes[1])
+    for block in blocks:
+        lanes = block.lanes()
+        assert Counter(map(id, block.items)) == Counter(id(item) for lane in lanes for item in lane.items)
 
 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: "-".join(map(str, case)))
@@ -98,17 +107,17 @@ def test_pictures_are_well_formed_and_stand_alone(case: tuple[str, str, int, str
 
 
 def test_a_decoder_is_drawn_in_the_order_in_which_it_runs() -> None:
-    first, layer, last = outline(zoo_plan("causal", "llama", 4))
+    first, layer, last = blocks_of(zoo_plan("causal", "llama", 4))
     assert order(first) == ["model.embed_tokens", "all_reduce"]
-    assert (layer.title, layer.count) == ("model.layers.{0,1}", 2)
-    assert [lane.title for lane in layer.lanes] == ["self_attn", "mlp"]
+    assert layer.layers == {"model.layers.0", "model.layers.1"}
+    assert [lane.part for lane in layer.lanes()] == ["self_attn", "mlp"]
     assert [name.rpartition(".")[2] for name in order(layer)] == [
         *("q_proj", "k_proj", "v_proj", "o_proj", "all_reduce"),
         *("gate_proj", "up_proj", "down_proj", "all_reduce"),
     ]
-    assert [cell.path for cell in layer.replicated] == ["input_layernorm", "post_attention_layernorm"]
+    assert layer.replicated == ["input_layernorm [64]", "post_attention_layernorm [64]"]
     assert order(last) == ["lm_head", "all_gather"]
-    assert [cell.path for cell in last.replicated] == ["model.norm"]
+    assert last.replicated == ["model.norm [64]"]
 
 
 def test_texts_of_a_picture() -> None:
@@ -128,36 +137,36 @@ def test_texts_of_a_picture() -> None:
     assert "rank 4" not in written
 
 
-def test_kinds_of_layers_are_drawn_once() -> None:
-    blocks = [block for block in outline(zoo_plan("causal", "qwen3_next", 8)) if block.title]
-    assert len(blocks) == 2
-    assert {frozenset(lane.title for lane in block.lanes) for block in blocks} == {
-        frozenset({"linear_attn", "mlp"}),
-        frozenset({"self_attn", "mlp"}),
-    }
-    for block in blocks:
-        assert block.lanes[-1].title == "mlp", "attention runs first in every layer"
+def test_layers_of_several_kinds_are_one_block() -> None:
+    """A part that only some layers have says which; parts that take the same place are neighbors."""
+    plan = zoo_plan("causal", "qwen3_next", 8)
+    (block,) = (block for block in blocks_of(plan) if block.stack)
+    lanes = [(lane.part, sorted(lane.layers)) for lane in block.lanes()]
+    first, second = "model.layers.0", "model.layers.1"
+    assert lanes == [("linear_attn", [first]), ("self_attn", [second]), ("mlp", [first, second])]
+    assert "linear_attn of model.layers.0" in texts(parsed(plan))
 
 
 def test_a_layer_with_a_few_more_parts_is_drawn_as_the_others() -> None:
-    blocks = [block for block in outline(zoo_plan("seq2seq", "t5", 4)) if block.title]
-    assert [block.title for block in blocks] == ["encoder.block.{0,1}", "decoder.block.{0,1}"]
+    plan = zoo_plan("seq2seq", "t5", 4)
+    blocks = [block for block in blocks_of(plan) if block.stack]
+    assert [block.stack for block in blocks] == ["encoder.block", "decoder.block"]
     (bias,) = (cell for cell in cells(blocks[0]) if cell.path.endswith("relative_attention_bias"))
-    assert bias.in_layers == 1
-    assert "in 1 of 2 layers" in texts(parsed(zoo_plan("seq2seq", "t5", 4)))
+    assert bias.layers == {"encoder.block.0"}
+    assert "in 1 of 2 layers" in texts(parsed(plan))
 
 
 def test_tied_weights_are_drawn_where_they_are_used() -> None:
-    last = outline(zoo_plan("causal", "gpt2", 4))[-1]
-    assert [cell.tied_to for cell in cells(last)] == ["transformer.wte.weight"]
-    assert "is transformer.wte" in texts(parsed(zoo_plan("causal", "gpt2", 4)))
+    plan = zoo_plan("causal", "gpt2", 4)
+    assert [cell.tied_to for cell in cells(blocks_of(plan)[-1])] == ["transformer.wte.weight"]
+    assert "is transformer.wte" in texts(parsed(plan))
 
 
 def test_experts_that_are_not_sharded_are_sheets_of_one_color() -> None:
     sharded, distributed = (zoo_plan("causal", "mixtral", 4, experts) for experts in ("tp", "ep"))
 
     def experts(plan: Plan) -> Cell:
-        return next(c for block in outline(plan) for c in cells(block) if c.path.endswith("experts"))
+        return next(c for block in blocks_of(plan) for c in cells(block) if c.path.endswith("experts"))
 
     found = [faces(experts(plan).tensors[0].plan) for plan in (sharded, distributed)]
     assert [len(dims) for dims in found] == [3, 3]
@@ -230,16 +239,19 @@ DIMS = st.recursive(
 @given(dim=DIMS)
 @settings(deadline=None)
 def test_stretches_cover_the_dim(dim: Dim) -> None:
-    found = stretches(dim, (2, 3))
-    assert found[0].start == 0.0
-    assert found[-1].stop == pytest.approx(1.0)
-    assert all(a.stop == b.start for a, b in pairwise(found))
-    assert len(found) <= MAX_STRETCHES + 1
-    for stretch in found:
-        if stretch.coordinates is not None:
-            held = holders(stretch.coordinates, (2, 3))
-            assert 0 <= held.first <= held.last < 6
-            assert held.count in (1, 2, 3, 6)
+    with contextlib.suppress(PlanError):
+        validate(dim, (2, 3))
+        cover(dim)
+
+
+def cover(dim: Dim) -> None:
+    """Check the edges of the stretches."""
+    parts = stretches(dim, (2, 3))
+    assert parts[0][0] == 0.0
+    assert parts[-1][1] == pytest.approx(1.0)
+    assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(parts))
+    assert len(parts) <= 64
+    assert all(set(ranks) <= set(range(6)) for _, _, ranks in parts)
 
 
 @pytest.mark.parametrize(
@@ -254,23 +266,23 @@ def test_stretches_cover_the_dim(dim: Dim) -> None:
     ],
 )
 def test_few_stretches_are_the_positions_that_ranks_hold(dim: Dim, mesh: tuple[int, ...]) -> None:
-    held: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(math.prod(mesh))}
-    for stretch in stretches(dim, mesh):
-        assert stretch.coordinates is not None
-        start, stop = (round(edge * size(dim)) for edge in (stretch.start, stretch.stop))
-        held[holders(stretch.coordinates, mesh).first].append((start, stop))
-    for rank, found in held.items():
-        flat = [position for start, stop in found for position in range(start, stop)]
+    for rank in range(math.prod(mesh)):
+        own = [(start, stop) for start, stop, ranks in stretches(dim, mesh) if rank in ranks]
+        spans = [(round(start * size(dim)), round(stop * size(dim))) for start, stop in own]
+        flat = [position for start, stop in spans for position in range(start, stop)]
         assert flat == [p for start, stop in ranges(dim, mesh, rank) for p in range(start, stop)]
 
 
 def test_many_stretches_are_few() -> None:
-    found = stretches(Leaf(1000, (0,)), (64,))
-    assert [stretch.coordinates for stretch in found] == [{0: 0}, {0: 1}, {0: 2}, None, {0: 63}]
+    assert [ranks for _, _, ranks in stretches(Leaf(1000, (0,)), (64,))] == [(0,), (1,), (2,), (), (63,)]
     repeated = stretches(Product((Leaf(1000), Leaf(4, (0,)))), (4,))
-    assert len(repeated) == 12
+    assert [ranks for _, _, ranks in repeated] == [(0,), (1,), (2,), (), (3,)]
     fused = stretches(Sum((Leaf(640, (0,)), Leaf(64, (0,)))), (64,))
     assert len(fused) == 10
+
+
+def test_a_dim_of_very_many_stretches_is_a_gap() -> None:
+    assert stretches(Product((Leaf(10**6), Leaf(2, (0,)))), (2,)) == ((0.0, 1.0, ()),)
 
 
 @given(text=st.text(max_size=80), width=st.floats(20, 400))

@@ -78,7 +78,7 @@ def parsed(plan: Plan, found: Manifest | None = None) -> Page:
 def a_manifest(name: str = "org/base", tp: int = 2) -> Manifest:
     """A manifest of two files."""
     files = (
-        FileEntry("common/x.safetensors", 1234567, "crc32:0a0b0c0d"),
+        FileEntry("common/x.safetensors", 1234567, "crc32-of-pieces:0a0b0c0d"),
         FileEntry("config.json", 700, "sha256:" + "2" * 64),
     )
     source = Source(name, "abc123", (SourceFile("model.safetensors", 99, "3" * 64),))
@@ -122,7 +122,7 @@ def test_the_page_is_alone() -> None:
 def test_nothing_in_a_plan_or_a_manifest_is_markup() -> None:
     found = unchecked(a_manifest(EVIL), tools={EVIL: EVIL})
     found = unchecked(found, source=Source(EVIL, EVIL, (SourceFile(EVIL, 1, EVIL),)))
-    entry = unchecked(FileEntry("a", 1, "crc32:00000000"), path=f"{EVIL}/{EVIL}", checksum=EVIL)
+    entry = unchecked(FileEntry("a", 1, "crc32-of-pieces:00000000"), path=f"{EVIL}/{EVIL}", checksum=EVIL)
     found = unchecked(found, files=(entry,))
     page = parsed(evil_plan(), found)
     assert "script" not in page.tags
@@ -140,7 +140,7 @@ def test_no_character_of_a_plan_leaves_its_place() -> None:
 def test_files_and_source_are_listed() -> None:
     page = parsed(hand_plan(small_config(), 2), a_manifest())
     assert ["config.json", "700", "sha256:" + "2" * 64] in page.rows
-    assert ["common/x.safetensors", "1,234,567", "crc32:0a0b0c0d"] in page.rows
+    assert ["common/x.safetensors", "1,234,567", "crc32-of-pieces:0a0b0c0d"] in page.rows
     assert ["model.safetensors", "99 B", "3" * 64] in page.rows
     assert ["Revision", "abc123"] in page.rows
     assert ["Written by shardconv", "0.1.0"] in page.rows

@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from plans_once import solve_as
 from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.manifest import FileEntry
 from small_models import hand_plan, make_custom, save_random, small_config
 from torch import Tensor
 from verify_cases import change_plan, change_tensors, describe_again, flip, set_element, shard
@@ -81,7 +79,7 @@ class TestFiles:
         lines = captured.err.splitlines()
         assert captured.out == ""
         assert lines[0] == "config.json: is missing"
-        assert lines[1].startswith(f"{shard(0)}: its crc32 is ")
+        assert lines[1].startswith(f"{shard(0)}: its crc32-of-pieces is ")
         assert lines[2:] == [
             "remark: not in the manifest: notes.txt",
             f"error: {out}: 2 problems; copy the directory again, or convert the model again",
@@ -168,7 +166,7 @@ class TestFiles:
         flip(out / shard(0), 3000)
         first, second = damage(out).problems
         assert first.startswith("plan.json is missing")
-        assert second.startswith(f"{shard(0)}: its crc32 is ")
+        assert second.startswith(f"{shard(0)}: its crc32-of-pieces is ")
 
     def test_many_at_once(self, out: Path) -> None:
         flip(out / "plan.json", 200)
@@ -206,8 +204,8 @@ class TestManifest:
 
     def test_another_version(self, out: Path) -> None:
         text = (out / "manifest.json").read_text()
-        (out / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
-        message = "manifest.json: version: this reads version 2, the file has 1; copy the directory again, or"
+        (out / "manifest.json").write_text(text.replace('"version": 3', '"version": 2'))
+        message = "manifest.json: version: this reads version 3, the file has 2; convert the model again"
         assert message in self.refused(out)
 
     def test_no_json(self, out: Path) -> None:
@@ -303,37 +301,8 @@ class TestHeaders:
         assert sum(line.startswith("rank-00001-of-00002: no file holds ") for line in problems) == 16
 
 
-class TestChecksums:
-    """Put together from stretches, by several threads."""
-
-    @pytest.mark.parametrize("stretch", [1, 7, 1000, 1 << 20])
-    def test_they_are_those_of_the_bytes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretch: int
-    ) -> None:
-        monkeypatch.setattr(file_checks, "STRETCH_BYTES", stretch)
-        monkeypatch.setattr(file_checks, "READ_BYTES", 3)
-        files = {}
-        for size in (0, 1, 7, 700):
-            data = random.Random(size).randbytes(size)
-            (tmp_path / str(size)).write_bytes(data)
-            files[FileEntry(str(size), size, f"crc32:{zlib.crc32(data):08x}")] = tmp_path / str(size)
-            checksum = manifest.sha256_checksum(tmp_path / str(size))
-            files[FileEntry(f"{size}.txt", size, checksum)] = tmp_path / str(size)
-        done: list[int] = []
-        assert file_checks.checksums(files, done.append) == {entry: entry.checksum for entry in files}
-        assert sum(done) == 2 * 708
-
-    def test_what_cannot_be_read(self, tmp_path: Path) -> None:
-        (tmp_path / "short").write_bytes(b"abc")
-        files = {
-            FileEntry("short", 4, "crc32:00000000"): tmp_path / "short",
-            FileEntry("absent", 4, "crc32:00000000"): tmp_path / "absent",
-            FileEntry("absent.txt", 4, "sha256:" + 64 * "0"): tmp_path / "absent",
-        }
-        found = [str(error) for error in file_checks.checksums(files, lambda count: None).values()]
-        assert found[0] == "ends at byte 3: it was cut off while it was read"
-        assert found[1] == "cannot be read at byte 0 (No such file or directory)"
-        assert found[2] == "cannot be read (No such file or directory)"
+class TestProgress:
+    """Of reading all files."""
 
     def test_progress_is_told_all_bytes(self, out: Path) -> None:
         log: dict[str, list[int]] = {}
@@ -450,7 +419,7 @@ class TestAgainst:
         """A bad checksum does not keep the tensor from being named."""
         flip(out / shard(0), -1)
         first, second = damage(out, against=llama_dir).problems
-        assert first.startswith(f"{shard(0)}: its crc32 is ")
+        assert first.startswith(f"{shard(0)}: its crc32-of-pieces is ")
         assert f": differs from {llama_dir} first at " in second
 
     def test_what_cannot_be_compared(self, out: Path, llama_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writing: a disk that is full or breaks is said in one line, and what was journaled is not lost."""
+"""Writing: a disk that is full or breaks is said in one line, and finished files are not lost."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import ShardconvError, SourceError
+from shardconv_runtime.files import checksums, manifest
 from small_conversion import Model, contents, placed
 
-from shardconv.writing import fill
+from shardconv.writing import fill, writer
 from shardconv.writing.job import PARTIAL
+from shardconv.writing.workspace import Workspace
 
 
 @pytest.fixture
@@ -60,20 +62,23 @@ def test_too_little_space_is_said_before_anything_is_written(
 def test_what_has_its_place_needs_no_more(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even what was written and not journaled."""
     out = tmp_path / "out"
-    monkeypatch.setattr(os, "fdatasync", failing("fdatasync", OSError(errno.EIO, "Input/output error"), 0))
-    with pytest.raises(ShardconvError, match="Input/output error"):
-        model.convert(out)
-    monkeypatch.undo()
-    for path in (out / PARTIAL).glob("*/*.safetensors"):
-        with path.open("r+b") as file:
-            os.fsync(file.fileno())
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "complete", failing_at_once)
+        with pytest.raises(KeyboardInterrupt):
+            model.convert(out)
     free(monkeypatch, 0)
     assert model.convert(out)
 
 
-@pytest.mark.parametrize(("name", "after"), [("pwrite", 0), ("pwrite", 9), ("fdatasync", 0), ("fsync", 3)])
+def failing_at_once(*args: Any) -> None:
+    """Die."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "after"), [("pwrite", 0), ("pwrite", 9), ("posix_fadvise", 1), ("fsync", 3), ("fsync", 5)]
+)
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_every_failing_call_is_one_line(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int, error: int
@@ -105,45 +110,50 @@ def test_an_error_of_the_source_is_not_one_of_out(
         model.convert(tmp_path / "out")
 
 
-def test_work_before_a_failure_is_kept(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal names it, although no second had passed."""
+def test_files_before_a_failure_are_kept(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are finished one after another, and the bytes of unfinished ones are lost."""
     out = tmp_path / "out"
     monkeypatch.setattr(copying, "num_workers", lambda remote=False: 1)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", failing("pwrite", OSError(errno.ENOSPC, "No space left on device"), 12))
+        patch.setattr(os, "pwrite", failing("pwrite", OSError(errno.ENOSPC, "No space left on device"), 30))
         with pytest.raises(ShardconvError, match="No space left"):
-            model.convert(out)
-    again = itertools.count()
-    pwrite = os.pwrite
-
-    def counting(*args: Any) -> int:
-        next(again)
-        return pwrite(*args)
-
-    monkeypatch.setattr(os, "pwrite", counting)
-    model.convert(out)
-    first = next(again)
-    again = itertools.count()
-    model.convert(tmp_path / "full")
-    assert first < next(again)
+            model.convert(out, max_file_size=300)
+    finished = {path: path.stat().st_mtime_ns for path in (out / PARTIAL).glob("*/*.safetensors")}
+    unfinished = list((out / PARTIAL).glob("*/*.unfinished"))
+    assert len(finished) > 3
+    assert 0 < len(unfinished) <= 6, "about one of each rank and of what they share"
+    assert model.convert(out, max_file_size=300)
+    for path, time_ns in finished.items():
+        assert (out / path.relative_to(out / PARTIAL)).stat().st_mtime_ns == time_ns
+    model.convert(tmp_path / "full", max_file_size=300)
+    assert contents(out) == contents(tmp_path / "full")
 
 
-def test_a_failing_sync_in_the_background_ends_the_work(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not only at the end of it."""
-    monkeypatch.setattr(fill, "SYNC_EVERY_S", 0.001)
-    monkeypatch.setattr(os, "fdatasync", failing("fdatasync", OSError(errno.EIO, "Input/output error"), 0))
-    writes = itertools.count()
-    pwrite = os.pwrite
+def test_files_of_several_pieces(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the bytes of a file arrive, its checksum is that of its pieces."""
+    for piece in (1, 64, 1000):
+        monkeypatch.setattr(checksums, "PIECE_BYTES", piece)
+        monkeypatch.setattr(fill, "PIECE_BYTES", piece)
+        out = tmp_path / str(piece)
+        model.convert(out)
+        for entry in manifest.read(out).files:
+            if entry.path.endswith(".safetensors"):
+                assert entry.checksum == checksums.shard_checksum(out / entry.path)
 
-    def slow(*args: Any) -> int:
-        next(writes)
-        threading.Event().wait(0.01)
-        return pwrite(*args)
 
-    monkeypatch.setattr(os, "pwrite", slow)
-    monkeypatch.setattr(copying, "UNIT_BYTES", 8)
-    with pytest.raises(ShardconvError, match="Input/output error"):
-        model.convert(tmp_path / "out")
-    assert next(writes) < 60
+def test_few_files_are_open(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: each is closed when it is finished."""
+    counts: list[int] = []
+    finish_file = Workspace.finish_file
+
+    def counting(self: Workspace, index: int, checksum: str) -> None:
+        counts.append(len(os.listdir("/proc/self/fd")))
+        finish_file(self, index, checksum)
+
+    monkeypatch.setattr(Workspace, "finish_file", counting)
+    monkeypatch.setattr(copying, "num_workers", lambda remote=False: 1)
+    model.convert(tmp_path / "out", max_file_size=1)
+    assert len(counts) > 20
+    assert max(counts) - min(counts) < 10

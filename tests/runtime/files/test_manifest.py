@@ -66,14 +66,15 @@ def test_names() -> None:
 
 
 def test_exact_bytes_and_round_trip() -> None:
-    entry = FileEntry("rank-00001-of-00004/model-00001-of-00001.safetensors", 12, "crc32:0123abcd", 1)
+    path = "rank-00001-of-00004/model-00001-of-00001.safetensors"
+    entry = FileEntry(path, 12, "crc32-of-pieces:0123abcd", 1)
     value = Manifest(4, "b" * 64, Source("name"), {"torch": "2", "shardconv": "0.1.0"}, (entry,))
     plain = (
-        '{\n  "format": "shardconv.manifest",\n  "version": 2,\n  "tp": 4,\n'
+        '{\n  "format": "shardconv.manifest",\n  "version": 3,\n  "tp": 4,\n'
         f'  "plan_sha256": "{"b" * 64}",\n'
         '  "source": {"name": "name"},\n  "tools": {"shardconv": "0.1.0", "torch": "2"},\n  "files": [\n'
         '    {"path": "rank-00001-of-00004/model-00001-of-00001.safetensors", "num_bytes": 12, '
-        '"checksum": "crc32:0123abcd", "rank": 1}\n  ]\n}\n'
+        '"checksum": "crc32-of-pieces:0123abcd", "rank": 1}\n  ]\n}\n'
     )
     digest = plan_json.sha256(plain)
     text = manifest.dumps(value)
@@ -119,7 +120,7 @@ def test_results_that_are_refused(old: str, new: str, problem: str) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [("name", "nome"), ("2", "3"), ("\n  ", "\n\t "), ("0123", "0133")])
 def test_a_changed_manifest_is_not_intact(old: str, new: str) -> None:
-    entry = FileEntry("config.json", 12, "crc32:0123abcd")
+    entry = FileEntry("config.json", 12, "crc32-of-pieces:0123abcd")
     text = manifest.dumps(Manifest(4, "b" * 64, Source("org/name"), {"torch": "x2"}, (entry,)))
     at = text.rindex(old)
     assert not manifest.is_intact(text[:at] + new + text[at + len(old) :])
@@ -252,7 +253,7 @@ def _edited(**changes: Any) -> str:
     entry = {"path": "config.json", "num_bytes": 2, "checksum": "sha256:" + "a" * 64}
     document = {
         "format": "shardconv.manifest",
-        "version": 2,
+        "version": 3,
         "tp": 2,
         "plan_sha256": "b" * 64,
         "source": {"name": "x"},
@@ -292,7 +293,7 @@ def test_unsafe_paths_are_refused(path: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"format": "shardconv.plan"}, "another kind of file"),
-        ({"version": 9}, "reads version 2, the file has 9"),
+        ({"version": 9}, "reads version 3, the file has 9"),
         ({"tp": 0}, "^tp: must be 1 or more"),
         ({"plan_sha256": "B" * 64}, "^plan_sha256: expected 64 hex"),
         ({"source": {}}, '^source: the key "name" is missing'),

@@ -25,7 +25,7 @@ from shardconv_runtime.format.stored_layout import layout_sha256
 from shardconv_runtime.format.typed_json import to_json
 
 PLAN = GOLDEN_PLAN.read_bytes()
-FILE = {"path": "rank-00001-of-00004/a", "num_bytes": 12, "checksum": "crc32:0123abcd", "rank": 1}
+FILE = {"path": "rank-00001-of-00004/a", "num_bytes": 12, "checksum": "crc32-of-pieces:0123abcd", "rank": 1}
 MANIFEST = {
     "format": manifest.FORMAT,
     "version": manifest.VERSION,
