@@ -53,15 +53,7 @@ from .shards import Converted
 def dequantized_rows(
     name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: WeightSlice, dtype: str
 ) -> LazyTensor:
-    """Make a weight that is dequantized when it is read. Stacks are dequantized matrix by matrix.
-
-    Args:
-        name: name of the parameter, for messages.
-        packing: how it is stored.
-        stored: its stored tensors, which are local if ``held`` is a part.
-        held: the part of the weight.
-        dtype: dtype of the weight.
-    """
+    """Make a weight that is dequantized when it is read. Stacks are dequantized matrix by matrix."""
 
     def compute(span: Range) -> Tensor:
         part = held.rows(*span)
@@ -92,21 +84,7 @@ KEPT_BYTES = 1 << 28
 def run_numerics(
     converted: Converted, spec: ModelSpec, weights: Mapping[str, LazyTensor] | None, progress: Progress
 ) -> Numerics:
-    """Compare the ranks of a converted model with the unsharded model.
-
-    Args:
-        converted: the weights of the ranks.
-        spec: the spec of the converted directory. Only its config and its code are used.
-        weights: global weights of the unsharded model, by name in the files. By default, they are assembled
-            from ``converted``.
-        progress: where to report progress.
-
-    Raises:
-        CheckpointError: if the outputs differ, or the ranks fail. The message names the first module that
-            differs.
-        SolveError: if the unsharded model cannot be traced or run.
-        ShardconvError: if there is not enough memory, or weights cannot be read.
-    """
+    """Compare the ranks of a converted model with the unsharded model."""
     progress.stage("tracing")
     plan = converted.plan
     model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype), dict(plan.tied))
@@ -174,16 +152,7 @@ class _Runs:
     ranks: Sequence[Mapping[str, LazyTensor]]
 
     def compare(self, progress: Progress) -> tuple[Precision, float]:
-        """Run in the best precision for which there is memory, and that the model supports.
-
-        Returns:
-            The precision, and the largest difference of an output, relative to its largest value.
-
-        Raises:
-            CheckpointError: if the outputs differ, or the ranks fail.
-            SolveError: if the unsharded model cannot be run.
-            ShardconvError: if there is not enough memory.
-        """
+        """Run in the best precision for which there is memory, and that the model supports."""
         problem: TooLargeToRead | Unprovable | None = None
         for precision in PRECISIONS:
             try:
@@ -203,7 +172,7 @@ class _Runs:
     def _compare_in(self, precision: Precision, progress: Progress) -> float:
         plan, num_bytes = self.converted.plan, sum(tensor.num_bytes for tensor in self.unsharded.values())
         reads = self._reads(precision)
-        comparison = ModuleComparison(plan, module_plans(plan), precision.tolerance)
+        comparison = ModuleComparison(plan, module_plans(plan), precision)
         with progress.bar(f"running all ranks in {dtype_name(precision.dtype)}", num_bytes) as advance:
             weights = FileWeights(self.unsharded, self.ranks, reads, advance)
             want, ranks = Simulation(plan, self.model, weights, precision).in_lockstep(
@@ -214,14 +183,14 @@ class _Runs:
         where = self.converted.directory
         first = comparison.first or comparison.failure
         if comparison.failure is not None:
-            problem = with_module("the plan failed when its ranks were simulated", first)
+            problem = with_module("the plan failed when its ranks were simulated", lambda: first)
             raise CheckpointError(f"{where}: {problem}; convert the model again")
         worst = max(largest_difference(outputs, want) for outputs in ranks if outputs is not None)
         if not worst <= precision.tolerance:
             problem = with_module(
                 f"simulated ranks differ from the unsharded model by {worst:.1e} of its largest output "
                 f"(allowed: {precision.tolerance:.0e}) on the real weights",
-                first,
+                lambda: first,
             )
             raise CheckpointError(
                 f"{where}: {problem}; compare the directory with --against MODEL, or convert the model again"
@@ -229,11 +198,7 @@ class _Runs:
         return worst
 
     def _reads(self, precision: Precision) -> RecentReads:
-        """Return a reader that keeps as many weights as fit in the free memory.
-
-        Raises:
-            TooLargeToRead: if the largest weight does not fit.
-        """
+        """Return a reader that keeps as many weights as fit in the free memory."""
         activations = _activation_bytes(self.tape, precision) * (self.converted.plan.tp + 1)
         free = int(available_bytes() * MEMORY_SHARE)
         largest, name = max((largest_read(t, precision.dtype), name) for name, t in self.unsharded.items())

@@ -42,7 +42,7 @@ from shardconv_runtime.parallel.local_modules import local_view
 from torch import Tensor, nn
 
 from ..tracing.trace import tensor_slots
-from .model_runs import largest_difference
+from .model_runs import Precision, largest_difference
 from .rank_threads import BESIDE, Turn
 
 UNSHARDED = BESIDE
@@ -312,20 +312,14 @@ class ModuleComparison:
     """Compare the tensors of module calls as soon as all runs have reported them.
 
     Tensors that some run does not report are dropped when all runs have passed their call.
-
-    Args:
-        plan: the plan of the ranks.
-        modules: the entries of the plan that are in use, by FQN.
-        tolerance: relative to the largest value.
-        gradients: compare gradients instead of values.
     """
 
     def __init__(
-        self, plan: Plan, modules: Mapping[str, ModulePlan], tolerance: float, *, gradients: bool = False
+        self, plan: Plan, modules: Mapping[str, ModulePlan], precision: Precision, *, gradients: bool = False
     ) -> None:
         self.plan = plan
         self.modules = modules
-        self.tolerance = tolerance
+        self.precision = precision
         self.gradients = gradients
         self.first: ModuleDifference | None = None
         self.failure: ModuleDifference | None = None
@@ -387,11 +381,11 @@ class ModuleComparison:
             worst = self._difference(
                 observed, reported[UNSHARDED], [reported[r] for r in range(self.plan.tp)]
             )
-            if not worst <= self.tolerance:
+            if not worst <= self.precision.tolerance:
                 self.first, self._first_order = self._blame(observed, worst), order
 
     def _difference(self, observed: Observation, want: Tensor, ranks: Sequence[Tensor]) -> float:
-        least = LEAST_GRADIENT * self._largest if self.gradients else 0.0
+        least = self.precision.least_gradient * self._largest if self.gradients else 0.0
         if observed.call < 0:
             entry = self._entries[f"{observed.fqn}.{observed.slot}" if observed.fqn else observed.slot]
             scale = max(float(want.abs().max()) if want.numel() else 0.0, least, 1e-30)
@@ -441,10 +435,6 @@ class ModuleComparison:
         return ModuleDifference(fqn, f"{what} {size}", worst)
 
 
-LEAST_GRADIENT = 1e-4
-"""Fraction of the largest gradient; differences of smaller gradients are relative to it."""
-
-
 # The hooks through which a run reports.
 
 WITH_STEPS_INSIDE = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -452,13 +442,7 @@ WITH_STEPS_INSIDE = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbed
 
 
 class Follower:
-    """One run, whose model reports the tensors at the boundaries of its modules.
-
-    Args:
-        model: unsharded, or of one rank.
-        turn: the run's right to go on; outside of a backward pass it waits at modules with parameters.
-        comparison: it gets the tensors.
-    """
+    """One run, whose model reports the tensors at the boundaries of its modules."""
 
     def __init__(self, model: nn.Module, turn: Turn, comparison: ModuleComparison) -> None:
         self.turn = turn

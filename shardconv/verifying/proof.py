@@ -87,16 +87,7 @@ class Proof:
 
 
 def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
-    """Compare everything that a plan is used for with the unsharded model.
-
-    Args:
-        case: the case of the plan; its parallel loss may be the model's own.
-        tell: is called with a description of the next runs.
-
-    Raises:
-        Unprovable: if the unsharded model fails.
-        SolveError: if the ranks compute something else.
-    """
+    """Compare everything that a plan is used for with the unsharded model."""
     arguments = embedding_arguments(case.model, case.inputs) if case.plan.tp > 1 else ()
     plan = replace(case.plan, proven_arguments=arguments)
     return _Proof(replace(case, plan=plan), arguments, tell).run()
@@ -151,9 +142,6 @@ class _Proof:
 
     def _compare_labels(self, gradients: bool) -> LabelsProof:
         """Compare the model's own loss, from gathered logits, in every form of labels that its code takes.
-
-        Args:
-            gradients: compare its gradients too.
 
         Code that runs with labels only is not on the tape. It may ask a layer for its size, for example.
         """

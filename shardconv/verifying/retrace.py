@@ -80,20 +80,7 @@ def compare_tapes(
     left_out: Collection[str] = (),
     pass_on: bool = False,
 ) -> Conflict | None:
-    """Return the first difference between a tape and the expected one; None if there is none.
-
-    Args:
-        shapes: expected shapes of the tensors of the global tape.
-        other: the tape of the model on these shapes.
-        changed: FQNs of modules that the other model computes in another way inside.
-        rank: the rank of the shapes.
-        numbers: also compare the numbers that operators are given. Positions are always compared.
-        left_out: FQNs of modules whose own operators are not compared (modules in them are).
-        pass_on: the other model has layers that return their arguments, so one tensor may be several results.
-
-    Returns:
-        A conflict with the changed leaves of the tensors at the difference, which may be empty.
-    """
+    """Return the first difference between a tape and the expected one; None if there is none."""
     return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
 
 
@@ -302,23 +289,7 @@ def retrace(
     inputs: TraceInputs,
     bypassed: Mapping[str, Bypass] | None = None,
 ) -> Conflict | None:
-    """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
-
-    Args:
-        plan: the plan of the ranks' models.
-        layouts: expected dims of every tensor of the global tape.
-        model: the global model, on meta; it is copied.
-        inputs: the inputs of the global trace.
-        bypassed: layers that are not on the global tape. They are bypassed if their plan equals the plan of
-            the layer that represents them. If they are read elsewhere, only their closed modules are not run.
-
-    Returns:
-        A conflict where a shape or a position differs, with the leaves that are sharded there; None if the
-        tapes of all ranks agree.
-
-    Raises:
-        PlanError: if a parameter has another dtype in the plan than in the model.
-    """
+    """Compare the tapes of ranks' models, one for each kind of rank, with the global one."""
     alike = planned_alike(plan, bypassed or {})
     left_out = {fqn: how for fqn, how in alike.items() if not how.is_read_elsewhere}
     repeated = {f"{fqn}.{name}": f"{how.like}.{name}" for fqn, how in alike.items() for name in how.closed}
@@ -344,11 +315,7 @@ class _RankRun:
     rank: int
 
     def conflict(self, repeated: Mapping[str, str]) -> Conflict | None:
-        """Return the first difference from the global tape.
-
-        Args:
-            repeated: modules that return results like others, see ``repeat_results``.
-        """
+        """Return the first difference from the global tape."""
         plan, layouts = self.plan, self.layouts
         local = parallelize(copy.deepcopy(self.model), plan, MetaCommunicator(self.rank, plan.mesh))
         # The numerical check does not see dtypes, since simulated ranks have all parameters in one.
