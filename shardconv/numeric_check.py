@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -59,6 +60,15 @@ def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) 
         return _Shrunk(small, shrinking.skipped, complete).case(plan)
 
     return _Shrunk(shrinking.run(case, lambda small: runs(case(small))), shrinking.skipped, complete)
+
+
+@contextmanager
+def _naming_the_module() -> Iterator[None]:
+    """Add the module in which a wrong result begins to an error."""
+    try:
+        yield
+    except RanksWrong as error:
+        raise error.located() from error
 
 
 class NumericCheck:
@@ -152,10 +162,8 @@ class NumericCheck:
         if case is not None:
             model = copy.deepcopy(case.model)
             enable_adapters(model, enabled=False)
-            try:
+            with _naming_the_module():
                 simulate(case.with_model(model), logits=Logits.GATHERED)
-            except RanksWrong as error:
-                raise error.located() from error
 
     def wrong_sequence_form(self, plan: Plan) -> str | None:
         """Return the error of the sequence-parallel form, for example in a gradient; None if it was not
@@ -166,10 +174,8 @@ class NumericCheck:
             return None
         if case.simulation.changes_without_cache(case.inputs):
             return "the model's results change where no cache is filled, which that form does not do"
-        try:
+        with _naming_the_module():
             problem = simulate(case, gradients=True).gradients
-        except RanksWrong as error:
-            raise error.located() from error
         find = partial(case.simulation.first_wrong_gradient, case.inputs)
         return with_module(problem, find) if problem else ""
 

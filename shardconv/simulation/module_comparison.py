@@ -10,8 +10,8 @@ explanations, and the numbers agree with none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, combinations, product
 from textwrap import shorten
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from ..tracing.trace import tensor_slots
 from .model_runs import Precision, largest_difference
-from .rank_threads import BESIDE, Turn
+from .rank_threads import BESIDE
 
 UNSHARDED = BESIDE
 """Number of the unsharded run; the ranks have the numbers from 0."""
@@ -74,51 +74,39 @@ class Placement:
 UNKNOWN = Placement()
 
 
-def _value_after(step: Boundary) -> Placement:
+def _sum_over(summed: Iterable[int], axes: Iterable[int], dims: Mapping[int, Dim | None]) -> Placement:
+    return Placement(dims, frozenset(summed), frozenset(axes).difference(summed))
+
+
+def _around_step(step: Boundary) -> tuple[Placement, Placement, Placement]:
+    """Return the knowledge about a tensor after a step, and about its gradient before and after it."""
     match step:
-        case AllReduceStep():
-            return Placement(complete=frozenset(step.axes))
-        case KeepOnFirstStep():
-            return Placement(summed=frozenset(step.axes))
-        case AllGatherStep():
-            return Placement({step.dim: None}, complete=axes_of(step.layout))
-        case SliceStep() | ReduceScatterStep():
-            return Placement({step.dim: step.layout}, complete=axes_of(step.layout))
-    return UNKNOWN
-
-
-def _gradient_after(step: Boundary) -> Placement:
-    match step:
-        case AllReduceStep():
-            return _sum_over(step.grad_axes, step.axes)
-        case AllGatherStep():
-            return replace(_sum_over(step.grad_axes, axes_of(step.layout)), dims={step.dim: None})
-        case SliceStep() | ReduceScatterStep() if not is_partially_sharded(step.layout):
-            return Placement({step.dim: step.layout})
-        case KeepOnFirstStep() | GradDivideStep():
-            return Placement(complete=frozenset(step.axes))
-        case GradAllReduceStep():
-            return Placement(summed=frozenset(step.axes))
-    return UNKNOWN
-
-
-def _gradient_before(step: Boundary) -> Placement:
-    match step:
-        case AllReduceStep() | KeepOnFirstStep() | GradAllReduceStep():
-            return Placement(complete=frozenset(step.axes))
-        case AllGatherStep() if not is_partially_sharded(step.layout):
-            return Placement({step.dim: step.layout})
-        case SliceStep():
-            return replace(_sum_over(step.grad_axes, axes_of(step.layout)), dims={step.dim: None})
-        case ReduceScatterStep():
-            return Placement({step.dim: None}, complete=axes_of(step.layout))
-        case GradDivideStep():
-            return Placement(summed=frozenset(step.axes))
-    return UNKNOWN
-
-
-def _sum_over(summed: Iterable[int], axes: Iterable[int]) -> Placement:
-    return Placement(summed=frozenset(summed), complete=frozenset(axes).difference(summed))
+        case AllReduceStep(axes=axes):
+            complete = _sum_over((), axes, {})
+            return complete, complete, _sum_over(step.grad_axes, axes, {})
+        case KeepOnFirstStep(axes=axes):
+            complete = _sum_over((), axes, {})
+            return _sum_over(axes, axes, {}), complete, complete
+        case GradAllReduceStep(axes=axes):
+            return UNKNOWN, _sum_over((), axes, {}), _sum_over(axes, axes, {})
+        case GradDivideStep(axes=axes):
+            return UNKNOWN, _sum_over(axes, axes, {}), _sum_over((), axes, {})
+        case AllGatherStep(dim=dim, layout=layout) | SliceStep(dim=dim, layout=layout):
+            # The gradient of a part is a term of a sum where positions are not sharded.
+            moved = axes_of(layout)
+            part = UNKNOWN if is_partially_sharded(layout) else Placement({dim: layout})
+            whole = _sum_over(step.grad_axes, moved, {dim: None})
+            if isinstance(step, AllGatherStep):
+                return _sum_over((), moved, {dim: None}), part, whole
+            return _sum_over((), moved, {dim: layout}), whole, part
+        case ReduceScatterStep(dim=dim, layout=layout):
+            moved = axes_of(layout)
+            return (
+                _sum_over((), moved, {dim: layout}),
+                _sum_over((), moved, {dim: None}),
+                Placement({dim: layout}),
+            )
+    return UNKNOWN, UNKNOWN, UNKNOWN
 
 
 # The parts of a tensor that ranks may hold.
@@ -399,8 +387,8 @@ class ModuleComparison:
         entry = self.modules.get(observed.fqn)
         if entry is None:
             return UNKNOWN
-        steps = [s for s in (entry.inputs if observed.is_input else entry.outputs) if s.slot == observed.slot]
-        if observed.side == BEFORE and not self.gradients:
+        is_before = observed.side == BEFORE
+        if is_before and not self.gradients:
             # A row-parallel layer is given the part of its input that its weight has columns for.
             weight = self._entries.get(f"{observed.fqn}.weight")
             if (
@@ -412,13 +400,11 @@ class ModuleComparison:
                 sharded = [dim for dim in weight.dims if axes_of(dim)]
                 return Placement({-1: sharded[0]}) if len(sharded) == 1 else UNKNOWN
             return UNKNOWN
-        if observed.side == BEFORE:
-            found = map(_gradient_before, reversed(steps))
-        else:
-            found = map(_gradient_after if self.gradients else _value_after, steps)
+        steps = [s for s in (entry.inputs if observed.is_input else entry.outputs) if s.slot == observed.slot]
+        which = (1 if is_before else 2) if self.gradients else 0
         placed = UNKNOWN
-        for each in found:
-            placed = placed.then(each)
+        for step in reversed(steps) if is_before else steps:
+            placed = placed.then(_around_step(step)[which])
         return placed
 
     def _blame(self, observed: Observation, worst: float) -> ModuleDifference:
@@ -444,9 +430,17 @@ WITH_STEPS_INSIDE = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbed
 class Follower:
     """One run, whose model reports the tensors at the boundaries of its modules."""
 
-    def __init__(self, model: nn.Module, turn: Turn, comparison: ModuleComparison) -> None:
-        self.turn = turn
+    def __init__(
+        self,
+        model: nn.Module,
+        run: int,
+        comparison: ModuleComparison,
+        wait: Callable[[int], object] = lambda position: None,
+    ) -> None:
+        self.run = run
         self.comparison = comparison
+        self._wait = wait
+        """Waits for runs that have not reached a position."""
         self.open: list[tuple[str, int]] = []
         """The calls of modules that are running, the innermost one last."""
         self._num_calls: dict[str, int] = {}
@@ -498,16 +492,16 @@ class Follower:
         """Note that a call begins. If it ``waits``, runs that have not reached it go on first."""
         number = self._num_calls[fqn] = self._num_calls.get(fqn, -1) + 1
         self.open.append((fqn, number))
-        position = self.comparison.enter(self.turn.number, self.open[-1])
+        position = self.comparison.enter(self.run, self.open[-1])
         if waits and position is not None and not self.comparison.gradients:
-            self.turn.wait_for_others(position)
+            self._wait(position)
 
     def leave(self, fqn: str) -> None:
         """Note that a call has ended, and with it calls that have failed in it."""
         while self.open:
             call = self.open.pop()
             if call[0] == fqn:
-                self.comparison.leave(self.turn.number, call)
+                self.comparison.leave(self.run, call)
                 return
 
     def _inputs(self, side: str, names: Sequence[str], args: Any, kwargs: Any) -> Any:
@@ -528,17 +522,17 @@ class Follower:
             observed = Observation(*self.open[-1], slot, side, caller)
             if not self.comparison.gradients:
                 if tensor.is_floating_point():
-                    self.comparison.report(self.turn.number, observed, tensor)
+                    self.comparison.report(self.run, observed, tensor)
             elif tensor.requires_grad:
                 tensor.register_hook(partial(self._reported, observed))  # type: ignore[no-untyped-call]
         return True
 
     def _reported(self, observed: Observation, gradient: Tensor) -> None:
-        self.comparison.report(self.turn.number, observed, gradient)
+        self.comparison.report(self.run, observed, gradient)
 
     def _accumulated(self, observed: Observation, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.comparison.report(self.turn.number, observed, parameter.grad)
+        self.comparison.report(self.run, observed, parameter.grad)
 
 
 def _viewed(value: Any) -> Any:

@@ -202,7 +202,7 @@ class Simulation:
         def unsharded(turn: Turn) -> None:
             try:
                 model = self._new_unsharded(self._precision)
-                Follower(model, turn, comparison)
+                Follower(model, turn.number, comparison, turn.wait_for_others)
                 results.append(run(model))
             except ShardconvError:
                 raise
@@ -212,7 +212,7 @@ class Simulation:
 
         def rank(comm: ThreadCommunicator) -> T | None:
             model = self._new_rank(comm, make)
-            follower = Follower(model, comm.turn, comparison)
+            follower = Follower(model, comm.rank, comparison, comm.turn.wait_for_others)
             try:
                 return run(model)
             except Exception as error:

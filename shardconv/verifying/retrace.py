@@ -6,20 +6,20 @@ Every shape and every position must be the expected one, and every number the sa
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan import Plan, module_plans
 from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import layout_of
-from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..dim_analysis import view_rules
@@ -30,9 +30,11 @@ from ..inputs.trace_inputs import TraceInputs
 from ..planning.conflict import Conflict
 from ..planning.layout import Layouts, Shapes
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results
+from ..simulation.model_runs import PRECISIONS
+from ..simulation.module_comparison import Follower, ModuleComparison, Observation
 from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
-from ..tracing.trace import tensor_slots, trace
+from ..tracing.trace import trace
 
 _SHAPED = frozenset(
     {
@@ -332,7 +334,7 @@ class _RankRun:
         except SolveError as error:
             where, problem = str(error).partition(":")[0], str(error)
             if earlier := self._first_wrong_shape(local):
-                problem = f"{earlier}, so that later {problem}"
+                problem = f"{earlier}; then {problem}"
             return Conflict(_to_blame(layouts, plan, where), problem)
         comparison = _Comparison(layouts, tape, changed, self.rank, numbers=True, pass_on=bool(self.left_out))
         found = comparison.run(())
@@ -344,54 +346,35 @@ class _RankRun:
 
     def _first_wrong_shape(self, local: nn.Module) -> str:
         """Say which module's code has made the first tensor of another shape at a boundary."""
-        tape = self.layouts.analysis.tape
-        expected = {
-            (tape.calls[event.call].fqn, tape.calls[event.call].index, slot): event
-            for event in tape.events
-            if isinstance(event, Mark)
-            for slot in event.slots
-        }
-        open_calls: list[str] = []
-        counts: Counter[str] = Counter()
-        problems: list[str] = []
-
-        def compare(fqn: str, index: int, prefix: str, value: Any) -> None:
-            for slot, tensor in tensor_slots(prefix, value):
-                mark = expected.get((fqn, index, slot))
-                if mark is None:
-                    continue
-                tids = (
-                    (mark.target,) if mark.is_output else (mark.target, mark.source)
-                )  # after steps, or before
-                shapes = [self.layouts.local_shape(tid, self.rank) for tid in tids]
-                if tuple(tensor.shape) not in shapes:
-                    maker = fqn if mark.is_output or len(open_calls) < 2 else open_calls[-2]
-                    problems.append(
-                        f"{maker}: {slot} of {fqn} has shape {tuple(tensor.shape)} on rank {self.rank}, "
-                        f"expected {shapes[0]}"
-                    )
-
-        def watch(fqn: str, module: nn.Module) -> None:
-            names = tuple(forward_signature(module).parameters)
-
-            def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-                open_calls.append(fqn)
-                named = {names[i] if i < len(names) else str(i): each for i, each in enumerate(args)}
-                compare(fqn, counts[fqn], "input", named | kwargs)
-
-            def after(module: nn.Module, args: Any, output: Any) -> None:
-                compare(fqn, counts[fqn], "output", output)
-                open_calls.pop()
-                counts[fqn] += 1
-
-            module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(after)
-
-        for fqn, module in local.named_modules():
-            watch(fqn, module)
+        comparison = _ShapeComparison(self.plan, self.layouts, self.rank)
+        Follower(local, self.rank, comparison)
         with suppress(SolveError):  # it fails as it did before
-            trace(local, self.inputs.tensors, RULES, self.inputs.options, tape)
-        return problems[0] if problems else ""
+            trace(local, self.inputs.tensors, RULES, self.inputs.options, self.layouts.analysis.tape)
+        return f"{comparison.first.fqn}: {comparison.first.what}" if comparison.first is not None else ""
+
+
+class _ShapeComparison(ModuleComparison):
+    """The shapes of the tensors of one rank's modules, compared with those that are expected."""
+
+    def __init__(self, plan: Plan, layouts: Layouts, rank: int) -> None:
+        super().__init__(plan, module_plans(plan), PRECISIONS[0])
+        tape = layouts.analysis.tape
+        self._expected: dict[tuple[str, int, str], list[tuple[int, ...]]] = {}
+        for event in tape.events:
+            if isinstance(event, Mark):
+                call = tape.calls[event.call]
+                # An input is seen before the steps of its module as well.
+                tids = (event.target,) if event.is_output else (event.target, event.source)
+                shapes = [layouts.local_shape(tid, rank) for tid in tids]
+                self._expected |= {(call.fqn, call.index, slot): shapes for slot in event.slots}
+
+    def report(self, run: int, observed: Observation, tensor: Tensor) -> None:
+        """Compare the shape of a tensor."""
+        with torch._C.DisableTorchFunction():  # reading a shape is no part of the trace
+            shape = tuple(map(int, tensor.shape))
+        shapes = self._expected.get((observed.fqn, observed.call, observed.slot), [shape])
+        if self.first is None and shape not in shapes:
+            self.first = self._blame(observed, math.inf)
 
 
 def _unlike_ranks(plan: Plan) -> list[int]:
