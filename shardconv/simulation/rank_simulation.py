@@ -175,7 +175,7 @@ class Simulation:
         for make, used in kinds:
             comparison = ModuleComparison(self.plan, used, precision)
             self.in_lockstep(comparison, make, run)
-            if first := comparison.first or comparison.failure:
+            if first := comparison.found():
                 return first
         return None
 
@@ -191,7 +191,7 @@ class Simulation:
         comparison = ModuleComparison(self.plan, modules, precision, gradients=True)
         run = partial(gradients_of, inputs=inputs, precision=precision)
         self.in_lockstep(comparison, _for_training, run)
-        return comparison.first or comparison.failure
+        return comparison.found()
 
     def in_lockstep(
         self, comparison: ModuleComparison, make: Parallelize, run: Callable[[nn.Module], T]

@@ -12,16 +12,9 @@ from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, SliceStep
 from torch import Tensor
 
+from shardconv.simulation.explanations import UNKNOWN, Explanations, Placement
 from shardconv.simulation.model_runs import PRECISIONS
-from shardconv.simulation.module_comparison import (
-    BEFORE,
-    UNKNOWN,
-    UNSHARDED,
-    Explanations,
-    ModuleComparison,
-    Observation,
-    Placement,
-)
+from shardconv.simulation.module_comparison import BEFORE, UNSHARDED, ModuleComparison, Observation
 from shardconv.simulation.rank_threads import BESIDE, ThreadCommunicator, Turn, run_ranks
 
 WANT = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
