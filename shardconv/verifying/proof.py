@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError
 
+from ..inputs.label_forms import loss_arguments
 from ..inputs.trace_inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Unprovable
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
@@ -75,7 +76,7 @@ class _Proof:
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
         labels = LabelsProof()
-        if not loss and self.case.plan.tp > 1:
+        if not loss and self.case.plan.tp > 1 and loss_arguments(self.case.model):
             self.tell("labels")
             labels = prove_labels(self.case, gradients=self.has_gradients and not problem)
         self.tell("other implementations and inputs")
