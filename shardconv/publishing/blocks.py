@@ -203,7 +203,7 @@ def _is_in(path: str, module: str) -> bool:
 
 
 def _add_replicated(blocks: Sequence[Block], summary: Summary, stacks: set[str]) -> None:
-    """Name the replicated tensors of modules that are not drawn."""
+    """Name the replicated tensors that are not drawn."""
     outside = [block for block in blocks if not block.stack]
     layers: dict[tuple[Block, str], frozenset[str]] = {}
     for group in summary.replicated:

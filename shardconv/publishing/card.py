@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.schemes import requirement
+from shardconv_runtime.packed.formats import format_of
 
 from ..reporting.report import numerics_text
 from ..reporting.summary import human_bytes, human_count, packed_methods, summarize, weights_text
@@ -108,7 +108,7 @@ def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
             "the repository id."
         )
     for method in sorted({method for variant in variants for method in packed_methods(variant.plan)}):
-        needed = requirement(method)
+        needed = format_of(method)
         yield ""
         yield (
             f"The weights are packed ({escaped(method)}) on disk and in memory. Install the packages that "

@@ -12,7 +12,7 @@ from ..format.names import grouped
 from ..format.plan import Packing, ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import check_packing, granularity, holds_values, tensor_name
-from ..packed.schemes import rounds_activations
+from ..packed.formats import scales_tokens
 from .lazy_tensor import LazyTensor, cast, take, zeros
 from .quantized import PackedWeight
 
@@ -143,7 +143,7 @@ def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
     """
     entries = [entry for entry in parameter_plans(plan).values() if entry.packing is not None]
     count = sum(bool(axes_of(entry.dims[-1])) for entry in entries)
-    if settings is None or not count or not rounds_activations(settings):
+    if settings is None or not count or not scales_tokens(settings):
         return plan
     note = (
         f"activations are quantized token by token: in {count} packed weights whose inputs are sharded, each "

@@ -32,6 +32,7 @@ from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub, looks_like_path
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
+from ..packed.formats import FORMATS
 from ..parallel.default_modes import in_default_modes
 from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
@@ -110,10 +111,6 @@ def refuse_options(names: Collection[str]) -> NoReturn:
     raise PlanError(f"load does not take {name}=: {remedy}")
 
 
-WITH_BACKWARD = frozenset({"bnb_4bit"})
-"""Methods of packings whose modules compute gradients of their inputs."""
-
-
 def require_form(
     plan: Plan,
     *,
@@ -125,10 +122,11 @@ def require_form(
 ) -> None:
     """Check that a plan has the wanted form."""
     packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
-    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= WITH_BACKWARD):
+    with_backward = [each.method for each in FORMATS if each.has_backward]
+    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= set(with_backward)):
         raise PlanError(
             f"packed weights ({', '.join(packings)}) are for inference, without sequence parallelism, and of "
-            f"{', '.join(WITH_BACKWARD)} under adapters that are trained; pass dequantize=True"
+            f"{', '.join(with_backward)} under adapters that are trained; pass dequantize=True"
         )
     if in_parts and packings:
         raise PlanError(

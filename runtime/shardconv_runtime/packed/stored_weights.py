@@ -137,17 +137,6 @@ class Found:
     """Name of a tensor in the packing -> its name in the checkpoint."""
 
 
-class Scheme(Protocol):
-    """A way to quantize a model, with its settings."""
-
-    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """Return the packed parameters, by the names that their weights have in a plain checkpoint.
-
-        Raises:
-            SourceError: a stored tensor is missing, or its shape, dtype or values do not fit the others.
-        """
-
-
 REMEDY = "; convert the unquantized model, or download the checkpoint again if it is damaged"
 
 

@@ -22,6 +22,8 @@ from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Packing, ParameterPlan, local_shape
 from ..format.slices import coordinates
 from ..format.slot_steps import SliceStep
+from ..packed.formats import fill_module, format_of
+from ..packed.packed_format import Part
 from ..packed.stored_weights import WeightSlice
 from .boundary import attach, forward_signature
 from .edits import raise_flags
@@ -36,7 +38,7 @@ from .fused_products import (
     linear_members,
 )
 from .layers import ColumnParallelLinear
-from .packed_values import KEEPS_MODULES, Part, can_be_joined, fill_module, is_repacked, joined_parts
+from .packed_joins import joined_parts
 from .quantizers import Quantized, quantizer_of
 
 # Layers of packed weights and of one input that are computed as one product: see ``fused_products``.
@@ -79,7 +81,11 @@ class PackedProduct(FusedProduct):
         if len(self._waiting) < len(self.members):
             return
         parts = [self._waiting.pop(index) for index in range(len(self.members))]
-        found = None if is_repacked(self.members[0], parts[0]) else joined_parts(parts)
+        found = (
+            None
+            if format_of(parts[0].packing.method).is_repacked(self.members[0], parts[0])
+            else joined_parts(parts)
+        )
         if found is not None:
             spanning, parts = found
             self.wide = _wide(self.members[0], sum(self.sizes))
@@ -296,7 +302,9 @@ class PackedModules:
             PlanError: a module has steps on its input.
         """
         assert self._model is not None, "modules are replaced before they are fused"
-        joinable = [g for g in groups if all(can_be_joined(self._packings[f"{n}.weight"].method) for n in g)]
+        joinable = [
+            g for g in groups if all(format_of(self._packings[f"{n}.weight"].method).can_be_joined for n in g)
+        ]
         for group, product in zip(joinable, fuse_packed(self._model, joinable), strict=True):
             self._fused |= {f"{fqn}.weight": (product, index) for index, fqn in enumerate(group)}
 
@@ -372,7 +380,9 @@ def _without(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 def _require_packed(replaced: Iterable[str], packings: Mapping[str, Packing]) -> None:
     expected = {
-        name.rpartition(".")[0] for name, packing in packings.items() if packing.method not in KEEPS_MODULES
+        name.rpartition(".")[0]
+        for name, packing in packings.items()
+        if not format_of(packing.method).keeps_modules
     }
     if plain := sorted(expected.difference(replaced)):
         raise PlanError(
