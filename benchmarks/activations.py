@@ -30,8 +30,8 @@ from synthetic import Shape
 
 from shardconv.arguments import SolveOptions
 from shardconv.passes import solve_plan
+from shardconv.simulation.random_weights import RandomWeights, fill
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import RandomWeights, fill
 
 SHAPE = Shape(hidden=512, intermediate=1536, heads=8, kv_heads=8, vocab=1024)
 DEPTHS = (2, 4)

@@ -83,19 +83,19 @@ def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
     from shardconv_runtime.loading import load, rank_files
 
     seconds = 0.0
-    read = rank_files.read
+    fill = rank_files.fill
 
     def timed(*arguments: Any) -> None:
         nonlocal seconds
         start = time.perf_counter()
-        read(*arguments)
+        fill(*arguments)
         seconds += time.perf_counter() - start
 
-    rank_files.read = timed
+    rank_files.fill = timed
     try:
         return load.load(directory, plan=plan, device="cpu"), seconds
     finally:
-        rank_files.read = read
+        rank_files.fill = fill
 
 
 def measure_start(variant: str, directory: Path) -> dict[str, float]:

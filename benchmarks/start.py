@@ -39,9 +39,9 @@ STAGES = {
     ("comm.mesh", "connect"): "subgroups",
     ("loading.checked_source", "read_config"): "config",
     ("loading.checked_source", "build_model"): "build",
-    ("loading.building", "parallelize"): "parallelize",
-    ("loading.rank_files", "read"): "read",
-    ("loading.building", "prepare_generation"): "generation config",
+    ("loading.model_transforms", "parallelize"): "parallelize",
+    ("loading.rank_files", "fill"): "read",
+    ("loading.model_transforms", "prepare_generation"): "generation config",
 }
 """Functions of the runtime that ``load`` calls one after the other, and the names of their lines."""
 

@@ -15,7 +15,7 @@ from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_pac
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.files.hub_errors import without_library_logging
+from shardconv_runtime.files.library_logging import without_library_logging
 from shardconv_runtime.files.small_files import told_left_out
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub

@@ -23,8 +23,8 @@ from .adapted_plan import Adaptation, AdaptedModel
 from .arguments import SolveOptions
 from .dim_analysis.analyze import analyze, with_parts
 from .dim_analysis.rules import RULES
-from .inputs.config_sizes import smaller_configs
 from .inputs.example_inputs import stored_example
+from .inputs.smaller_configs import smaller_configs
 from .inputs.trace_inputs import (
     TraceInputs,
     not_in_training,

@@ -33,6 +33,7 @@ from .dim_analysis.rules import RULES
 from .inputs.input_maker import EXTRA_OUTPUTS
 from .inputs.trace_inputs import TraceInputs
 from .planning.conflict import Conflict
+from .planning.draw_plans import draw_plans
 from .planning.expert_parallel import ExpertParallel
 from .planning.fused_layers import PeerLayers, fused_plans, without_groups
 from .planning.gradients import sequence_leaves, solve_gradients, solve_sequence
@@ -41,7 +42,6 @@ from .planning.localize import localize
 from .planning.module_plans import logits_info, module_plans, norm_plans
 from .planning.parameter_plans import (
     Steps,
-    draw_plans,
     find_divided_step,
     gradient_plans,
     parameter_plans,

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from shardconv_runtime.comm.host_numbers import digests, host_seed, host_states
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.training.host_numbers import digests, host_seed, host_states
 from torch import nn
 
 from .dim_analysis import dim_trees

@@ -56,6 +56,8 @@ RUNTIME_ORDER = (
     "pp.stage_processes",
     "loaded",
     "parallel",
+    "pp.placeholders",
+    "pp.stage_guards",
     "pp.stage_units",
     "pp.stage_model",
     "adapters",

@@ -50,8 +50,8 @@ ATTRIBUTES = """
 CHECKPOINT = "runtime/shardconv_runtime/checkpoint"
 
 READ = {
-    (f"{CHECKPOINT}/resolve.py", "model_type"): "config.json says there of what type it is",
-    (f"{CHECKPOINT}/resolve.py", "architectures"): "config.json names the model's class there",
+    (f"{CHECKPOINT}/config_reading.py", "model_type"): "config.json says there of what type it is",
+    (f"{CHECKPOINT}/config_reading.py", "architectures"): "config.json names the model's class there",
     ("runtime/shardconv_runtime/saving/save.py", "architectures"): "written for transformers",
     (
         "runtime/shardconv_runtime/loading/loaded_adapters.py",
@@ -70,7 +70,8 @@ READ = {
         "lm_head",
     ): "a part of the name of TRL's own argument, fused_lm_head",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
-    ("shardconv/inputs/modalities.py", "hidden_size"): "patches, and states of an encoder, have that width",
+    ("shardconv/inputs/image_forms.py", "hidden_size"): "patches have that width",
+    ("shardconv/inputs/modalities.py", "hidden_size"): "states of an encoder have that width",
     ("shardconv/inputs/config_sizes.py", "model_type"): "a value that has one is a config",
 }
 """Attributes of configs that a file reads all the same, each with the reason: none tells types apart."""

@@ -22,7 +22,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .comm.agreement import from_rank_0
+    from .comm.rank_0 import from_rank_0
     from .loading.load import load
     from .loading.loaded_adapters import add_adapter
     from .pp.stage_schedules import Pipeline
@@ -65,7 +65,7 @@ _MODULES = {
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",
-    "from_rank_0": "comm.agreement",
+    "from_rank_0": "comm.rank_0",
     "grad_norm": "training.clipping",
     "load": "loading.load",
     "load_optimizer": "saving.optimizer_state",

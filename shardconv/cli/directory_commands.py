@@ -41,8 +41,6 @@ from .options import (
     working,
 )
 
-# The command that plans an adapter of a converted directory.
-
 
 @click.command("adapt")
 @click.argument("out", type=click.Path())
@@ -290,9 +288,6 @@ COMMANDS = (
     reshard_command,
 )
 """The commands in the order of the help."""
-
-
-# The command that shows a plan as a web page.
 
 
 @click.command("report")

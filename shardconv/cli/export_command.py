@@ -147,6 +147,3 @@ def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: 
     if not quiet:
         for line in describe(pushed, options["dry_run"]):
             click.echo(line)
-
-
-"""The formats in the order of the help."""

@@ -43,7 +43,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     if verbose:
         yield progress
     elif "transformers" in sys.modules:
-        from shardconv_runtime.files.hub_errors import without_library_logging  # it imports the Hub client
+        from shardconv_runtime.files.library_logging import without_library_logging
 
         with without_library_logging():
             yield progress
@@ -351,7 +351,7 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     if is_on_hub(out):
         # The Hub client is slow to import, and a local directory does not need it.
         from shardconv_runtime.files.hub_downloads import find_all
-        from shardconv_runtime.files.hub_errors import without_hub_logging
+        from shardconv_runtime.files.library_logging import without_hub_logging
 
         with without_hub_logging():
             found = find_all(out, Hub(**hub), tp)

@@ -30,7 +30,7 @@ from shardconv_runtime.adapters.attaching import (
     token_remedy,
 )
 from shardconv_runtime.checkpoint.copying import read_into
-from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
+from shardconv_runtime.checkpoint.wrapper_names import without_wrappers, wrapped_name
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans

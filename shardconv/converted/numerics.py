@@ -8,7 +8,8 @@ any size runs in the memory of its largest parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from shardconv_runtime.checkpoint.copying import read_tensor
@@ -18,25 +19,33 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
 from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
+from shardconv_runtime.format.plan import Packing, global_shape, module_plans, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.loading.packed_models import held_part
 from shardconv_runtime.packed.formats import check_values, dequantize
 from shardconv_runtime.packed.stored_weights import WeightSlice
+from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dim_analysis.rules import RULES
 from ..inputs.example_inputs import stored_example
-from ..inputs.trace_inputs import trace_inputs
+from ..inputs.trace_inputs import TraceInputs, trace_inputs
 from ..reporting.progress import Progress
 from ..reporting.summary import human_bytes
 from ..simulation.available_memory import available_bytes
-from ..simulation.lockstep import Lockstep, LockstepOutcome
-from ..simulation.model_runs import PRECISIONS, Precision
-from ..simulation.rank_simulation import Unprovable
-from ..simulation.streamed_weights import RecentReads, TooLargeToRead, computed, computed_rows, largest_read
+from ..simulation.model_runs import PRECISIONS, Precision, largest_difference, outputs_of
+from ..simulation.module_comparison import ModuleComparison
+from ..simulation.rank_simulation import Simulation, Unprovable, with_module
+from ..simulation.streamed_weights import (
+    FileWeights,
+    RecentReads,
+    TooLargeToRead,
+    computed,
+    computed_rows,
+    largest_read,
+)
 from ..tracing.tape import Tape, reads_and_writes
 from .shards import Converted
 
@@ -104,12 +113,10 @@ def run_numerics(
     inputs, tape = trace_inputs(model, RULES, example=stored_example(spec.directory))
     sources = _Sources(converted)
     unsharded = sources.usable(converted.weights() if weights is None else weights)
-    lockstep = Lockstep(converted.plan, model, inputs, tape, unsharded, sources.of_ranks())
-    precision, outcome = _run(lockstep, converted, progress)
-    if not outcome.worst <= precision.tolerance:
-        raise CheckpointError(_difference(converted, precision, outcome))
+    runs = _Runs(converted, model, inputs, tape, unsharded, sources.of_ranks())
+    precision, worst = runs.compare(progress)
     return Numerics(
-        worst=outcome.worst,
+        worst=worst,
         tolerance=precision.tolerance,
         dtype=dtype_name(precision.dtype),
         inputs={name: tuple(tensor.shape) for name, tensor in sorted(inputs.tensors.items())},
@@ -154,40 +161,90 @@ class _Sources:
         return found
 
 
-def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[Precision, LockstepOutcome]:
-    """Run in the best precision for which there is memory, and that the model supports."""
-    problem: TooLargeToRead | Unprovable | None = None
-    for precision in PRECISIONS:
-        try:
-            # Keep as many weights as fit in the free memory.
-            activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
-            free = int(available_bytes() * MEMORY_SHARE)
-            largest, name = max(
-                (largest_read(t, precision.dtype), name) for name, t in lockstep.unsharded.items()
+@dataclass(frozen=True)
+class _Runs:
+    """The unsharded model and the ranks of a converted model, on their weights."""
+
+    converted: Converted
+    model: nn.Module
+    """The unsharded model, on meta."""
+    inputs: TraceInputs
+    tape: Tape
+    unsharded: Mapping[str, LazyTensor]
+    ranks: Sequence[Mapping[str, LazyTensor]]
+
+    def compare(self, progress: Progress) -> tuple[Precision, float]:
+        """Run in the best precision for which there is memory, and that the model supports.
+
+        Returns:
+            The precision, and the largest difference of an output, relative to its largest value.
+
+        Raises:
+            CheckpointError: if the outputs differ, or the ranks fail.
+            SolveError: if the unsharded model cannot be run.
+            ShardconvError: if there is not enough memory.
+        """
+        problem: TooLargeToRead | Unprovable | None = None
+        for precision in PRECISIONS:
+            try:
+                return precision, self._compare_in(precision, progress)
+            except (TooLargeToRead, Unprovable) as error:
+                problem = problem or error.with_traceback(
+                    None
+                )  # a traceback would keep the weights in memory
+        where = f"{self.converted.directory}: its files are as they should be, but"
+        if isinstance(problem, Unprovable):
+            raise SolveError(
+                f"{where} the unsharded model fails on its own weights ({problem}), so that the ranks cannot "
+                "be compared with it; leave out --numerics"
+            ) from problem
+        raise ShardconvError(f"{where} {problem}; leave out --numerics, or use a larger machine") from problem
+
+    def _compare_in(self, precision: Precision, progress: Progress) -> float:
+        plan, num_bytes = self.converted.plan, sum(tensor.num_bytes for tensor in self.unsharded.values())
+        reads = self._reads(precision)
+        comparison = ModuleComparison(plan, module_plans(plan), precision.tolerance)
+        with progress.bar(f"running all ranks in {dtype_name(precision.dtype)}", num_bytes) as advance:
+            weights = FileWeights(self.unsharded, self.ranks, reads, advance)
+            want, ranks = Simulation(plan, self.model, weights, precision).in_lockstep(
+                comparison, parallelize, lambda model: outputs_of(model, self.inputs, precision)
             )
-            if activations + COPIES * largest > free:
-                needed = human_bytes(activations + COPIES * largest)
-                raise TooLargeToRead(
-                    f"to run it in {dtype_name(precision.dtype)} takes some {needed} of memory, for {name} "
-                    f"and for activations, and {human_bytes(free)} may be taken here"
-                )
-            room = (free - activations) // COPIES
-            reads = RecentReads(min(KEPT_BYTES, room), room)
-            with progress.bar(
-                f"running all ranks in {dtype_name(precision.dtype)}", lockstep.num_bytes
-            ) as advance:
-                return precision, lockstep.run(precision, reads, advance)
-        except (TooLargeToRead, Unprovable) as error:
-            problem = problem or error.with_traceback(None)  # a traceback would keep the weights in memory
-        except SolveError as error:
-            raise CheckpointError(f"{converted.directory}: {error}; convert the model again") from error
-    where = f"{converted.directory}: its files are as they should be, but"
-    if isinstance(problem, Unprovable):
-        raise SolveError(
-            f"{where} the unsharded model fails on its own weights ({problem}), so that the ranks cannot be "
-            "compared with it; leave out --numerics"
-        ) from problem
-    raise ShardconvError(f"{where} {problem}; leave out --numerics, or use a larger machine") from problem
+        if not all(t.isfinite().any() for t in want if t.numel()):
+            raise Unprovable("an output has no finite value")
+        where = self.converted.directory
+        first = comparison.first or comparison.failure
+        if comparison.failure is not None:
+            problem = with_module("the plan failed when its ranks were simulated", first)
+            raise CheckpointError(f"{where}: {problem}; convert the model again")
+        worst = max(largest_difference(outputs, want) for outputs in ranks if outputs is not None)
+        if not worst <= precision.tolerance:
+            problem = with_module(
+                f"simulated ranks differ from the unsharded model by {worst:.1e} of its largest output "
+                f"(allowed: {precision.tolerance:.0e}) on the real weights",
+                first,
+            )
+            raise CheckpointError(
+                f"{where}: {problem}; compare the directory with --against MODEL, or convert the model again"
+            )
+        return worst
+
+    def _reads(self, precision: Precision) -> RecentReads:
+        """Return a reader that keeps as many weights as fit in the free memory.
+
+        Raises:
+            TooLargeToRead: if the largest weight does not fit.
+        """
+        activations = _activation_bytes(self.tape, precision) * (self.converted.plan.tp + 1)
+        free = int(available_bytes() * MEMORY_SHARE)
+        largest, name = max((largest_read(t, precision.dtype), name) for name, t in self.unsharded.items())
+        if activations + COPIES * largest > free:
+            needed = human_bytes(activations + COPIES * largest)
+            raise TooLargeToRead(
+                f"to run it in {dtype_name(precision.dtype)} takes some {needed} of memory, for {name} "
+                f"and for activations, and {human_bytes(free)} may be taken here"
+            )
+        room = (free - activations) // COPIES
+        return RecentReads(min(KEPT_BYTES, room), room)
 
 
 def _activation_bytes(tape: Tape, precision: Precision) -> int:
@@ -199,15 +256,3 @@ def _activation_bytes(tape: Tape, precision: Precision) -> int:
             weights.update(outputs)
     shapes = (info.shape for tid, info in enumerate(tape.tensors) if tid not in weights)
     return max(map(math.prod, shapes), default=0) * precision.dtype.itemsize * LIVE_ACTIVATIONS
-
-
-def _difference(converted: Converted, precision: Precision, outcome: LockstepOutcome) -> str:
-    first = "no module whose output can be compared does"
-    if outcome.first is not None:
-        name = outcome.first.fqn or "the model itself"
-        first = f"the first module whose output does is {name}, by {outcome.first.worst:.1e}"
-    return (
-        f"{converted.directory}: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
-        f"its largest output (allowed: {precision.tolerance:.0e}) on the real weights; {first}; compare the "
-        "directory with --against MODEL, or convert the model again"
-    )

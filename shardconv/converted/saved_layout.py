@@ -34,7 +34,7 @@ from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor, recording
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
-from shardconv_runtime.files.hub_errors import without_library_logging
+from shardconv_runtime.files.library_logging import without_library_logging
 from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from ..tracing.tape import Mark, Tape, reads_and_writes, starred
 from . import dim_trees
-from .composite_modules import ExpertSite, NormSite
+from .composite_modules import ExpertSite
 from .dim_trees import LEAF, PRODUCT, SUM, Node, find
+from .norm_sites import NormSite
 
 
 class Partial:

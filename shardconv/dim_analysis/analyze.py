@@ -17,8 +17,8 @@ from ..tracing.opaque import OPAQUE
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
 from . import dim_trees, view_rules
 from .analysis import Analysis, frozen_leaves
-from .composite_modules import NormSite, find_norms
 from .dim_trees import IncompatibleDims, Node
+from .norm_sites import NormSite, find_norms
 from .rule_builder import Arguments, Builder, NotCovered, owning_modules
 from .rules import POINTWISE, RULES
 

@@ -10,8 +10,8 @@ from typing import Any
 from ..tracing.tape import Mark, Op, Ref, Tape, makers, prefixes
 from . import dim_trees
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
-from .composite_modules import NormSite
 from .dim_trees import IncompatibleDims, Node
+from .norm_sites import NormSite
 
 
 class NotCovered(Exception):

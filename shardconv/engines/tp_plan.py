@@ -33,7 +33,8 @@ from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.saving.dcp_boxes import full_window, held_boxes
+from shardconv_runtime.saving.dcp_boxes import held_boxes
+from shardconv_runtime.saving.local_windows import full_window
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter

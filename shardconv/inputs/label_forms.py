@@ -7,7 +7,7 @@ it, or a number for each logit. Forms that the model's code does not take are fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,39 @@ def label_forms(model: nn.Module, inputs: TraceInputs, returned: Mapping[str, Te
         for name, values in makers.items():
             for value in values:
                 yield _form(inputs, {name: value})
+
+
+LossOf = Callable[[str | None, TraceInputs], tuple[Tensor | None, str | None]]
+"""Calls a model of a ``problem_type`` (None: its config's), and returns its loss, if it has one, and the type
+that its config has after the call."""
+
+
+def forms_with_a_loss(
+    model: nn.Module, inputs: TraceInputs, returned: Mapping[str, Tensor], loss_of: LossOf
+) -> Iterator[tuple[str | None, LabelForm]]:
+    """Yield one form of labels for each loss of a model's code, with the problem type that chooses the loss.
+
+    The config of a classifier of transformers chooses among losses. If it does not, the first labels do, and
+    the code writes the choice to the config.
+    """
+    chosen: str | None = None
+    for kind in (None, *PROBLEM_TYPES):
+        if kind is not None and (chosen is None or kind == chosen):
+            continue
+        for form in label_forms(model, inputs, returned):
+            if kind in PROBLEM_TYPES[1:] and not form.is_for_each_logit:
+                continue  # they would be broadcast to the logits
+            loss, used = loss_of(kind, form.inputs)
+            if loss is not None and loss.isfinite().all():
+                if kind is None and problem_type(model) is None:
+                    chosen = used
+                yield kind, form
+                break
+
+
+def problem_type(model: nn.Module) -> str | None:
+    """Return the ``problem_type`` of a model's config."""
+    return getattr(getattr(model, "config", None), "problem_type", None)
 
 
 _EACH_LOGIT = "a number for each logit"

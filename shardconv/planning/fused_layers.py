@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardconv_runtime.format.dims import axes_of
+from shardconv_runtime.format.fused_groups import FUSED_PARAMETERS, fused_groups, is_fusible
 from shardconv_runtime.format.names import compress, expand_all, natural_key
 from shardconv_runtime.format.plan import (
     FusedPlan,
@@ -21,7 +22,7 @@ from shardconv_runtime.format.plan import (
     module_plans,
     parameter_plans,
 )
-from shardconv_runtime.format.stored_layout import FUSED_PARAMETERS, fused_groups, is_common, is_fusible
+from shardconv_runtime.format.stored_layout import is_common
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis

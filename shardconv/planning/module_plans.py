@@ -276,9 +276,6 @@ def _module_plan(entry: _Entry) -> ModulePlan:
     )
 
 
-# Categories ----------------------------------------------------------------------------------------
-
-
 def _category(solution: Solution, op: Op) -> str:
     """Return the category of a module that contains this operator; empty if the operator does not decide
     it."""
@@ -323,9 +320,6 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
                 local_ids(site.where.ids, layout, per_token=solution.per_token(ids)),
                 ZeroOutOfShardStep(site.where.weights, per_token=solution.per_token(weights)),
             ]
-
-
-# Steps ---------------------------------------------------------------------------------------------
 
 
 def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Conflict | None:

@@ -22,7 +22,8 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.files.hub_errors import bounded, explain, hub_error, is_temporary
+from shardconv_runtime.files.hub_errors import explain, hub_error, is_temporary
+from shardconv_runtime.files.hub_time_limits import bounded
 from shardconv_runtime.hub_options import option
 
 from ..reporting.progress import Advance

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.format.stored_layout import fused_groups
 from shardconv_runtime.parallel.boundary import forward_signature
-from shardconv_runtime.pp.stage_model import Results, placeholder_for, swap_for_placeholder
+from shardconv_runtime.pp.placeholders import Results, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

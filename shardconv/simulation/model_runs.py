@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
 import torch
-from shardconv_runtime.training.host_numbers import host_seed
+from shardconv_runtime.comm.host_numbers import host_seed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -140,6 +140,21 @@ PRECISIONS = (Precision(torch.float64, TOLERANCE), Precision(torch.float32, 1e-4
 """float32 is for the few models whose code insists on it."""
 
 
+@contextmanager
+def _evaluating(precision: Precision) -> Iterator[None]:
+    """Run code without gradients; a model that draws random numbers draws the same on every rank."""
+    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def raw_output_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> Any:
+    """Return the output of a model in evaluation, unchanged; see ``outputs_of``."""
+    inputs = inputs.to(precision.dtype)
+    with _evaluating(precision):
+        return model(**inputs.tensors, **inputs.options)
+
+
 def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> list[Tensor]:
     """Return all tensors that a model returns in evaluation.
 
@@ -151,33 +166,18 @@ def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> l
     return outputs_of_calls(model, inputs, precision, 1)[0]
 
 
-def raw_outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> Any:
-    """Return the output of a model in evaluation, unchanged. See ``outputs_of``."""
-    inputs = inputs.to(precision.dtype)
-    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
-        return model(**inputs.tensors, **inputs.options)
-
-
 def outputs_of_calls(
     model: nn.Module, inputs: TraceInputs, precision: Precision, calls: int, *, or_fewer: bool = False
 ) -> list[list[Tensor]]:
-    """Return all tensors that each of several calls returns. The cache of one call goes into the next.
+    """Return the tensors of several calls: each later one gets one more token and the cache of the first.
 
-    Args:
-        model: unsharded, or of one rank, in the dtype of ``precision``.
-        inputs: the global inputs of the first call, such as ``input_ids [B, S]``. Later calls get one more
-            token.
-        precision: the precision to compute in.
-        calls: number of calls.
-        or_fewer: stop without an error at a later call that fails.
+    With ``or_fewer``, a later call that fails is the end, and no error.
     """
     inputs = inputs.to(precision.dtype)
-    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
+    with _evaluating(precision):
         result = model(**inputs.tensors, **inputs.options)
-        found = [results(model, result)]
-        while len(found) < calls:
+        outputs = [results(model, result)]
+        while len(outputs) < calls:
             try:
                 result = model(**continuation(model, inputs, result))
             except Exception as error:  # model code may raise anything in a call that it does not expect
@@ -185,8 +185,8 @@ def outputs_of_calls(
                 if or_fewer:
                     break
                 raise
-            found.append(results(model, result))
-    return found
+            outputs.append(results(model, result))
+    return outputs
 
 
 def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str, Any]:

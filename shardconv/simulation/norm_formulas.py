@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import NormInfo
-from shardconv_runtime.parallel.layers import ShardedNorm
+from shardconv_runtime.parallel.sharded_norms import ShardedNorm
 from torch import nn
 
-from ..dim_analysis.composite_modules import ACTIVATIONS, NormSite
+from ..dim_analysis.norm_sites import ACTIVATIONS, NormSite
 from ..dim_analysis.rule_builder import Arguments
 from ..tracing.tape import Op, Tape
 from .model_runs import Float64

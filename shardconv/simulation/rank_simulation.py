@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from textwrap import shorten
 from typing import TypeVar
 
@@ -14,12 +15,12 @@ import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format.dims import axes_of, size
-from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.format.plan import ModulePlan, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.slot_steps import AllGatherStep
 from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from shardconv_runtime.parallel.fused_products import refresh_fused
+from shardconv_runtime.parallel.layers import without_logits_gather
 from shardconv_runtime.parallel.local_modules import local_view
 from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
@@ -35,12 +36,13 @@ from .model_runs import (
     largest_difference,
     outputs_of,
     outputs_of_calls,
-    raw_outputs_of,
+    raw_output_of,
     usable_gradients,
 )
-from .rank_threads import ThreadCommunicator, communicators, run_ranks
+from .module_comparison import Follower, ModuleComparison, ModuleDifference
+from .random_weights import RandomWeights, SimulatedWeights, fill
+from .rank_threads import ThreadCommunicator, Turn, communicators, run_ranks
 from .stage_simulation import Mail, MailTransport, gradients_of_stages, stage_of_rank
-from .streamed_weights import RandomWeights, fill
 
 T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
@@ -61,24 +63,46 @@ class Unprovable(SolveError):
     """The unsharded model itself fails on the weights."""
 
 
+class RanksWrong(SolveError):
+    """The ranks compute something else than the unsharded model, or fail.
+
+    Args:
+        problem: the problem, without a period.
+        worst: see ``Outcome``; infinite if the ranks fail.
+        find: runs the ranks again, and returns the first module that differs.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        worst: float = math.inf,
+        find: Callable[[], ModuleDifference | None] = lambda: None,
+    ) -> None:
+        super().__init__(f"{problem}. Nothing was written. This is a bug in shardconv; please report it.")
+        self.problem = problem
+        self.worst = worst
+        self._find = find
+
+    def located(self) -> RanksWrong:
+        """Return the error with the module in which it begins."""
+        return RanksWrong(with_module(self.problem, self._find()), self.worst)
+
+
+def with_module(problem: str, first: ModuleDifference | None) -> str:
+    """Add the first module that differs to a problem; there may be none whose tensors can be compared."""
+    return problem if first is None else f"{problem}; {first}"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How the simulated ranks compare with the unsharded model."""
 
     worst: float
     """Largest difference of an output, relative to its largest value."""
-    tolerance: float
-    dtype: torch.dtype
-    """Dtype of both runs."""
     gradients: str | None = None
     """The problem of the gradients; empty if they are right, None if they were not compared."""
     calls: int = 1
     """Number of calls that were compared."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is within rounding error."""
-        return self.worst <= self.tolerance
 
 
 class Logits(Enum):
@@ -103,20 +127,27 @@ class _Gradients:
 class Simulation:
     """The unsharded model and the ranks of one plan, on the same weights.
 
-    Weights are drawn and models are built once for all runs.
+    SimulatedWeights are drawn and models are built once for all runs.
 
     Args:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
         weights: weights of both sides. By default they are drawn.
+        precision: the precision to compute in, until the unsharded model fails in it.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, weights: RandomWeights | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        weights: SimulatedWeights | None = None,
+        precision: Precision = PRECISIONS[0],
+    ) -> None:
         self.plan = plan
         self.model = model
         self.weights = weights or RandomWeights(plan)
         self.entries = parameter_plans(plan)
-        self._precision = PRECISIONS[0]
+        self._precision = precision
         self._ranks = communicators(plan.mesh)
         self._unsharded: dict[Precision, ReusedModel] = {}
         self._local: dict[tuple[Precision, int, str], ReusedModel] = {}
@@ -133,23 +164,109 @@ class Simulation:
 
         Raises:
             Unprovable: if the unsharded model fails.
-            SolveError: if the ranks fail.
+            RanksWrong: if the ranks fail.
             ShardconvError: if the plan does not fit the model.
         """
         want = self._reference(inputs, calls)
         collect_garbage()
         if self.plan.logits is None or "labels" in inputs.tensors:
             logits = Logits.GATHERED
+        find = partial(self.first_difference, inputs, len(want), logits)
         try:
             worst = max(self._run_ranks(lambda comm: self._distance(comm, inputs, want, logits)))
         except PlanError:
             raise
         except Exception as error:
             require_memory(error)
-            raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-        return Outcome(worst, self._precision.tolerance, self._precision.dtype, calls=len(want))
+            raise RanksWrong(f"the plan failed when its ranks were simulated: {error}", find=find) from error
+        if not worst <= self._precision.tolerance:
+            problem = (
+                f"the plan is wrong: simulated ranks differ from the unsharded model by {worst:.1e} of its "
+                f"largest output (allowed: {self._precision.tolerance:.0e})"
+            )
+            raise RanksWrong(problem, worst, find)
+        return Outcome(worst, calls=len(want))
 
-    def evaluate_stages(self, inputs: TraceInputs, *, calls: int = 2) -> Outcome:
+    def first_difference(
+        self, inputs: TraceInputs, calls: int = 1, logits: Logits = Logits.GATHERED
+    ) -> ModuleDifference | None:
+        """Run everything again, and return the first module that differs; see ``evaluate``."""
+        if self.plan.logits is None or "labels" in inputs.tensors:
+            logits = Logits.GATHERED
+        modules, precision = module_plans(self.plan), self._precision
+        run = partial(outputs_of_calls, inputs=inputs, precision=precision, calls=calls)
+        kinds: list[tuple[Parallelize, dict[str, ModulePlan]]] = []
+        if logits != Logits.OWN:
+            kinds.append((parallelize, modules))
+        if logits != Logits.GATHERED:
+            kinds.append((_with_its_logits, without_logits_gather(modules, self.plan.logits, ())))
+        for make, used in kinds:
+            comparison = ModuleComparison(self.plan, used, precision.tolerance)
+            self.in_lockstep(comparison, make, run)
+            if first := comparison.first or comparison.failure:
+                return first
+        return None
+
+    def first_wrong_gradient(self, inputs: TraceInputs) -> ModuleDifference | None:
+        """Run forward and backward again, and return the first module, in backward order, that differs."""
+        precision = self._precision
+        inputs, _, problem = usable_gradients(lambda: self._unsharded_model(precision), inputs, precision)
+        if problem:
+            return None
+        modules, training = module_plans(self.plan), self.plan.training
+        if training is not None and training.parallel_loss:
+            modules = without_logits_gather(modules, self.plan.logits, ())
+        comparison = ModuleComparison(self.plan, modules, precision.tolerance, gradients=True)
+        run = partial(gradients_of, inputs=inputs, precision=precision)
+        self.in_lockstep(comparison, _for_training, run)
+        return comparison.first or comparison.failure
+
+    def in_lockstep(
+        self, comparison: ModuleComparison, make: Parallelize, run: Callable[[nn.Module], T]
+    ) -> tuple[T, list[T | None]]:
+        """Run the unsharded model and all ranks in turns, and compare the tensors of their modules.
+
+        Args:
+            comparison: gets the tensors, and the error of a rank that fails.
+            make: makes the model of a rank.
+            run: runs a model.
+
+        Returns:
+            The results of the unsharded model, and of each rank; None of a rank that fails.
+
+        Raises:
+            Unprovable: if the unsharded model fails.
+            ShardconvError: if weights cannot be read, or a rank's model cannot be made.
+        """
+        results: list[T] = []
+
+        def unsharded(turn: Turn) -> None:
+            try:
+                model = self._new_unsharded(self._precision)
+                Follower(model, turn, comparison)
+                results.append(run(model))
+            except ShardconvError:
+                raise
+            except Exception as error:
+                require_memory(error)
+                raise Unprovable(str(error)) from error
+
+        def rank(comm: ThreadCommunicator) -> T | None:
+            model = self._new_rank(comm, make)
+            follower = Follower(model, comm.turn, comparison)
+            try:
+                return run(model)
+            except Exception as error:
+                require_memory(error)
+                if isinstance(error, ShardconvError) and not isinstance(error, PlanError):
+                    raise
+                comparison.fail(follower, error)
+                return None
+
+        ranks = run_ranks(self.plan.mesh, rank, unsharded)
+        return results[0], ranks
+
+    def evaluate_stages(self, inputs: TraceInputs, *, calls: int = 2) -> float:
         """Run the unsharded model, then all ranks of one stage after the other.
 
         Args:
@@ -167,7 +284,7 @@ class Simulation:
         for stage in range(num_stages(self.plan)):
 
             def run(comm: ThreadCommunicator, stage: int = stage) -> float:
-                weights = self.weights.local(comm.rank, precision.dtype)
+                weights = self._drawn.local(comm.rank, precision.dtype)
                 transport = MailTransport(stage, comm.rank, mail)
                 local = stage_of_rank(model, self.plan, comm, stage, weights, transport)
                 found = outputs_of_calls(local, inputs, precision, len(want))
@@ -180,7 +297,12 @@ class Simulation:
                 raise SolveError(f"stage {stage} failed when it was simulated: {error}") from error
         if left := sorted({(source, stage) for (_, source, stage), tensors in mail.items() if tensors}):
             raise SolveError("stage {1} does not receive all that stage {0} sends".format(*left[0]))
-        return Outcome(worst, precision.tolerance, precision.dtype, calls=len(want))
+        if not worst <= precision.tolerance:
+            raise SolveError(
+                "the model cannot be cut into stages: the last stage's results differ from the unsharded "
+                f"model's by {worst:.1e} of the largest (allowed: {precision.tolerance:.0e})"
+            )
+        return worst
 
     def wrong_gradient(self, inputs: TraceInputs) -> str:
         """Return the error of the ranks' gradients in training mode; empty if they are right.
@@ -206,7 +328,7 @@ class Simulation:
         model = copy.deepcopy(self.model).to(self._precision.dtype)
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
-            weights = self.weights.local(comm.rank, self._precision.dtype)
+            weights = self._drawn.local(comm.rank, self._precision.dtype)
             return gradients_of_stages(model, self.plan, comm, weights, inputs, self._precision)
 
         return self._wrong_gradient(inputs, gradients)
@@ -257,7 +379,7 @@ class Simulation:
         """
         model = self._new_unsharded(self._precision)
         try:
-            result = raw_outputs_of(model, inputs, self._precision)
+            result = raw_output_of(model, inputs, self._precision)
         except Exception as error:
             require_memory(error)
             raise Unprovable(str(error)) from error
@@ -309,6 +431,8 @@ class Simulation:
         Raises:
             Unprovable: if the unsharded model fails.
         """
+        if not math.isfinite(error):
+            return False
         want = self._reference(inputs)[0]
         precision = self._precision
         changed = self._new_unsharded(precision)
@@ -343,6 +467,11 @@ class Simulation:
             total += 8 * numel * (1 + self.plan.tp // num_shards)
         return total
 
+    @property
+    def _drawn(self) -> RandomWeights:
+        assert isinstance(self.weights, RandomWeights), "stages are simulated on random weights"
+        return self.weights
+
     # The unsharded model ---------------------------------------------------------------------
 
     def _reference(self, inputs: TraceInputs, calls: int = 1) -> list[list[Tensor]]:
@@ -371,8 +500,7 @@ class Simulation:
 
     def _new_unsharded(self, precision: Precision) -> nn.Module:
         model = copy.deepcopy(self.model).to(precision.dtype)
-        tensors = {n: t for n, t in stored_tensors(model) if n in self.entries}
-        return fill(model, self.weights.unsharded(tensors, precision.dtype), gradients=True)
+        return self.weights.put_into(model, None, precision.dtype, gradients=True)
 
     # The ranks -------------------------------------------------------------------------------
 
@@ -401,19 +529,18 @@ class Simulation:
             worst = max(worst, _largest(found, wanted))
         return worst
 
-    def _rank(
-        self, comm: Communicator, make: Callable[[nn.Module, Plan, Communicator], nn.Module]
-    ) -> nn.Module:
+    def _rank(self, comm: Communicator, make: Parallelize) -> nn.Module:
         """Return the model of one rank; models are made once for each precision and kind."""
         precision = self._precision
         key = precision, comm.rank, make.__name__
         if key not in self._local or self.weights.own_copies:
-            local = make(copy.deepcopy(self.model).to(precision.dtype), self.plan, comm)
-            weights = self.weights.local(comm.rank, precision.dtype)
-            fill(local, weights, gradients=make is _for_training)
-            refresh_fused(local)
-            self._local[key] = ReusedModel(local)
+            self._local[key] = ReusedModel(self._new_rank(comm, make))
         return self._local[key].fresh()
+
+    def _new_rank(self, comm: Communicator, make: Parallelize) -> nn.Module:
+        dtype = self._precision.dtype
+        local = make(copy.deepcopy(self.model).to(dtype), self.plan, comm)
+        return self.weights.put_into(local, comm.rank, dtype, gradients=make is _for_training)
 
     def _compare_gradients(
         self, got: Mapping[str, Tensor], want: _Gradients, rank: int

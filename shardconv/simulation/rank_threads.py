@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.comm.host_numbers import HostStates, host_states, set_host_states
 from shardconv_runtime.format.slices import Mesh
-from shardconv_runtime.training.host_numbers import HostStates, host_states, set_host_states
 from torch import Tensor
 
 from .available_memory import return_freed_memory

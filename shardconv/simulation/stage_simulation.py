@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
 from .model_runs import Precision, gradients_of
+from .random_weights import fill
 from .rank_threads import RanksDisagree, ThreadCommunicator
-from .streamed_weights import fill
 
 Mail = dict[tuple[int, int, int], deque[Tensor]]
 """(rank within a stage, sending stage, receiving stage) -> tensors that were sent and not yet received."""

@@ -17,7 +17,7 @@ import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,130 +34,12 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
 from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.parallel.fused_products import fused_products
-from shardconv_runtime.parallel.local_modules import local_tensor
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Weights for simulations: drawn, sliced, and put into models on meta.
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A choice of random numbers to draw."""
-
-    seed: int = 0
-    scale: float = 1.0
-    """Factor of matrices; with 1, activations keep their range."""
-    vectors: float = 1.0
-    """Approximate size of the values of 1-D parameters."""
-
-    def __str__(self) -> str:
-        matrices = f", matrices times {self.scale}" if self.scale != 1 else ""
-        vectors = f", vectors times {self.vectors}" if self.vectors != 1 else ""
-        return f"seed {self.seed}{matrices}{vectors}"
-
-
-USUAL = Draw()
-
-
-class RandomWeights:
-    """The same random weights for the unsharded model and the ranks, drawn and sliced once for each dtype.
-
-    Models share these weights, unless ``own_copies`` is set. Then each model gets a copy.
-    """
-
-    def __init__(self, plan: Plan, draw: Draw = USUAL) -> None:
-        self.own_copies = False
-        self._plan = plan
-        self._draw = draw
-        self._made: dict[torch.dtype, Mapping[str, Tensor]] = {}
-        self._local: dict[tuple[torch.dtype, int], Mapping[str, Tensor]] = {}
-        self._versions: dict[torch.dtype, list[int]] = {}
-
-    def were_written_to(self) -> bool:
-        """Return whether a model's code changed its weights. If it did, they are drawn again, and models get
-        copies."""
-        if self.own_copies or all(_versions(made) == self._versions[d] for d, made in self._made.items()):
-            return False
-        self.own_copies = True
-        self._made.clear()
-        self._local.clear()
-        return True
-
-    def unsharded(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Return the weights of the unsharded model, in the shapes and dtypes of ``tensors`` (on meta).
-
-        Args:
-            tensors: tensors by name, the same in each call.
-            dtype: the dtype of floating point tensors.
-        """
-        if dtype not in self._made:
-            self._made[dtype] = {name: _random(name, tensor, self._draw) for name, tensor in tensors.items()}
-            self._versions[dtype] = _versions(self._made[dtype])
-        return self._given(self._made[dtype])
-
-    def local(self, rank: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Return the local weights of one rank, with the same names and dtypes."""
-        if (dtype, rank) not in self._local:
-            self._local[dtype, rank] = local_weights(self._made[dtype], self._plan, rank)
-        return self._given(self._local[dtype, rank])
-
-    def _given(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {n: w.clone() for n, w in weights.items()} if self.own_copies else weights
-
-
-def _versions(weights: Mapping[str, Tensor]) -> list[int]:
-    return [weight._version for weight in weights.values()]
-
-
-def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
-    """Draw weights in a range that keeps activations in range; norms and biases are random as well."""
-    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name) + draw.seed * 1_000_003)
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if tensor.dim() < 2:
-        return (torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5) * draw.vectors
-    inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # convolutions; products
-    size = math.sqrt(math.prod(inputs)) / draw.scale
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(size)
-
-
-def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """Return a rank's shard of every weight (global shapes to local ones), without casting."""
-    entries = parameter_plans(plan)
-    parts = {}
-    for name, weight in weights.items():
-        entry = replace(entries[name], dtype=dtype_name(weight.dtype))
-        parts[name] = local_tensor(entry, weight, plan.mesh, rank)
-    return parts
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:
-    """Set parameters (under all tied names) and buffers, and return ``model``.
-
-    Args:
-        model: the model on meta.
-        tensors: tensors by name.
-        gradients: keep ``requires_grad`` of the parameters. By default no parameter requires a gradient.
-    """
-    aliases: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            aliases.setdefault(parameter, []).append((module, attribute))
-    for name, tensor in tensors.items():
-        owner, attribute = owner_of(model, name)
-        if attribute in owner._parameters:
-            replaced = owner._parameters[attribute]
-            real = nn.Parameter(tensor, gradients and replaced is not None and replaced.requires_grad)
-            for module, alias in aliases[replaced]:
-                module._parameters[alias] = real
-        else:
-            owner._buffers[attribute] = tensor
-    return model
-
+from .random_weights import fill
 
 aten = torch.ops.aten
 
@@ -333,6 +215,49 @@ def fill_streamed(
         weights, biases = ([m._parameters[name] for m in product.members] for name in ("weight", "bias"))
         product.span(_spanning(weights), _spanning(biases), has_bias=biases[0] is not None)
     return model
+
+
+class FileWeights:
+    """Weights in files, which are read when an operator needs them.
+
+    Args:
+        unsharded: global parameters and persistent buffers of the unsharded model, by FQN.
+        ranks: local ones of each rank.
+        reads: reads the parameters.
+        advance: is called with the stored bytes of a module's own weights when the unsharded model first
+            calls it.
+    """
+
+    own_copies = False
+
+    def __init__(
+        self,
+        unsharded: Mapping[str, LazyTensor],
+        ranks: Sequence[Mapping[str, LazyTensor]],
+        reads: RecentReads,
+        advance: Callable[[int], object],
+    ) -> None:
+        self._unsharded = unsharded
+        self._ranks = ranks
+        self._reads = reads
+        self._advance = advance
+
+    def put_into(
+        self, model: nn.Module, rank: int | None, dtype: torch.dtype, *, gradients: bool = False
+    ) -> nn.Module:
+        """See ``SimulatedWeights``; streamed weights have no gradients."""
+        fill_streamed(model, self._unsharded if rank is None else self._ranks[rank], dtype, self._reads)
+        for fqn, module in model.named_modules() if rank is None else ():
+            prefix = f"{fqn}." if fqn else ""
+            names = [prefix + name for name in (*module._parameters, *module._buffers)]
+            if num_bytes := sum(self._unsharded[n].num_bytes for n in names if n in self._unsharded):
+                once = iter([num_bytes])
+                module.register_forward_pre_hook(lambda *_, once=once: self._advance(next(once, 0)) and None)
+        return model
+
+    def were_written_to(self) -> bool:
+        """Return False: writes are repeated when a parameter is read."""
+        return False
 
 
 def _spanning(parts: Sequence[Any]) -> Any:

@@ -319,7 +319,7 @@ class _ModuleHook:
                 positional = self.parameters
                 named = {positional[i] if i < len(positional) else str(i): a for i, a in enumerate(args)}
                 self.tracer.caches.enter(call, {**named, **kwargs})
-                slots = list(_tensor_slots("input", {**named, **kwargs}))
+                slots = list(tensor_slots("input", {**named, **kwargs}))
                 outer = [(t, recorder.identities.tid(t)) for _, t in slots]
                 self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
                 recorder.mark(call, slots)
@@ -337,7 +337,7 @@ class _ModuleHook:
             with torch._C.DisableTorchFunction():
                 recorder, call = self.recorder, self.recorder.stack[-1]
                 recorder.tape.returned[call] = self._form(output, args, kwargs)
-                slots = list(_tensor_slots("output", output))
+                slots = list(tensor_slots("output", output))
                 frame = self.tracer.frames[call]
                 unchanged = {
                     tensor_key(t)
@@ -449,12 +449,13 @@ def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     )
 
 
-def _tensor_slots(prefix: str, value: Any) -> Any:
+def tensor_slots(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the arguments or the output of a module, with their slots."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensor_slots(f"{prefix}.{key}", item)
+            yield from tensor_slots(f"{prefix}.{key}", item)
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from _tensor_slots(f"{prefix}.{index}", item)
+            yield from tensor_slots(f"{prefix}.{index}", item)

@@ -94,6 +94,10 @@ def compare_tapes(
     return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
 
 
+_Events = Mapping[tuple[str, int], list[Op | Mark]]
+"""FQN of a module and number of its call -> its events."""
+
+
 class _Comparison:
     """The comparison of the global tape with another one."""
 
@@ -124,8 +128,17 @@ class _Comparison:
                 continue
             conflict = self._align(key[0], events, found.get(key, []))
             if conflict is not None:
-                return conflict
+                return replace(conflict, where=self._innermost(key[0], conflict.where, expected, found))
         return None
+
+    def _innermost(self, fqn: str, where: str, expected: _Events, found: _Events) -> str:
+        """Say where the first module in this one differs, if any: its code may have made the problem."""
+        for key, events in expected.items():
+            if key[0].startswith(f"{fqn}." if fqn else "") and key[0] != fqn:
+                conflict = self._align(key[0], events, found.get(key, []))
+                if conflict is not None:
+                    return self._innermost(key[0], conflict.where, expected, found)
+        return where
 
     def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> Conflict | None:
         """Pair the operators of one call. A rank may leave out views, such as repeating a group of one."""
@@ -176,7 +189,7 @@ class _Comparison:
             return self.unsharded.tensors[op.inputs[0]].shape == self.unsharded.tensors[op.outputs[0]].shape
         return base in view_rules.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
-    def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
+    def _by_call(self, tape: Tape) -> _Events:
         """Group the events by module call; of replaced modules, only their outputs are events.
 
         Calls are counted among the calls on the tape: a module that several layers share is also called by

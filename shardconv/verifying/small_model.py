@@ -28,7 +28,7 @@ from ..planning.conflict import Conflict
 from ..planning.localize import Attribute, Change, localized
 from ..planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
-from ..simulation.streamed_weights import fill
+from ..simulation.random_weights import fill
 from ..tracing.fold import Folded
 from ..tracing.functions import sources, traced_ints
 from ..tracing.tape import Mark, Tape, prefixes, starred

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
+from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import (
     DrawPlan,
@@ -24,7 +25,6 @@ from shardconv_runtime.format.plan import (
 from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ReshardingStep
 from shardconv_runtime.format.stage_names import staged_modules
-from shardconv_runtime.format.stored_layout import fused_groups
 
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find
 from ..planning.solution import stand_in

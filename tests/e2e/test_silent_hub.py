@@ -15,9 +15,9 @@ from converted import llama_plan, random_llama, write_directory
 from hub_server import HubServer, Request
 from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-from shardconv_runtime.checkpoint.resolve import locate
+from shardconv_runtime.checkpoint.model_location import locate
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.files import hub_downloads, hub_errors, remote_files
+from shardconv_runtime.files import hub_downloads, hub_time_limits, remote_files
 from shardconv_runtime.hub_options import Hub
 
 import shardconv
@@ -34,8 +34,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Every time-out is short, and the waits between tries are those of the client alone."""
     for module in (branch, hub_downloads, remote_files):
         monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(hub_errors, "ANSWER_S", SHORT_S)
-    monkeypatch.setattr(hub_errors, "PATIENCE_S", 2 * SHORT_S)
+    monkeypatch.setattr(hub_time_limits, "ANSWER_S", SHORT_S)
+    monkeypatch.setattr(hub_time_limits, "PATIENCE_S", 2 * SHORT_S)
     monkeypatch.setattr(remote_files, "TIMEOUT_S", SHORT_S)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", SHORT_S)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", SHORT_S)
@@ -131,17 +131,17 @@ def test_a_refused_connection_does_not_end_the_watch(hub: HubServer, monkeypatch
     """The client replaces its session after one, and asks again inside of its functions."""
     hub.faults.hang = True
     endpoint = HfApi(endpoint="http://127.0.0.1:9", token=False)
-    with soon(), hub_errors.bounded(), pytest.raises(hub_errors.NotReachedError, match="refused"):
+    with soon(), hub_time_limits.bounded(), pytest.raises(hub_time_limits.NotReachedError, match="refused"):
         list(endpoint.list_repo_tree(REPO))
-    with soon(), hub_errors.bounded(), pytest.raises(hub_errors.NoAnswerError):
+    with soon(), hub_time_limits.bounded(), pytest.raises(hub_time_limits.NoAnswerError):
         list(HfApi(endpoint=hub.endpoint, token=False).list_repo_tree(REPO))
 
 
 def test_the_session_is_left_as_it_was(hub: HubServer) -> None:
     session = get_session()
     before, timeout = session.event_hooks, session.timeout
-    with hub_errors.bounded():
-        with hub_errors.bounded():
+    with hub_time_limits.bounded():
+        with hub_time_limits.bounded():
             assert len(session.event_hooks["request"]) == len(before["request"]) + 1
         assert len(session.event_hooks["request"]) == len(before["request"]) + 1
     assert (get_session(), session.event_hooks, session.timeout) == (session, before, timeout)
@@ -157,11 +157,11 @@ def test_other_threads_of_the_client_are_watched(hub: HubServer) -> None:
         except Exception as error:
             errors.append(error)
 
-    with soon(), hub_errors.bounded():
+    with soon(), hub_time_limits.bounded():
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-    assert [type(error) for error in errors] == [hub_errors.NoAnswerError]
+    assert [type(error) for error in errors] == [hub_time_limits.NoAnswerError]
 
 
 def test_slow_is_not_silent(hub: HubServer, out: Path) -> None:
@@ -288,6 +288,6 @@ def test_paths_are_not_asked_about_for_ever(hub: HubServer, file: remote_files.R
 
 
 def test_the_limits_are_minutes_at_most() -> None:
-    assert hub_errors.ANSWER_S <= 120
-    assert hub_errors.PATIENCE_S <= 60
+    assert hub_time_limits.ANSWER_S <= 120
+    assert hub_time_limits.PATIENCE_S <= 60
     assert remote_files.TIMEOUT_S * remote_files.SILENT_TRIES <= 120

@@ -32,21 +32,25 @@ from shardconv.arguments import SolveOptions
 from shardconv.converted import adaptation, new_solution
 from shardconv.planning.parameter_plans import Steps
 from shardconv.simulation import rank_simulation
-from shardconv.verifying import proof
+from shardconv.verifying import implementations
 
 SOLVER = (
+    "shardconv.adapted_plan",
     "shardconv.dim_analysis.",
-    "shardconv.matching.",
-    "shardconv.measuring.",
-    "shardconv.pipeline.",
+    "shardconv.inputs.",
+    "shardconv.numeric_check",
+    "shardconv.passes",
+    "shardconv.plan_forms",
     "shardconv.planning.",
+    "shardconv.pp.",
     "shardconv.simulation.",
-    "shardconv.solving.",
     "shardconv.tracing.",
+    "shardconv.training_code",
     "shardconv.verifying.",
     "shardconv_runtime.comm.",
     "shardconv_runtime.format.",
     "shardconv_runtime.parallel.",
+    "shardconv_runtime.pp.",
 )
 """The modules that take part in solving."""
 
@@ -96,14 +100,14 @@ def _remembered(
 def _in_short() -> Iterator[None]:
     """Prove nothing for the further implementations of attention, unless the test asks for them; and leave
     the garbage of tiny models for later."""
-    before = proof.OTHERS, rank_simulation.collect_garbage
+    before = implementations.OTHERS, rank_simulation.collect_garbage
     rank_simulation.collect_garbage = lambda: None
     if not Solved.other_attentions:
-        proof.OTHERS = ()  # type: ignore[assignment]
+        implementations.OTHERS = ()  # type: ignore[assignment]
     try:
         yield
     finally:
-        proof.OTHERS, rank_simulation.collect_garbage = before
+        implementations.OTHERS, rank_simulation.collect_garbage = before
 
 
 def _read(path: Path, tell: passes.Tell) -> Plan:

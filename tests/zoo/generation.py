@@ -14,8 +14,8 @@ from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor
 
 from shardconv.simulation.model_runs import Float64
+from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import fill, local_weights
 
 from .measure import random_weight
 from .models import ZooModel

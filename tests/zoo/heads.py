@@ -19,22 +19,22 @@ import transformers
 from made_inputs import make_inputs
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.comm.host_numbers import host_seed
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
-from shardconv_runtime.training.host_numbers import host_seed
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 from shardconv.arguments import SolveOptions
-from shardconv.inputs.label_forms import PROBLEM_TYPES, label_forms, loss_arguments
+from shardconv.inputs.label_forms import forms_with_a_loss, loss_arguments, problem_type
 from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
+from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import fill, local_weights
 
 from .left_out import LEFT_OUT
 from .measure import random_weight
@@ -198,24 +198,18 @@ class _Trial:
         with torch.inference_mode(), Float64():
             returned = dict(model(**self.inputs.tensors, **self.inputs.options))
         tensors = {name: value for name, value in returned.items() if isinstance(value, Tensor)}
-        chosen = None
-        for problem in (None, *PROBLEM_TYPES):
-            if problem is not None and (chosen is None or problem == chosen):
-                continue
-            for form in label_forms(self.whole, self.inputs, tensors):
-                if problem in PROBLEM_TYPES[1:] and not form.is_for_each_logit:
-                    continue
-                inputs = form.inputs.to(torch.float64)
-                model = self._model(problem)
-                try:
-                    with torch.inference_mode(), Float64():
-                        loss = model(**inputs.tensors, **inputs.options).loss
-                except Exception:
-                    continue  # not labels of this head
-                if loss is not None and loss.isfinite().all():
-                    chosen = chosen or getattr(model.config, "problem_type", None)
-                    yield form.name, problem, inputs
-                    break
+
+        def loss_of(problem: str | None, inputs: TraceInputs) -> tuple[Tensor | None, str | None]:
+            model, inputs = self._model(problem), inputs.to(torch.float64)
+            try:
+                with torch.inference_mode(), Float64():
+                    loss = model(**inputs.tensors, **inputs.options).loss
+            except Exception:
+                return None, None  # not labels of this head
+            return loss, problem_type(model)
+
+        for problem, form in forms_with_a_loss(self.whole, self.inputs, tensors, loss_of):
+            yield form.name, problem, form.inputs.to(torch.float64)
 
     def _model(self, problem: str | None) -> Any:
         model = fill(copy.deepcopy(self.whole), self.weights, True)

@@ -30,8 +30,8 @@ from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.passes import solve_plan
 from shardconv.reporting.summary import all_notes
 from shardconv.simulation.model_runs import Float64
+from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import fill, local_weights
 from shardconv.tracing.tape import starred
 from shardconv.tracing.trace import results
 

@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import calls_page, full_size_page, heads_page, models_page, quantized_page, stages_page, training_page
+from . import (
+    calls_page,
+    full_size_page,
+    heads_page,
+    models_page,
+    mutations_page,
+    quantized_page,
+    stages_page,
+    training_page,
+)
 from .kept_rows import KeptRows, Row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -50,6 +59,7 @@ PAGES: Mapping[str, CoveragePage] = {
     "coverage-calls.md": CoveragePage(calls_page.ROWS, calls_page.summary, calls_page.tables),
     "coverage-full-size.md": CoveragePage(full_size_page.ROWS, full_size_page.summary, full_size_page.tables),
     "coverage-heads.md": CoveragePage(heads_page.ROWS, heads_page.summary, heads_page.tables),
+    "coverage-mutations.md": CoveragePage(mutations_page.ROWS, mutations_page.summary, mutations_page.tables),
     "coverage-quantized.md": CoveragePage(quantized_page.ROWS, quantized_page.summary),
     "coverage-stages.md": CoveragePage(stages_page.ROWS, stages_page.summary, stages_page.tables),
     "coverage-training.md": CoveragePage(

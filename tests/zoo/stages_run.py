@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from shardconv.arguments import SolveOptions
 from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64
+from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks
 from shardconv.simulation.stage_simulation import Mail, MailTransport
-from shardconv.simulation.streamed_weights import fill, local_weights
 
 from .generation import NEW_TOKENS
 from .measure import difference, random_weight

@@ -27,7 +27,7 @@ from torch.amp import GradScaler
 
 import shardconv
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.simulation.streamed_weights import local_weights
+from shardconv.simulation.random_weights import local_weights
 
 from .calls import noisy_embeddings
 from .calls_run import (

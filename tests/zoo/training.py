@@ -35,8 +35,8 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.inputs.trace_inputs import TraceInputs, trace_inputs
 from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64, WithoutNoise
+from shardconv.simulation.random_weights import fill, local_weights
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import fill, local_weights
 from shardconv.tracing.trace import results
 
 from .measure import random_weight

@@ -35,13 +35,6 @@ from .adapter_files import Given, PlannedAdapter, read_adapters
 from .adapter_names import is_of_adapter, renamed
 from .attaching import Adapter, Attached, attach
 
-# One plan for several adapters of a model, from the plan for each of them.
-#
-# Where an adapter wraps a layer, the layer's steps may have moved to the wrapper: a model with several
-# adapters takes the entry of a module from the plan of an adapter that wraps it, if any does. All of these
-# plans must say the same.
-
-
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
 
@@ -82,7 +75,12 @@ class Alone:
 
 
 def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -> Plan:
-    """Return the plan of a model with several adapters."""
+    """Return the plan of a model with several adapters.
+
+    Where an adapter wraps a layer, the layer's steps may have moved to the wrapper: a model with several
+    adapters takes the entry of a module from the plan of an adapter that wraps it, if any does. All of these
+    plans must say the same.
+    """
     union = _Union(alone, model, attached)
     plans = [each.plan for each in alone.values()]
     first = plans[0]
@@ -220,9 +218,6 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
         extra_outputs=tuple(e for e in known[0].extra_outputs if all(e in f.extra_outputs for f in known)),
         draws_on_host=all(form.draws_on_host for form in known),
     )
-
-
-# The local tensors of a model with adapters: tensors from the model's files, and the adapters' local parts.
 
 
 def require_base(base: Plan, plan: Plan, attached: Attached) -> None:

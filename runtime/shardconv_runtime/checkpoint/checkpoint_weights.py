@@ -32,7 +32,8 @@ from .recording_tensors import (
     small_ones_read,
 )
 from .resolve import ModelSpec
-from .stored_leaves import lazy_tensors, without_wrappers, wrapped_name
+from .stored_leaves import lazy_tensors
+from .wrapper_names import without_wrappers, wrapped_name
 
 SHOWN = 3
 """Names that an error lists."""

@@ -2,145 +2,29 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.hf_api import RepoFile
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from ..errors import SourceError, brief
-from ..files.hub_errors import bounded, explain
-from ..files.model_config import CONFIG
-from ..files.remote_files import RemoteFile, remote_files
-from ..files.small_files import EXAMPLE_NAME, choose_files, sizes_in
+from ..errors import SourceError
+from ..files.remote_files import RemoteFile
+from ..files.small_files import choose_files, sizes_in
 from ..format.header import dtype_name
 from ..hub_options import Hub
+from .config_reading import model_class_of, read_config
 from .model_directory import (
-    LAYOUTS,
     Index,
     index_of,
-    model_directory,
-    read_config_json,
     refuse_other_kinds,
-    wanted_weights,
     weight_files,
 )
+from .model_location import locate
 from .quantized import quantization_of, require_supported, without_quantization
 from .stored_leaves import WeightFile, stored_dtype, validate
-
-# From ``config.json`` to a config object and the class to build.
-#
-# There is no table of architectures. The config names the class (``architectures``), which is looked up in
-# transformers' public namespace or in the repository's own code, or is found in transformers' auto mappings.
-
-
-FALLBACKS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "MODEL_FOR_PRETRAINING_MAPPING",
-    "MODEL_MAPPING",
-)
-"""The mappings for configs that do not name a usable class, in order."""
-
-
-def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
-    """Return the config object of the model in ``directory``."""
-    raw = read_config_json(directory)
-    _require_known_type(raw, directory, trust_remote_code)
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            str(directory), trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:  # config classes raise arbitrary errors on unexpected values
-        raise SourceError(
-            f"{directory / 'config.json'} is not a valid config: {brief(error)}; correct that field"
-        ) from error
-
-
-def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code: bool) -> None:
-    path = directory / "config.json"
-    has_code = isinstance(raw.get("auto_map"), dict) and "AutoConfig" in raw["auto_map"]
-    model_type = raw.get("model_type")
-    if has_code and trust_remote_code:
-        return
-    if isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING:
-        return
-    version = f"transformers {transformers.__version__}"
-    if has_code:
-        raise SourceError(
-            f"{path}: model type {model_type!r} is defined by the repository's own code; "
-            "read that code, then pass --trust-remote-code"
-        )
-    if model_type is None:
-        raise SourceError(f"{path} lacks model_type, by which {version} finds the class; add the field")
-    raise SourceError(
-        f"{path}: unknown architecture {model_type!r} in {version}; install a transformers that has it"
-    )
-
-
-def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bool) -> type:
-    """Return the class to build for ``config``."""
-    if trust_remote_code and directory is not None and getattr(config, "auto_map", None):
-        remote = _class_from_repository(config, directory)
-        if remote is not None:
-            return remote
-    for name in getattr(config, "architectures", None) or ():
-        cls = getattr(transformers, name, None)
-        if _fits(cls, config):
-            assert isinstance(cls, type)
-            return cls
-    for mapping_name in FALLBACKS:
-        mapping = getattr(transformers, mapping_name, {})
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            cls = found[0] if isinstance(found, tuple) else found
-            if _is_model(cls):  # not _fits: some types use the class of another one
-                assert isinstance(cls, type)
-                return cls
-    raise SourceError(
-        f"transformers {transformers.__version__} has no model class for {type(config).__name__} "
-        f"(architectures: {getattr(config, 'architectures', None)}); name one in config.json"
-    )
-
-
-def _class_from_repository(config: Any, directory: Path) -> type | None:
-    """Return the model class among ``auto_map``'s, the one that ``architectures`` names first."""
-    named = list(getattr(config, "architectures", None) or ())
-    references = [
-        ref for auto, ref in config.auto_map.items() if auto.startswith("AutoModel") and isinstance(ref, str)
-    ]
-    references.sort(key=lambda ref: ref.rpartition(".")[2] not in named)
-    if not references:
-        return None
-    try:
-        cls: type = get_class_from_dynamic_module(references[0], str(directory), local_files_only=True)
-    except Exception as error:  # the repository's code runs on import and raises arbitrary errors
-        raise SourceError(
-            f"the custom code {references[0]!r} of {directory} cannot be imported: {brief(error)}"
-        ) from error
-    return cls
-
-
-def _is_model(cls: object) -> bool:
-    return isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-
-
-def _fits(cls: object, config: Any) -> bool:
-    """Return whether ``cls`` is a model that is built from this config."""
-    if not _is_model(cls):
-        return False
-    expected = getattr(cls, "config_class", None)
-    return expected is None or isinstance(config, expected)
-
-
-# The description of a model to convert, known before the model is built.
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,96 +75,6 @@ class ModelSpec:
 def is_custom(cls: type) -> bool:
     """Return whether transformers imported the class from a model repository."""
     return cls.__module__.startswith("transformers_modules.")
-
-
-# From the user's path or Hub id to a local directory, downloading it if needed.
-
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*", EXAMPLE_NAME)
-"""Files of a model repository that are asked for if it cannot be listed, as the client may have them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The location of a model."""
-
-    directory: Path
-    """Local, with at least the config."""
-    commit: str | None = None
-    """The commit of a Hub repository."""
-    remote: tuple[RemoteFile, ...] = ()
-    """The weight files that stay on the Hub."""
-    sizes: Mapping[str, int] | None = None
-    """The files of the repository -> bytes; None for a local directory, or if it cannot be listed."""
-
-
-def locate(
-    model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
-) -> Located:
-    """Return the directory of the model and, for a Hub repository, its commit."""
-    if (local := model_directory(model, need_weights=need_weights)) is not None:
-        return Located(local)
-    text = os.fspath(model)
-    sizes = _listed(text, hub)
-    if sizes is None:
-        small = SMALL_FILES + (("*.py",) if code else ())
-    else:
-        indices = [name for name in sizes if name.endswith(".index.json")]
-        chosen = choose_files(sizes, code=code).copied
-        small = tuple(map(glob.escape, {CONFIG, *chosen, *indices}))
-    directory = _download(text, hub, small)
-    commit = directory.name
-    if not need_weights:
-        return Located(directory, commit, sizes=sizes)
-    names = wanted_weights(directory)
-    if stream and not hub.local_files_only and (remote := _remote(text, commit, directory, names, hub)):
-        return Located(directory, commit, remote, sizes)
-    _download(text, replace(hub, revision=commit), names)
-    return Located(directory, commit, sizes=sizes)
-
-
-def _listed(repo_id: str, hub: Hub) -> dict[str, int] | None:
-    """Return the files of a repository -> bytes; None if it cannot be listed, as without a network.
-
-    The client then reads its cache, or names the problem.
-    """
-    if hub.local_files_only:
-        return None
-    try:
-        with bounded():
-            entries = HfApi(token=hub.token).list_repo_tree(repo_id, recursive=True, revision=hub.revision)
-            return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
-    except Exception:  # including errors of the HTTP library
-        return None
-
-
-def _remote(
-    repo_id: str, commit: str, directory: Path, names: tuple[str, ...], hub: Hub
-) -> tuple[RemoteFile, ...]:
-    """Return the weight files on the Hub; none if all are in the cache, or they are of another format."""
-    chosen = [name for name in names if name.endswith(".safetensors")]
-    index = [name for single, name in LAYOUTS if (directory / name).is_file()]
-    if index and len(chosen) > 1:
-        chosen.remove(LAYOUTS[0][0])  # the single file next to the files of an index
-    if not chosen or all((directory / name).is_file() for name in chosen):
-        return ()
-    found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
-    return found if len(found) == len(chosen) else ()
-
-
-def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
-    try:
-        with bounded():
-            found = snapshot_download(
-                repo_id,
-                revision=hub.revision,
-                cache_dir=None if hub.cache_dir is None else Path(hub.cache_dir),
-                local_files_only=hub.local_files_only,
-                token=hub.token,
-                allow_patterns=list(patterns),
-            )
-        return Path(found)
-    except Exception as error:  # including errors of the HTTP library
-        raise SourceError(explain(repo_id, hub.revision, error)) from error
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -212,9 +212,6 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
-# A step of a plan that makes a replicated tensor a term of a sum over ranks.
-
-
 class KeepOnFirst:
     """The step ``keep_on_first`` of a plan, on a local tensor of any shape: Replicate to Partial.
 
@@ -236,9 +233,6 @@ class KeepOnFirst:
 
     def _forward(self, x: Tensor) -> Tensor:
         return x.view_as(x) if self._is_first else torch.zeros_like(x)
-
-
-# Steps of a plan that return their input, and change its gradient.
 
 
 class GradReduce:
@@ -272,9 +266,6 @@ class GradDivide:
 
     def _backward(self, gradient: Tensor) -> Tensor:
         return gradient / self._count
-
-
-# Steps on the known factors of a dim whose open factor is decided by the input.
 
 
 class Inner:

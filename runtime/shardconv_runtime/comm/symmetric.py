@@ -74,7 +74,7 @@ def symmetric_sum(x: Tensor, group_name: str) -> Tensor:
     return summed
 
 
-# One operator for all sizes: compiled code does not depend on the size, and does not look into the buffer.
+# one operator for all sizes: compiled code does not depend on the size, and does not look into the buffer.
 @torch.library.custom_op("shardconv::symmetric_sum", mutates_args=())
 def _symmetric_sum(x: Tensor, group_name: str) -> Tensor:
     group, buffer = _shared[group_name]

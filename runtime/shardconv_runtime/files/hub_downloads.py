@@ -21,8 +21,9 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 
 from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..hub_options import Hub, require_repo_id
-from . import hub_errors, manifest
-from .hub_errors import FINAL, NoAnswerError, bounded, explain, has_timed_out, hub_error
+from . import hub_time_limits, manifest
+from .hub_errors import FINAL, explain, has_timed_out, hub_error
+from .hub_time_limits import NoAnswerError, bounded
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from .remote_files import remote_files
 from .small_files import stage_of, variant_name
@@ -240,7 +241,7 @@ def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
     elif isinstance(error, FINAL):
         return False
     return not isinstance(hub_error(error), NoAnswerError) and not (
-        has_timed_out(error) and seconds >= hub_errors.PATIENCE_S
+        has_timed_out(error) and seconds >= hub_time_limits.PATIENCE_S
     )
 
 

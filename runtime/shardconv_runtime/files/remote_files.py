@@ -27,7 +27,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from ..errors import SourceError, brief
 from ..format.header import StoredTensor, parse_header
 from ..hub_options import Hub, again
-from .hub_errors import FINAL, bounded, explain, has_timed_out
+from .hub_errors import FINAL, explain, has_timed_out
+from .hub_time_limits import bounded
 
 TRIES = 6
 """Consecutive requests for a range that receive no byte until an error is raised."""

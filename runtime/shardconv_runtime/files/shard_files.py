@@ -19,15 +19,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
+from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import STORED_NAME, item_bytes, stored_shape
 from ..format.plan import Plan, local_shape
-from ..format.stored_layout import (
-    adjacent_tensors,
-    in_units,
-    is_common,
-    layout_sha256,
-    stored_plans,
-)
+from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from .manifest import shard_metadata, shard_path
 
 ALIGNMENT = 64

@@ -207,9 +207,6 @@ def _repeated(groups: Iterable[Iterable[int]]) -> list[int]:
     return []
 
 
-# Which local positions of a dim are sharded over the same mesh axes.
-
-
 def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozenset[int]]]:
     """Return ranges of local positions of a dim that are sharded over the same axes, and these axes."""
     out: list[tuple[Range, frozenset[int]]] = []
@@ -246,11 +243,6 @@ def _merged(runs: Iterable[tuple[int, frozenset[int]]]) -> list[tuple[int, froze
             length += out.pop()[0]
         out.append((length, axes))
     return out
-
-
-# How the global dim of a tensor is put together from the pieces that ranks hold.
-#
-# This module needs no torch.
 
 
 class MemberPiece(NamedTuple):

@@ -16,13 +16,15 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, model_runner
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
-from ..comm.agreement import PAGED, agree, exchange, share_rng_state
+from ..comm.agreement import agree, exchange
+from ..comm.call_agreement import PAGED
+from ..comm.deadline import raise_lost_rank
 from ..comm.mesh import Launch
+from ..comm.rank_0 import share_rng_state
+from ..comm.step_coordinator import StepCoordinator
 from ..errors import LaunchError, PlanError, ShardconvError
 from ..parallel.default_modes import in_one_thread
-from .deadline import raise_lost_rank
 from .paged_model import PagedModel, RequestCheck, attempt
-from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
 PAGE_SIZE = "page_size" if "page_size" in _names else "block_size"

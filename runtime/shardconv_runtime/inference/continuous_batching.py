@@ -18,7 +18,8 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils.logging import tqdm
 
-from ..comm.agreement import agree, brief_digest, exchange, require_same_call
+from ..comm.agreement import agree, exchange
+from ..comm.call_agreement import brief_digest, require_same_call
 from ..comm.mesh import Launch
 from ..errors import PlanError, ShardconvError
 from ..pp.stage_link import StageLink

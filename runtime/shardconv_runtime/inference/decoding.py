@@ -24,21 +24,13 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
+from ..comm.deadline import pause, progress
 from ..parallel.boundary import given_cache
 from ..parallel.fused_products import refresh_fused
-from .deadline import pause, progress
+from .decode_attention import attending_once
 from .decode_cache import Buffers, is_known, make_cache, num_tokens, windows
-from .decode_state import (
-    Bucket,
-    Call,
-    StepState,
-    attending_once,
-    make_state,
-    may_take,
-    options_of,
-    prepared_call,
-    start_call,
-)
+from .decode_calls import Call, may_take, options_of, prepared_call
+from .decode_state import Bucket, StepState, make_state, start_call
 from .replay import WARM_UP_RUNS, CompiledStep, Replay, StopFlag
 from .sampling import choose
 

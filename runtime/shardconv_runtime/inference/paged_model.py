@@ -22,25 +22,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..comm.agreement import PAGED
+from ..comm.call_agreement import PAGED
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from ..parallel.default_modes import in_one_thread
 from ..parallel.row_ids import is_recorded, require_in_table
 from ..pp.stage_link import StageLink
 from .masks_by_request import masked_by_request
-
-# Checks that a model computes the same from pages: its first prompts are computed both ways.
-#
-# A packed call gives the model its sequences end to end, with positions and a mask, and another attention
-# function. Code that looks at the order of tokens in any other way, or gives that function more than it
-# takes (a cap of scores, a bias), would be silently wrong.
-
-
-# Requests of continuous batching that a model cannot answer, or not with others, are refused at once.
-#
-# Some rotary embeddings change with the largest position of a call. In a packed call that is the position of
-# another request, or of a part of a prompt, so that a request would get other angles than by itself.
 
 
 def length_limit(config: Any) -> int | None:
@@ -62,7 +50,11 @@ def length_limit(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class RequestCheck:
-    """The limits of a model's requests; made once, since requests are added while others are answered."""
+    """The limits of a model's requests; made once, since requests are added while others are answered.
+
+    Some rotary embeddings change with the largest position of a call. In a packed call that is the position
+    of another request, or of a part of a prompt, so that a request would get other angles than by itself.
+    """
 
     rows: int | None
     """The global number of rows of the input embedding; None if it has none."""
@@ -104,7 +96,12 @@ PREFIX = "paged|"
 
 
 class PagedCheck:
-    """Compares the logits of prompts between packed calls and ordinary calls."""
+    """Compares the logits of prompts between packed calls and ordinary calls.
+
+    A packed call gives the model its sequences end to end, with positions and a mask, and another attention
+    function. Code that looks at the order of tokens in any other way, or gives that function more than it
+    takes (a cap of scores, a bias), would be silently wrong.
+    """
 
     def __init__(self, link: StageLink | None = None) -> None:
         self._link = link

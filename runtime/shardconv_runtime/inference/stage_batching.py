@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from ..comm.mesh import Launch
+from ..comm.step_coordinator import Message, StageCoordinator
 from ..errors import LaunchError
 from ..pp.stage_link import StageLink
 from ..pp.stage_processes import AsyncTransport, ProcessTransport
 from .batching_manager import RankBatchingManager, may_draw
-from .step_coordinator import Message, StageCoordinator
 
 # transformers' scheduler if several steps are under way, whose tokens are not known yet.
 

@@ -18,7 +18,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from ..comm.agreement import brief_digest, require_same_call
+from ..comm.call_agreement import brief_digest, require_same_call
 from ..errors import PlanError
 from ..loaded import loaded
 from ..loading.load import load

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..adapters.adapter_names import WEIGHTS_NAME
-from ..comm.agreement import require_same_call
+from ..comm.call_agreement import require_same_call
 from ..comm.mesh import mesh_processes
 from ..errors import PlanError
 from ..files import manifest
@@ -245,7 +245,7 @@ def _require_supported(args: TrainingArguments) -> None:
 def _require_weights_of(model: Any, saved: Path) -> None:
     """Check that a model was loaded from a checkpoint of the Trainer, or from a copy of it."""
     source = loaded(model)
-    options = source.building.wanted
+    options = source.building.options
     if not hasattr(model, "peft_config"):
         file = saved / MANIFEST_NAME
         there = manifest.read(saved) if file.is_file() else None  # stages have a directory each

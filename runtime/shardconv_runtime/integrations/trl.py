@@ -45,7 +45,7 @@ class _Sharded(ShardedTrainer):
         given = {name: _base(each) for name, each in {"model": model, **options}.items() if name in MODELS}
         forwards = {name: each.forward for name, each in given.items() if each is not None}
         for name, each in given.items():
-            if each is not None and loaded(each).building.wanted.gather_logits is False:
+            if each is not None and loaded(each).building.options.gather_logits is False:
                 raise PlanError(
                     f"TRL reads logits of all tokens of {name}: load it without gather_logits=False"
                 )

@@ -19,18 +19,19 @@ from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
 from ..files.hub_downloads import plan_path
-from ..files.hub_errors import without_library_logging
+from ..files.library_logging import without_library_logging
 from ..files.manifest import Manifest, Source, sha256_of
+from ..files.reading import map_file
 from ..files.small_files import entry_of, files_to_copy
+from ..files.windows import tensor_at, tensor_within
 from ..format import plan_json
+from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import dtype_name, item_bytes
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
-from ..format.stored_layout import adjacent_tensors, in_units, stored_plans
+from ..format.stored_layout import stored_plans
 from ..hub_options import Hub
-from ..parallel.fused_products import tensor_at, tensor_within
 from .checked_source import CheckedSource
-from .reading import map_file
 
 # Tensors that are contiguous in a file are mapped, and nothing is copied.
 

@@ -20,13 +20,13 @@ from ..errors import PlanError
 from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
 from ..files.model_config import building_failed, read_config
+from ..files.reading import Span
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
 from ..parallel.meta_model import build_model, find_class
 from . import rank_files
 from .data_sharding import DataSharding
-from .reading import Span
 
 AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 """The directory of one adapter, or directories by the names that the adapters get."""

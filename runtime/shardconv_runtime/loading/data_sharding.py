@@ -7,29 +7,26 @@ each process holds all of its rank's buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm.mesh import Launch, data_dims, mesh_processes
 from ..errors import LaunchError, PlanError
+from ..files.reading import Span, with_rows
 from ..format.header import ShardFile
-from ..format.plan import Plan
-from ..format.slices import Rows
 from ..parallel.build import stored_tensors
-from ..saving.dcp_boxes import chunk, local_window
+from ..saving.local_windows import chunk, local_window
 from ..training.fsdp import DataParallel, require_data_dims, shard_parameters
-from . import rank_files
-from .reading import Span, with_rows
+from .transform import RankModel, ReadTensors, Transform
 
 
 @dataclass(frozen=True)
-class DataSharding:
+class DataSharding(Transform):
     """The data parallelism that the caller of ``load`` asked for."""
 
     mesh: DeviceMesh = field(repr=False)
@@ -59,29 +56,22 @@ class DataSharding:
             found += [(shard.path, shard.start + begin, shard.start + end) for begin, end in held]
         return found
 
-    def read(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        stored: Callable[[Rows], Generator[tuple[str, Tensor]]],
-        start: Launch,
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
-        """Shard a parallelized model, of local shapes, and fill it, in place.
+    def shape(self, rank: RankModel) -> RankModel:
+        """Shard the model of local shapes. FSDP2 reads the dtypes when it does, so they are set before."""
+        for name, parameter in rank.model.named_parameters():
+            parameter.data = parameter.data.to(rank.dtypes.get(name, parameter.dtype))
+        shard_parameters(rank.model, rank.held_plan, self.mesh, self.settings)
+        return rank
 
-        Args:
-            stored: yields the local tensors of this rank, or rows of them.
-            dtypes: see ``rank_files.read``.
-        """
-        # FSDP2 reads the dtypes when it shards, before the parameters have values.
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
-        shard_parameters(model, plan, self.mesh, self.settings)
-        sharded = {name: tensor for name, tensor in stored_tensors(model) if isinstance(tensor, DTensor)}
+    def fill(self, rank: RankModel, read: ReadTensors) -> ReadTensors:
+        """Read the rows that this process holds."""
+        sharded = {n: tensor for n, tensor in stored_tensors(rank.model) if isinstance(tensor, DTensor)}
         rows = {name: local_window(name, tensor)[0][0] for name, tensor in sharded.items()}
-        rank_files.read(model, plan, _distributed(stored(rows), sharded), start, dtypes)
-        # Loads nothing: it is the only public call after which FSDP2 looks at replaced parameters.
-        nn.Module.load_state_dict(model, {}, strict=False)
+        return lambda _: _distributed(read(rows), sharded)
+
+    def finish(self, rank: RankModel) -> None:
+        """Load nothing: it is the only public call after which FSDP2 looks at replaced parameters."""
+        nn.Module.load_state_dict(rank.model, {}, strict=False)
 
 
 def data_sharding(

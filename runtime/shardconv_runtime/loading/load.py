@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,28 +22,24 @@ from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..errors import CheckpointError, LaunchError, PlanError, ShardconvError
 from ..files import fingerprint, manifest
-from ..files.hub_downloads import beside, find
+from ..files.hub_downloads import find
 from ..files.manifest import Manifest
-from ..files.small_files import of_stage_of, stage_directory, variant
+from ..files.reading import ReadAhead
+from ..files.small_files import of_stage_of, variant
 from ..files.tp_folders import folder_in
-from ..format.plan import Plan
-from ..format.plan_json import of_sequence, require_training
-from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub, looks_like_path
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
-from ..packed.formats import FORMATS
 from ..parallel.default_modes import in_default_modes
-from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
 from . import rank_files
-from .building import ModelBuilder, require_several
+from .building import ModelBuilder, transforms
 from .by_plan import ordinary
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
 from .data_sharding import DataSharding, data_sharding
+from .load_options import parse_dtype, refuse_options, with_further
 from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
-from .reading import ReadAhead
 
 # All ranks must load the same model: ranks of different ones would run, and compute nonsense.
 
@@ -62,11 +58,11 @@ FORM = (
 
 
 def require_same(
-    start: Launch, manifest: Manifest, wanted: object, adapters: AdapterSet | None = None
+    start: Launch, manifest: Manifest, options: object, adapters: AdapterSet | None = None
 ) -> None:
     """Compare the models that the ranks load; every rank calls it."""
     content = sha256(repr((manifest.plan_sha256, manifest.files, manifest.source.revision)).encode())
-    form = ", ".join(f"{name}={getattr(wanted, name)}" for name in FORM)
+    form = ", ".join(f"{name}={getattr(options, name)}" for name in FORM)
     own = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
     if adapters is not None:
         own["adapters"] = adapters.content
@@ -78,89 +74,6 @@ def require_same(
                     f"the ranks must load the same {what}: rank 0 loads {found[0].get(what)}, and rank "
                     f"{rank} loads {theirs.get(what)}; give all ranks the same files and arguments"
                 )
-
-
-# Options of transformers' ``from_pretrained`` that people pass to ``load`` get an error with a remedy.
-
-_CONVERTED = "it was decided when the model was converted; leave it out, or convert with another setting"
-_REMEDIES = {
-    "torch_dtype": "pass dtype=",
-    "device_map": "each rank loads its own part to its own device; leave it out, or pass device=",
-    "max_memory": "each rank loads its own part; `shardconv plan --device-memory` says what fits",
-    "low_cpu_mem_usage": "no rank builds the full model; leave it out",
-    "tp_plan": "the converted directory has a plan; leave it out",
-    "tp_size": "convert with --tp, or `shardconv reshard`",
-    "distributed_config": "pass mesh=; the converted directory has a plan",
-    "device_mesh": "pass mesh=",
-    "attn_implementation": "call model.set_attn_implementation(...) on every rank after loading",
-    "quantization_config": _CONVERTED,
-    "load_in_8bit": _CONVERTED,
-    "load_in_4bit": _CONVERTED,
-    "config": _CONVERTED,
-    "use_auth_token": "pass token=",
-    "force_download": "remove the files from the cache, or pass cache_dir=",
-    "subfolder": "pass the path of the directory itself",
-}
-"""Options -> the remedy."""
-
-
-def refuse_options(names: Collection[str]) -> NoReturn:
-    """Raise ``PlanError`` with the first option and its remedy."""
-    name = sorted(names)[0]
-    remedy = _REMEDIES.get(name, "see help(shardconv_runtime.load) for its arguments")
-    raise PlanError(f"load does not take {name}=: {remedy}")
-
-
-def require_form(
-    plan: Plan,
-    *,
-    training: bool,
-    sequence_parallel: bool,
-    stays_packed: bool,
-    in_parts: bool,
-    adapted: bool = False,
-) -> None:
-    """Check that a plan has the wanted form."""
-    packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
-    with_backward = [each.method for each in FORMATS if each.has_backward]
-    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= set(with_backward)):
-        raise PlanError(
-            f"packed weights ({', '.join(packings)}) are for inference, without sequence parallelism, and of "
-            f"{', '.join(with_backward)} under adapters that are trained; pass dequantize=True"
-        )
-    if in_parts and packings:
-        raise PlanError(
-            f"data_parallel=: packed weights ({', '.join(packings)}) are dequantized as whole tensors of a "
-            "rank; leave it out, and call shardconv_runtime.data_parallel afterwards; or convert the model "
-            "with --dtype bfloat16"
-        )
-    if training:
-        require_training(plan)
-    if sequence_parallel:
-        of_sequence(plan)
-
-
-def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
-    """Add the directories of a process's other stages, which are next to its first stage's directory."""
-    stages = found.plan.stages
-    if found.checkpoint is not None or stages is None or stages.own is None:
-        return found
-    count, more = num_stages(found.plan), []
-    for stage in stages_of(found.plan, stages.own, count // per_process)[1:]:
-        name, repository = stage_directory(stage, count), found.repository
-        if repository is None:
-            directory = found.directory.parent / name
-            described = manifest.read(directory)
-        else:
-            repository, described = beside(repository, name)
-            directory = repository.directory
-        other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
-        if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
-            raise CheckpointError(
-                f"{directory} and {found.directory} are from two conversions; copy or convert the model again"
-            )
-        more.append(other)
-    return replace(found, more=tuple(more))
 
 
 @in_default_modes
@@ -290,12 +203,12 @@ def load(
     sharding: DataSharding | None = None
     if data_parallel:
         sharding = data_sharding(mesh, data_parallel, training=training, compiled=compile)
-    wanted = LoadOptions(
+    options = LoadOptions(
         path=os.fspath(path),
         plan=None if plan is None else os.fspath(plan),
         hub=Hub(revision, cache_dir, local_files_only, token),
         trust_remote_code=trust_remote_code,
-        dtype=_dtype(dtype),
+        dtype=parse_dtype(dtype),
         training=training,
         sequence_parallel=sequence_parallel,
         regather=regather,
@@ -313,7 +226,7 @@ def load(
     checked: CheckedSource | None = None
     error: Exception | None = None
     try:
-        checked = _check(wanted, group)
+        checked = _check(options, group)
     except Exception as failure:  # perhaps of this rank only: `agree` raises it, on all ranks
         error = failure
     if checked is not None:
@@ -324,15 +237,15 @@ def load(
         agreement.agree(all_ranks, error)
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
-            require_same(all_ranks, checked.common_manifest, wanted, checked.adapters)
+            require_same(all_ranks, checked.common_manifest, options, checked.adapters)
             agreement.require_own_gpus(start)
-        if stays_packed(checked.plan, wanted):
-            needs = partial(require_packages, *checked.model, start.device, wanted.dtype, compiled=compile)
+        if stays_packed(checked.plan, options):
+            needs = partial(require_packages, *checked.model, start.device, options.dtype, compiled=compile)
             agreement.together(all_ranks, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
             fetch = partial(_with_files, checked, start.rank)
             checked = agreement.together(all_ranks, fetch, agreement.DOWNLOAD_TIMEOUT_S)
-        building = ModelBuilder(checked, wanted, start, all_ranks, all_reduce, check_inputs=check_inputs)
+        building = ModelBuilder(checked, options, start, all_ranks, all_reduce, check_inputs=check_inputs)
         model = building.model()
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
@@ -343,76 +256,66 @@ def load(
     return model
 
 
-def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSource:
+def _check(options: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSource:
     """Run the checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
-    num_ranks = world_size * max(1, wanted.stages_per_process)  # of all stages
-    found = _found(wanted, rank, num_ranks)
-    directory, solved = found.directory, found.plan
-    if solved.model.trust_remote_code and not wanted.trust_remote_code:
+    num_ranks = world_size * max(1, options.stages_per_process)  # of all stages
+    source = _find_source(options, rank, num_ranks)
+    directory, solved = source.directory, source.plan
+    if solved.model.trust_remote_code and not options.trust_remote_code:
         raise PlanError(
             f"{directory}: the model runs Python code from its own directory; "
             "read that code, then pass trust_remote_code=True"
         )
-    if solved.stages is not None:
-        for argument in (name for name, is_given in wanted.unknown_to_stages.items() if is_given):
-            raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
-    if wanted.stages_per_process != 1:
-        require_several(solved, wanted.stages_per_process, training=wanted.training)
-        found = with_further(found, wanted.stages_per_process)
     fingerprint.check_code(solved)
-    if wanted.adapter is not None:
-        adapters = AdapterSet.read(wanted.adapter, solved, lambda: unsharded(found, wanted)[1])
-        found = replace(found, adapters=adapters)
-    if wanted.form:
-        in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
-        adapted = found.adapters is not None
-        require_form(found.full_plan, **wanted.form, stays_packed=packed, in_parts=in_parts, adapted=adapted)
-    if wanted.verify and found.checkpoint is not None:
+    if options.adapter is not None:
+        adapters = AdapterSet.read(options.adapter, solved, lambda: unsharded(source, options)[1])
+        source = replace(source, adapters=adapters)
+    for transform in transforms(source, options):
+        transform.check(source.full_plan)
+    if options.stages_per_process != 1:
+        source = with_further(source, options.stages_per_process)
+    if options.verify and source.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
-    if wanted.gather_logits is False and solved.logits is None:
-        raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
-    if wanted.gather_logits is False and solved.stages is not None:
-        with_local_logits(solved)
-    if found.repository is None and found.checkpoint is None and rank < found.num_ranks:
-        return _with_files(found, rank)
-    return found
+    if source.repository is None and source.checkpoint is None and rank < source.num_ranks:
+        return _with_files(source, rank)
+    return source
 
 
-def _found(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource:
+def _find_source(options: LoadOptions, rank: int, world_size: int) -> CheckedSource:
     """Find the manifest and plan of a converted directory, or an ordinary model that a plan shards."""
-    if wanted.plan is not None:
+    if options.plan is not None:
         return ordinary(
-            wanted.path,
-            wanted.plan,
-            wanted.hub,
-            trust_remote_code=wanted.trust_remote_code,
-            dtype=wanted.dtype,
+            options.path,
+            options.plan,
+            options.hub,
+            trust_remote_code=options.trust_remote_code,
+            dtype=options.dtype,
         )
-    directory = Path(wanted.path).expanduser()
+    directory = Path(options.path).expanduser()
     if directory.is_dir():
         if not (directory / manifest.MANIFEST_NAME).is_file():
             directory = of_stage_of(variant(directory, world_size), rank, world_size)
-        found = manifest.read(directory)
-        return CheckedSource(directory, found, manifest.read_plan(directory, found))
-    if directory.exists() or "/" not in wanted.path or looks_like_path(folder_in(wanted.path)[0]):
+        described = manifest.read(directory)
+        return CheckedSource(directory, described, manifest.read_plan(directory, described))
+    if directory.exists() or "/" not in options.path or looks_like_path(folder_in(options.path)[0]):
         raise CheckpointError(
-            f"{wanted.path}: no such directory; give the directory that `shardconv convert` wrote, or the id "
-            "of a repository on the Hub"
+            f"{options.path}: no such directory; give the directory that `shardconv convert` wrote, or the "
+            "id of a repository on the Hub"
         )
-    repository, found = find(wanted.path, wanted.hub, world_size, rank)
+    repository, described = find(options.path, options.hub, world_size, rank)
     directory = repository.directory
-    return CheckedSource(directory, found, manifest.read_plan(directory, found), repository)
+    return CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
 
 
-def _with_files(found: CheckedSource, rank: int) -> CheckedSource:
+def _with_files(source: CheckedSource, rank: int) -> CheckedSource:
     """Download a rank's files if they are missing, and check them."""
-    place = rank % found.plan.tp  # its number within its stage
-    more = tuple(_with_files(each, rank) for each in found.more)
-    if found.repository is not None:
-        found.repository.fetch(found.manifest.files_of(place))
-    files = rank_files.check_files(found.directory, found.manifest, found.plan, place)
-    return replace(found, files=files, more=more)
+    place = rank % source.plan.tp  # its number within its stage
+    more = tuple(_with_files(each, rank) for each in source.more)
+    if source.repository is not None:
+        source.repository.fetch(source.manifest.files_of(place))
+    files = rank_files.check_files(source.directory, source.manifest, source.plan, place)
+    return replace(source, files=files, more=more)
 
 
 def _launch(
@@ -428,12 +331,3 @@ def _launch(
         if error is not None:
             raise error from failure
         raise
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
-    return found

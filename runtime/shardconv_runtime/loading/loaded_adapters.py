@@ -26,7 +26,7 @@ from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
 from ..parallel.default_modes import in_default_modes
-from ..parallel.refusals import refuse_method
+from ..parallel.refused_changes import refuse_method
 from ..saving.adapter_saving import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
@@ -95,7 +95,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     adapters = AdapterSet.of(
         {**known, name: planned},
         building.checked.plan,
-        lambda: unsharded(building.checked, building.wanted)[1],
+        lambda: unsharded(building.checked, building.options)[1],
     )
     stored: Stored | None = None
     if not loaded(model).packed:  # modules of packed formats have other tensors than the files
@@ -261,7 +261,7 @@ def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
     sequence = plan.training and plan.training.sequence
     summed = {n for e in plan.parameters if e.grad_axes for n in expand_all(e.names)}
     summed |= {n for e in (sequence.gradients if sequence else ()) for n in expand_all(e.names)}
-    if building.wanted.form and first in summed:
+    if building.options.form and first in summed:
         raise PlanError(
             f"unloading: {name} and {first} are tied, and are two tensors with the adapter's copy, whose "
             "gradients the plan does not know; load the model without training=True, or merge in one process "

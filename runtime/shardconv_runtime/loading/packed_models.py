@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.quantized import quantization_of
-from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
 from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
@@ -24,6 +24,7 @@ from ..packed.formats import check_values, dequantize
 from ..packed.stored_weights import WeightSlice
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
+from .transform import RankModel, ReadTensors, Transform
 
 
 def unpacked(
@@ -94,22 +95,33 @@ def require_packages(
     require_computable(_quantized(directory, plan, config, device, dtype), packings, compiled=compiled)
 
 
-def packed_modules(
-    directory: Path,
-    plan: Plan,
-    config: Any,
-    device: torch.device,
-    comm: Communicator,
-    dtype: torch.dtype,
-    apart: Collection[str],
-) -> PackedModules:
-    """Return the modules that compute with a rank's packed parameters; they are not yet in the model.
+@dataclass(frozen=True)
+class PackedParameters(Transform):
+    """Parameters of quantized formats: computed with as they are stored, or dequantized."""
 
-    Args:
-        dtype: dtype of activations.
-    """
-    quantized = _quantized(directory, plan, config, device, dtype)
-    return PackedModules(quantized, parameter_plans(plan), comm, apart)
+    directory: Path
+    dtype: torch.dtype | None
+    """Dtype of activations; None for the plan's."""
+    stays_packed: bool
+
+    def shape(self, rank: RankModel) -> RankModel:
+        """Make the modules that compute with packed parameters; they are not yet in the model."""
+        if not self.stays_packed:
+            return rank
+        apart = () if rank.attached is None else rank.attached.linear_layers(rank.model)
+        quantized = _quantized(self.directory, rank.plan, rank.config, rank.start.device, self.dtype)
+        return replace(rank, packed=PackedModules(quantized, parameter_plans(rank.plan), rank.comm, apart))
+
+    def fill(self, rank: RankModel, read: ReadTensors) -> ReadTensors:
+        """Give packed parameters to their modules, or dequantize them."""
+        if all(entry.packing is None for entry in rank.held_plan.parameters):
+            return read
+        return lambda rows: unpacked(read(rows), rank.held_plan, rank.start.rank, rank.packed)
+
+    def finish(self, rank: RankModel) -> None:
+        """Put the filled modules into the model."""
+        if rank.packed is not None:
+            rank.packed.finish()
 
 
 def _quantized(

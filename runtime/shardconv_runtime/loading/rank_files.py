@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..comm.mesh import Launch
 from ..errors import CheckpointError
 from ..files.checksums import checksums
 from ..files.manifest import (
@@ -26,16 +25,15 @@ from ..files.manifest import (
     sha256_checksum,
 )
 from ..files.model_config import CONFIG, GENERATION_CONFIG
+from ..files.pinned_reading import Cuda, staged
+from ..files.reading import REMEDY, Adjacent, Span, mapped
 from ..files.shard_files import check_sample
 from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.plan import Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
-from ..parallel.packed_modules import PackedModules
-from .packed_models import unpacked
-from .pinned_reading import Cuda, staged
-from .reading import REMEDY, Adjacent, Span, mapped
+from .transform import RankModel, Tensors
 
 
 def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
@@ -101,9 +99,7 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
     return RankFiles(tuple(shards))
 
 
-def tensors(
-    shards: Sequence[ShardFile], device: torch.device, adjacent: Adjacent = ()
-) -> Generator[tuple[str, Tensor]]:
+def tensors(shards: Sequence[ShardFile], device: torch.device, adjacent: Adjacent = ()) -> Tensors:
     """Yield names and local tensors of the files, of stored shapes and dtypes, on the device, in file order.
 
     Tensors of ``adjacent`` share memory if they are next to each other in the file. Close the iterator, or
@@ -116,29 +112,19 @@ def tensors(
         yield name, tensor.to(device)
 
 
-def read(
-    model: nn.Module,
-    plan: Plan,
-    stored: Generator[tuple[str, Tensor]],
-    start: Launch,
-    dtypes: Mapping[str, torch.dtype],
-    packed: PackedModules | None = None,
-) -> None:
-    """Fill a parallelized model in place, and move buffers that are in no file to the device.
+def fill(rank: RankModel, tensors: Tensors) -> None:
+    """Fill a model of local shapes, in place, and move buffers that are in no file to the device.
 
     Args:
-        model: a model of local shapes, as ``build.parallelize`` leaves it.
-        stored: yields local tensors on the device, by the names under which they are stored. It is closed.
-        dtypes: dtypes by name; other tensors keep the dtypes of the files.
+        tensors: local tensors on the device; closed in any case.
     """
-    todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
+    model, plan = rank.model, rank.held_plan
+    todo = set(parameter_plans(plan)) - (rank.packed.names if rank.packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
-    if any(entry.packing is not None for entry in plan.parameters):
-        stored = unpacked(stored, plan, start.rank, packed)
-    with closing(stored) as parameters:
-        for name, tensor in parameters:
+    with closing(tensors):
+        for name, tensor in tensors:
             owner, _, attribute = name.rpartition(".")
-            tensor = tensor.to(dtypes.get(name, tensor.dtype))
+            tensor = tensor.to(rank.dtypes.get(name, tensor.dtype))
             # Assigned to the dicts, since `register_parameter` and `setattr` run hooks that refuse changes.
             replaced = modules[owner]._parameters.get(attribute)
             if replaced is not None:
@@ -155,9 +141,11 @@ def read(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(start.device)
-    if packed is not None:
-        packed.finish()
+                module._buffers[name] = buffer.to(rank.start.device)
+
+
+def require_filled(model: nn.Module) -> None:
+    """Check that no tensor of the model is on meta."""
     if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"no file had {empty[0]}; {REMEDY}")
 

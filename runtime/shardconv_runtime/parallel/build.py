@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..errors import PlanError
+from ..format.fused_groups import fused_groups
 from ..format.plan import (
     ModulePlan,
     ParameterPlan,
@@ -24,7 +25,6 @@ from ..format.plan import (
     module_plans,
     parameter_plans,
 )
-from ..format.stored_layout import fused_groups
 from .embeddings import attach_embeddings
 from .fused_products import fuse
 from .layers import WHY_NO_LABELS, without_logits_gather

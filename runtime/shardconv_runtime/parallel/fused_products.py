@@ -22,32 +22,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.collectives import refuse_gradient
 from ..errors import PlanError
+from ..files.windows import tensor_at, tensor_within
 from .layers import ColumnParallelLinear, finish
 
 # Tensors in the memory of a storage, which are no views of each other to autograd.
-
-
-def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the contiguous tensor of this shape and dtype in a storage.
-
-    Args:
-        offset: the offset of its first element, counted in elements of the dtype.
-        dtype: the dtype of the tensor.
-    """
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset, shape)  # type: ignore[call-overload, no-any-return]
-
-
-def tensor_at(
-    storage: torch.UntypedStorage, begin: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
-    """Return the tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    if not num_bytes:
-        return tensor.reshape(shape)
-    stretch: Any = storage[begin : begin + num_bytes]  # the stub knows of single bytes only
-    filled: Tensor = tensor.set_(stretch, 0, shape)  # type: ignore[call-overload]
-    return filled
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

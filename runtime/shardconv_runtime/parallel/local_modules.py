@@ -25,8 +25,9 @@ from ..format.slot_steps import (
 from ..format.stored_layout import holds_values
 from .boundary import TensorStep, attach, forward_signature, in_use, step
 from .edits import apply_edits, raise_flags
-from .layers import ColumnParallelLinear, RowParallelLinear, ShardedNorm, VocabParallelEmbedding
+from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .row_ids import RowIds
+from .sharded_norms import ShardedNorm
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules

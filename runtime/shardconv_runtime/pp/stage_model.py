@@ -6,12 +6,11 @@ such a pass the modules of the other stages give way: they return the results of
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,139 +23,10 @@ from ..format.slot_steps import LocalRowsStep
 from ..format.stage_names import staged_modules
 from ..parallel.boundary import forward_signature
 from ..parallel.build import submodule
+from .placeholders import Placeholder, swap_for_placeholder
+from .stage_guards import attach_stage_guards
 from .stage_link import Crossing, StageLink
 from .stage_units import StagedUnit, StageRank, give_way, gives_way
-
-# Placeholders replace modules of a model, and return results from elsewhere.
-#
-# For a unit of another pipeline stage these were sent by the stage, or are zeros. In the proof of a plan, a
-# layer that another one represents returns its arguments, or tensors of the same form as the other one.
-# A placeholder has no parameters. Otherwise it looks to the code around it like the module that it replaces.
-
-_M = TypeVar("_M", bound=nn.Module)
-
-Results = Callable[..., Any]
-"""A function from the arguments of a module to the results in its place."""
-
-
-def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeholder:
-    """Put a placeholder in the place of a module of a model, in place.
-
-    Returns:
-        The placeholder.
-    """
-    parent, _, name = fqn.rpartition(".")
-    made = placeholder_for(model.get_submodule(fqn), results)
-    model.get_submodule(parent)._modules[name] = made
-    return made
-
-
-def placeholder_for(module: nn.Module, results: Results) -> Placeholder:
-    """Return a module that can take the place of another one."""
-    made: Placeholder = object.__new__(_class_for(type(module)))  # type: ignore[arg-type]
-    nn.Module.__init__(made)
-    made.__dict__.update(_replaced=module, _has_own=False, _results=results)
-    made.train(module.training)
-    return made
-
-
-class Placeholder(nn.Module):
-    """Takes the place of a module: has its class, its signature and its attributes, none of its parameters.
-
-    Code that changes the module, as some models do when they are first called, changes a copy.
-    """
-
-    _results: Results
-    _replaced: nn.Module
-    _has_own: bool
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_replaced" not in self.__dict__:  # its class was called, which derives from the module's
-                raise
-            if not self._has_own and hasattr(self._replaced, name):  # a failed search copies nothing
-                self.__dict__.update(_replaced=_with_own_attributes(self._replaced), _has_own=True)
-            return getattr(self._replaced, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        """Return a placeholder of the same module, which is not copied, with the same results."""
-        other = _with_own_dicts(self)
-        other.__dict__["_has_own"] = False
-        return other
-
-
-@functools.cache
-def _class_for(kind: type[nn.Module]) -> type[Placeholder]:
-    """Return a class of placeholders derived from a module's class, since models look for classes."""
-    if issubclass(kind, Placeholder):
-        return kind
-
-    @functools.wraps(kind.forward)  # code asks for the names of its arguments
-    def forward(self: Placeholder, *args: Any, **kwargs: Any) -> Any:
-        return self._results(*args, **kwargs)
-
-    return type(kind.__name__, (Placeholder, kind), {"forward": forward})
-
-
-def _with_own_attributes(module: _M) -> _M:
-    """Return a copy of a module and those in it, which have the same values and tensors as attributes."""
-    made = _with_own_dicts(module)
-    for name, child in module._modules.items():
-        made._modules[name] = None if child is None else _with_own_attributes(child)
-    return made
-
-
-def _with_own_dicts(module: _M) -> _M:
-    """Return a copy of a module with the same values, of which hooks and tensors can be replaced."""
-    made: _M = object.__new__(type(module))
-    own = module.__dict__.items()
-    made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
-    return made
-
-
-# Refuses calls of a model with stages for which some stage would return numbers that it does not have.
-
-_INNER = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Arguments that ask for activations of layers on any stage."""
-
-
-def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
-    """Refuse arguments and calls of parts of a model that no single stage could answer, in place."""
-
-    def begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        config = getattr(model, "config", None)
-        for name in _INNER:
-            asked = kwargs.get(name)
-            if getattr(config, name, None) if asked is None else asked:
-                raise ShardconvError(
-                    f"{name} asks for results of every layer, which a model with stages does not collect; "
-                    "load a directory that was converted without --pp"
-                )
-        link.begin_call()
-
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(lambda *_: link.end_call(), always_call=True)
-    inner: dict[str, set[int]] = {}
-    for fqn, (entry, _) in staged_modules(plan).items():
-        parts = fqn.split(".")
-        for length in range(1, len(parts)):
-            inner.setdefault(".".join(parts[:length]), set()).update(entry.stages)
-    for fqn, stages in inner.items():
-        module = model.get_submodule(fqn)
-        is_called = type(module).forward is not nn.Module.forward
-        if len(stages) > 1 and is_called and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            module.register_forward_pre_hook(functools.partial(_require_call, link, fqn))
-
-
-def _require_call(link: StageLink, fqn: str, module: nn.Module, args: Any) -> None:
-    """Refuse a separate call of a module whose layers are on several stages; a hook."""
-    if not link.is_called:
-        raise ShardconvError(
-            f"{fqn} has layers on several stages; call the model itself, whose results all get"
-        )
-
 
 ArgumentNames = Mapping[str, Sequence[str]]
 """FQN -> the names of a module's arguments, in order."""

@@ -23,24 +23,18 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from ..comm.agreement import require_same_inputs
+from ..comm.call_agreement import require_same_inputs
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
-from ..training.fsdp import COMPARISON, ReplicaComparison
 from ..training.loss_parallel import has_parallel_loss
+from ..training.replica_comparison import COMPARISON, ReplicaComparison
+from .border_values import StageBoundary, ValueForm, measured_forms
+from .microbatches import count_labels, divide, require_alike
 from .stage_link import Crossing, StageLink
 from .stage_model import StageModel
 from .stage_processes import ProcessTransport
-from .stage_training import (
-    StageBoundary,
-    StageLoss,
-    TiedGradients,
-    ValueForm,
-    count_labels,
-    divide,
-    measured_forms,
-    require_alike,
-)
+from .stage_training import StageLoss
+from .tied_gradients import TiedGradients
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """Name -> torch's schedule for one stage in each process."""
@@ -91,7 +85,7 @@ class Pipeline:
             raise PlanError(
                 "Pipeline is for models with stages; this one has none: call backward() of its loss"
             )
-        if not source.building.wanted.training:
+        if not source.building.options.training:
             raise PlanError("the model was loaded for inference; load it with training=True")
         stage: StageModel = source.stage
         assert isinstance(stage.link.transport, ProcessTransport), "it was loaded on processes"

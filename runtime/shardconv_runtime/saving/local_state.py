@@ -19,8 +19,9 @@ from ..format.slices import Mesh, Range
 from ..format.stage_names import held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
-from ..parallel.refusals import MARK
-from .dcp_boxes import Box, BoxedTensor, held_boxes, local_tensor, local_window, owned_boxes
+from ..parallel.refused_changes import MARK
+from .dcp_boxes import Box, BoxedTensor, held_boxes, owned_boxes
+from .local_windows import local_tensor, local_window
 from .optimizer_index import (
     OptimizerIndex,
     ParameterGroup,

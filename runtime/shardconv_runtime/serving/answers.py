@@ -5,131 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
 from .grammars import SLOW
+from .metrics import Metrics
 from .schemas import BadRequest, Sampling, TokenLogprob
-from .token_texts import INCOMPLETE, TokenTexts
-
-# The server's counts, in the form that Prometheus reads.
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-
-
-class Metrics:
-    """Counts of one server."""
-
-    def __init__(self) -> None:
-        self.num_running = 0
-        self._registry = CollectorRegistry()
-
-        def made(kind: Any, name: str, about: str, **options: Any) -> Any:
-            return kind(f"shardconv_{name}", about, registry=self._registry, **options)
-
-        running = made(Gauge, "requests_running", "Requests that are answered or wait")
-        running.set_function(lambda: self.num_running)
-        self._requests = made(Counter, "requests", "Requests that were taken")
-        self._prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts")
-        self._new_tokens = made(Counter, "new_tokens", "Tokens of answers")
-        self._first = made(
-            Histogram, "first_token_seconds", "From a request to its first token", buckets=_SECONDS
-        )
-        self._next = made(Histogram, "next_token_seconds", "From one token to the next", buckets=_SECONDS)
-
-    def watch_cache(self, use: Callable[[], float | None]) -> None:
-        """Tell the share of the cache that is in use, if the manager does."""
-        if use() is not None:
-            about = "Share of the cache that requests hold"
-            Gauge("shardconv_cache_use", about, registry=self._registry).set_function(lambda: use() or 0.0)
-
-    @contextmanager
-    def running(self, num_prompt_tokens: int) -> Iterator[None]:
-        """Count a request as running within this context."""
-        self._requests.inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self.num_running += 1
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-
-    def tokens_came(self, count: int, seconds: float, *, is_first: bool) -> None:
-        """Count tokens of an answer, and the time since the tokens before them or since the request."""
-        self._new_tokens.inc(count)
-        if count:
-            (self._first if is_first else self._next).observe(seconds / (1 if is_first else count))
-
-    def text(self) -> bytes:
-        """Return the text of all counts."""
-        return generate_latest(self._registry)
-
-
-# From the tokens of an answer to its text, piece by piece.
-
-LONGEST_CHARACTER = 8
-"""Tokens after which bytes without a complete character are invalid: a character has at most four bytes."""
-
-
-class TextStream:
-    """The text of an answer as its tokens come, up to the first stop string."""
-
-    def __init__(
-        self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._stops = stops
-        self._skip_special_tokens = skip_special_tokens
-        self._window = (0, 0)
-        """Tokens with which the next ones are decoded, for spaces and joined bytes: start and stop."""
-        self._held = ""
-        self.is_stopped = False
-
-    def push(self, tokens: Sequence[int], is_last: bool) -> str:
-        """Return the text that is known since the last call."""
-        if self.is_stopped:
-            return ""
-        self._held += self._decoded(tokens, is_last)
-        found = [self._held.find(stop) for stop in self._stops if stop in self._held]
-        if found:
-            self.is_stopped, text = True, self._held[: min(found)]
-            return text
-        num_held = 0 if is_last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        text = self._held[: len(self._held) - num_held]
-        self._held = self._held[len(text) :]
-        return text
-
-    def _decoded(self, tokens: Sequence[int], is_last: bool) -> str:
-        begin, end = self._window
-        before, text = self._decode(tokens[begin:end]), self._decode(tokens[begin:])
-        if text.endswith(INCOMPLETE) and not is_last and len(tokens) - end < LONGEST_CHARACTER:
-            return ""
-        self._window = (end, len(tokens))
-        return text[len(before) :]
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        # Spaces are cleaned up by the text that follows them, so that pieces would not join to the text of
-        # all.
-        return str(
-            self._tokenizer.decode(
-                list(tokens),
-                skip_special_tokens=self._skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
-
+from .text_streams import TextStream
+from .token_texts import TokenTexts
 
 RETRY_AFTER_S = 2
 """Seconds that a client is told to wait if too many requests are answered."""

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
-from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, TextStream, answer
+from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer
 from .prompts import token_ids
 from .schemas import (
     COMPLETION_TOKENS,
@@ -29,6 +29,7 @@ from .schemas import (
     Sampling,
     TokenLogprob,
 )
+from .text_streams import TextStream
 
 LOG = logging.getLogger(__name__)
 LEAST_LOGPROB = -9999.0

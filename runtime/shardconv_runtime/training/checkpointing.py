@@ -23,8 +23,6 @@ from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature, given_cache
 from .random_streams import resumable
 
-# The layers of a model, which data parallelism and recomputation wrap one by one.
-
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """Return the children of the outermost lists of modules, each once, in the order of the model.

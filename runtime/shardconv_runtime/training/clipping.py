@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, wraps
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 
 from ..comm.waiting import hinting
 from ..errors import PlanError, missing
@@ -24,9 +29,10 @@ from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
 from ..format.stored_layout import by_axes
 from ..loaded import loaded
-from ..saving.dcp_boxes import local_tensor, local_window
+from ..saving.local_windows import local_tensor, local_window
 from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
+from .fsdp import MODELS, models_of
 
 OwnedCell = tuple[tuple[Range, ...], ...]
 """Positions of a local tensor, as ranges in each dim."""
@@ -243,3 +249,88 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     if world is not None and math.prod(group.size() for group in found) == world.size():
         return [world]
     return found
+
+
+@cache
+def take_norms_over_ranks() -> None:
+    """Let torch's functions take norms over all ranks of ``MODELS``.
+
+    They are given only gradients, which say nothing of the ranks: each rank would compute the norm of its
+    part, and scale by another factor. torch has no hook for that, so the function with which both compute the
+    norm is replaced by one that recognizes these gradients. ``clip_grad_norm_`` looks it up by its private
+    name in ``torch.nn.utils.clip_grad``.
+    """
+    replaced = _norm_over_ranks(clip_grad._get_total_norm)
+    clip_grad._get_total_norm = replaced
+    torch.nn.utils.get_total_norm = replaced
+
+
+def _norm_over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(local_norm)
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        model = _model_of(given)
+        if model is None:
+            return local_norm(given, norm_type, error_if_nonfinite, foreach)
+        norm = norm_of_gradients(model, given, norm_type)
+        if error_if_nonfinite:
+            require_finite(norm, norm_type)
+        return norm
+
+    return total_norm
+
+
+def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
+    """Return the loaded model whose gradients these are; None if they are of others."""
+    given = set(tensors)  # by identity
+    for model in MODELS:
+        own = {p.grad for p in model.parameters() if p.grad is not None} & given
+        if own and own != given:
+            raise PlanError(
+                f"{len(given) - len(own)} of {len(given)} gradients are not of the parameters of the "
+                f"{type(model).__name__} that is sharded over ranks; clip these apart from its own"
+            )
+        if own:
+            return model
+    return None
+
+
+_FOUND = "_unscale_grads_"
+"""The private method: it scales gradients, and returns for each device whether one of them was not finite."""
+
+
+@cache
+def look_for_infinities_over_ranks() -> None:
+    """Let scalers of torch decide for all ranks of ``MODELS``."""
+    for kind in (GradScaler, ShardedGradScaler):
+        if _FOUND in vars(kind):
+            setattr(kind, _FOUND, _over_ranks(vars(kind)[_FOUND]))
+
+
+def _over_ranks(own: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    @wraps(own)
+    def unscaled(
+        self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, Tensor]:
+        found = own(self, optimizer, inv_scale, found_inf, *args, **kwargs)
+        models = models_of(p for group in optimizer.param_groups for p in group["params"])
+        if not models:
+            return found
+        if not found:  # this process has no gradients; the others do, and wait for it
+            found[found_inf.device] = found_inf.clone()
+        total = found_inf.new_zeros((), device=loaded(models[0]).launch.device)
+        for value in found.values():
+            total = torch.maximum(total, value.to(total.device).reshape(()))
+        groups = {group.group_name: group for model in models for group in groups_of(model)}
+        for name in sorted(groups):  # in the same order on all processes
+            dist.all_reduce(total, dist.ReduceOp.MAX, groups[name])
+        for value in found.values():
+            value.copy_(total.expand_as(value))
+        return found
+
+    return unscaled

@@ -31,12 +31,10 @@ class LossInputError(ShardconvError):
     """A loss was called with labels, shapes or options that it cannot use."""
 
 
-# Each rank reduces its columns to a few numbers per token (`VocabColumns.statistics`), which one all_gather
-# exchanges and every rank combines (`VocabColumns.combine`).
-
-
 class VocabColumns:
     """The columns of the logits on each rank, and which of them the rank counts.
+
+    One all_gather exchanges these numbers (``statistics``), and every rank combines them (``combine``).
 
     A column that several ranks hold is counted by one of them.
     """
@@ -195,9 +193,6 @@ def _chunks(length: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _finite(largest: Tensor) -> Tensor:
     """Return 0 for the -inf of a rank without logits or with only -inf, relative to which these stay -inf."""
     return largest.masked_fill(largest == -math.inf, 0)
-
-
-# Labels outside of the vocabulary are errors; on a GPU one call later, as no call waits for the device.
 
 
 class LabelCheck:

@@ -1,81 +1,32 @@
-"""Guards of torch's clipping, scaler and optimizers, for gradients of which each rank has a part."""
+"""Optimizers whose step needs more than an element's own gradient are refused for parts of tensors.
+
+Most optimizers treat each element by itself, and so are right on a part of a tensor. Others compute norms,
+factors or products of full tensors, and would silently compute them from this rank's part. There are too
+many to know them by name: in a trial before its first step, the optimizer takes a few steps on small
+parameters, and on halves of the same parameters, as ranks hold them. If the results differ, it needs full
+tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache, partial, wraps
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PlanError
 from ..loaded import loaded
-from ..parallel.refusals import MARK, require_own_part
-from .clipping import groups_of, norm_of_gradients, require_finite
-from .fsdp import MODELS, models_of
-from .optimizer_trial import TrialError, needs_full_tensors
-
-# ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of the gradients of loaded models.
-#
-# They are given only gradients, which say nothing of the ranks: each rank would compute the norm of its
-# part, and scale by another factor. torch has no hook for that, so the function with which both compute the
-# norm is replaced by one that recognizes these gradients. ``clip_grad_norm_`` looks it up by its private
-# name in ``torch.nn.utils.clip_grad``.
-
-
-@cache
-def take_norms_over_ranks() -> None:
-    """Let torch's functions take norms over all ranks of ``MODELS``."""
-    replaced = _norm_over_ranks(clip_grad._get_total_norm)
-    clip_grad._get_total_norm = replaced
-    torch.nn.utils.get_total_norm = replaced
-
-
-def _norm_over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(local_norm)
-    def total_norm(
-        tensors: Tensor | Iterable[Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Any:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        model = _model_of(given)
-        if model is None:
-            return local_norm(given, norm_type, error_if_nonfinite, foreach)
-        norm = norm_of_gradients(model, given, norm_type)
-        if error_if_nonfinite:
-            require_finite(norm, norm_type)
-        return norm
-
-    return total_norm
-
-
-def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
-    """Return the loaded model whose gradients these are; None if they are of others."""
-    given = set(tensors)  # by identity
-    for model in MODELS:
-        own = {p.grad for p in model.parameters() if p.grad is not None} & given
-        if own and own != given:
-            raise PlanError(
-                f"{len(given) - len(own)} of {len(given)} gradients are not of the parameters of the "
-                f"{type(model).__name__} that is sharded over ranks; clip these apart from its own"
-            )
-        if own:
-            return model
-    return None
-
-
-# Optimizers whose step needs more than an element's own gradient are refused for parts of tensors. They are
-# recognized by a trial (``optimizer_trial.py``) before their first step.
+from ..parallel.refused_changes import MARK, require_own_part
+from .fsdp import models_of
 
 
 @cache
@@ -158,37 +109,162 @@ def _mark_state(place: tuple[int, int], optimizer: Optimizer, state: dict[str, A
 # through a private method of its class. In its place, one takes the largest answer of all processes of the
 # model.
 
-_FOUND = "_unscale_grads_"
-"""The private method: it scales gradients, and returns for each device whether one of them was not finite."""
+
+SIZE = 136
+"""Rows and columns of the matrix: some optimizers leave matrices with fewer than 128 rows as they are."""
 
 
-@cache
-def look_for_infinities_over_ranks() -> None:
-    """Let scalers of torch decide for all ranks of ``MODELS``."""
-    for kind in (GradScaler, ShardedGradScaler):
-        if _FOUND in vars(kind):
-            setattr(kind, _FOUND, _over_ranks(vars(kind)[_FOUND]))
+STEPS = 30
+"""Some optimizers begin to precondition after 25 steps."""
 
 
-def _over_ranks(own: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
-    @wraps(own)
-    def unscaled(
-        self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
-    ) -> dict[torch.device, Tensor]:
-        found = own(self, optimizer, inv_scale, found_inf, *args, **kwargs)
-        models = _models(optimizer)
-        if not models:
-            return found
-        if not found:  # this process has no gradients; the others do, and wait for it
-            found[found_inf.device] = found_inf.clone()
-        total = found_inf.new_zeros((), device=loaded(models[0]).launch.device)
-        for value in found.values():
-            total = torch.maximum(total, value.to(total.device).reshape(()))
-        groups = {group.group_name: group for model in models for group in groups_of(model)}
-        for name in sorted(groups):  # in the same order on all processes
-            dist.all_reduce(total, dist.ReduceOp.MAX, groups[name])
-        for value in found.values():
-            value.copy_(total.expand_as(value))
-        return found
+LEAST_RATE = 1e-2
+"""The first step of a schedule with a warmup has a rate of 0, which would show nothing."""
 
-    return unscaled
+
+ROUNDING = 1e-3
+"""Largest difference that counts as rounding, relative to the largest change of a parameter."""
+
+
+QUANTIZING = 0.1
+"""The same for optimizers whose states have 8 bits: their blocks begin elsewhere in a half."""
+
+
+class TrialError(Exception):
+    """The optimizer could not be tried: its step failed, or changed nothing."""
+
+
+def needs_full_tensors(optimizer: Optimizer) -> bool:
+    """Return whether the steps of an optimizer differ on parts of parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and _holds_parameters(value, set(parameters)):
+            raise TrialError(f"its attribute {name} holds parameters, or another optimizer of them")
+    device = parameters[0].device if parameters else torch.device("cpu")
+    with _quiet(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            return _differs(optimizer, device, torch.float64)
+        except TrialError:  # some work in float32 only
+            return _differs(optimizer, device, torch.float32)
+
+
+def _holds_parameters(value: Any, parameters: Set[Tensor]) -> bool:
+    """Return whether an attribute of an optimizer would let the trial change the parameters themselves."""
+    if isinstance(value, Tensor):
+        return value in parameters
+    if isinstance(value, Mapping):
+        return any(_holds_parameters(x, parameters) for each in value.items() for x in each)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_parameters(x, parameters) for x in value)
+    return isinstance(value, nn.Module) or hasattr(value, "param_groups")
+
+
+def _differs(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
+    random = torch.Generator().manual_seed(0)
+    # Halves of a matrix of equal numbers would have equal norms.
+    scales = torch.linspace(0.2, 3.0, SIZE)
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        scale = scales if len(shape) == 1 else scales[:, None] * scales
+        return (torch.randn(shape, generator=random) * scale).to(device, dtype)
+
+    shapes = [shape for group in optimizer.param_groups for shape in _shapes(group)]
+    values, slopes = ([drawn(shape) for shape in shapes] for _ in range(2))
+    trials = [_Trial(optimizer, [take(x) for x in values]) for take in _PARTS]
+    least = 16 * torch.finfo(dtype).eps
+    for step in range(STEPS):
+        # Later gradients point where the first one did: some optimizers estimate a step size from that.
+        drawn_now = [drawn(shape) for shape in shapes]
+        gradients = drawn_now if step < STEPS // 2 else slopes
+        for trial, take in zip(trials, _PARTS, strict=True):
+            trial.step([take(g) for g in gradients])
+        whole, *halves = (trial.parameters for trial in trials)
+        moved = [float((x - y).abs().max()) for x, y in zip(whole, values, strict=True)]
+        allowed = QUANTIZING if trials[0].has_quantized_state() else ROUNDING
+        for dim, (first, second) in ((0, halves[:2]), (-1, halves[2:])):
+            for full, change, one, other in zip(whole, moved, first, second, strict=True):
+                difference = (torch.cat((one, other), dim) - full).abs()
+                if not bool((difference <= allowed * change + least).all()):
+                    return True
+    if not max(moved, default=0.0):
+        raise TrialError("its step changes nothing")
+    return False
+
+
+_PARTS: Sequence[Callable[[Tensor], Tensor]] = (
+    lambda x: x,
+    lambda x: x.chunk(2)[0],
+    lambda x: x.chunk(2)[1],
+    lambda x: x.chunk(2, -1)[0],
+    lambda x: x.chunk(2, -1)[1],
+)
+"""Full tensors, halves by rows, halves by columns."""
+
+
+def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Return the shapes of the trial's parameters for a group: some groups are for matrices only."""
+    has_matrices = {parameter.dim() > 1 for parameter in group["params"]}
+    shapes: Mapping[bool, tuple[int, ...]] = {True: (SIZE, SIZE), False: (SIZE,)}
+    return [shapes[each] for each in sorted(has_matrices, reverse=True)]
+
+
+_PUT_IN_PLACE = ("step", "grad_scale", "found_inf")
+"""Attributes that schedules (to count steps) and scalers (of fused kernels) give to an optimizer."""
+
+
+class _Trial:
+    """A copy of an optimizer with other parameters."""
+
+    def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
+        self.parameters = [nn.Parameter(x.clone()) for x in tensors]
+        self._optimizer = copy.copy(optimizer)
+        attributes = vars(self._optimizer)
+        attributes.clear()
+        for name, value in vars(optimizer).items():
+            if name in _PUT_IN_PLACE:
+                continue
+            attributes[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+            if name.endswith("_hooks"):
+                attributes[name] = type(value)()
+        left = iter(self.parameters)
+        self._optimizer.param_groups = [
+            _options(group) | {"params": [next(left) for _ in _shapes(group)]}
+            for group in optimizer.param_groups
+        ]
+        self._optimizer.state = defaultdict(dict)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Take a step with gradients of the shapes of the parameters."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        function: Any = type(self._optimizer).step
+        function = getattr(function, "__wrapped__", function)  # without torch's hooks around it
+        torch.manual_seed(0)
+        try:
+            try:
+                function(self._optimizer)
+            except TypeError:
+                function(self._optimizer, lambda: torch.ones((), device=gradients[0].device))
+        except Exception as error:
+            raise TrialError(f"{type(error).__name__}: {error}") from error
+
+    def has_quantized_state(self) -> bool:
+        """Return whether a state of a parameter is stored in 8 bits or fewer."""
+        of_parameters = [state for state in self._optimizer.state.values() if isinstance(state, dict)]
+        states = [value for state in of_parameters for value in state.values()]
+        return any(isinstance(x, Tensor) and x.numel() > 1 and x.element_size() == 1 for x in states)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+    rate = options.get("lr")
+    if rate is not None:
+        options["lr"] = rate.clamp_min(LEAST_RATE) if isinstance(rate, Tensor) else max(rate, LEAST_RATE)
+    return options
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm.host_numbers import HostStates, digests, host_states
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError
-from .host_numbers import HostStates, digests, host_states
 from .random_streams import states
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from shardconv.inputs.config_sizes import smaller_configs
+from shardconv.inputs.smaller_configs import smaller_configs
 
 
 def changed(before: Any, after: Any, path: str = "") -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import transformers
 from checkpoints import CONFIGS, ENCODER
+from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import FusedPlan, Plan
-from shardconv_runtime.format.stored_layout import fused_groups
 from small_models import small_config
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.passes import solve_plan
-from shardconv.verifying.proof import Case, simulate
+from shardconv.verifying.proof_case import Case, simulate
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 SIZES = {

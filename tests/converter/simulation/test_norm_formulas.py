@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from shardconv_runtime.format.plan import NormInfo, module_plans, parameter_plans
 from torch import Tensor, nn
 
-from shardconv.dim_analysis.composite_modules import NormSite, find_norms
+from shardconv.dim_analysis.norm_sites import NormSite, find_norms
 from shardconv.dim_analysis.rules import RULES
 from shardconv.simulation.norm_formulas import fit_norm
 from shardconv.tracing.tape import Tape

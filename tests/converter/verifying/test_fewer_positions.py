@@ -20,7 +20,7 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.numeric_check import NumericCheck
 from shardconv.tracing.trace import trace
 from shardconv.verifying import shrink
-from shardconv.verifying.proof import simulate
+from shardconv.verifying.proof_case import simulate
 from shardconv.verifying.shrink import is_same_code, resized_tensors
 
 

@@ -199,8 +199,10 @@ def test_a_wrong_plan_is_found(out: Path, capsys: pytest.CaptureFixture[str]) ->
 
     change_plan(out, change)
     shardconv.verify(out)
-    found = r"simulated ranks differ from the unsharded model by \d.*; the first module whose output does is "
-    with pytest.raises(CheckpointError, match=found + r"model.layers.0, by \d\.\de[+-]\d\d; compare"):
+    found = (
+        r"simulated ranks differ from the unsharded model by \d.*; it begins in model.layers.0: its output "
+    )
+    with pytest.raises(CheckpointError, match=found + r"differs by \d\.\de[+-]\d\d; compare"):
         shardconv.verify(out, numerics=True)
     assert cli.run(["verify", str(out), "--numerics", "-q"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {out}: simulated ranks differ from")
@@ -212,7 +214,7 @@ def test_the_ranks_run_on_what_their_files_hold(out: Path) -> None:
     set_element(out, shard(1, 4), name, (0, 0), 3.0)
     shardconv.verify(out)
     with pytest.raises(
-        CheckpointError, match=r"differ .* module whose output does is model.layers.1.self_attn.k_"
+        CheckpointError, match=r"differ .*; it begins in model.layers.1.self_attn.k_proj: its"
     ):
         shardconv.verify(out, numerics=True)
 
@@ -232,7 +234,9 @@ def test_the_unsharded_model_gets_the_weights_that_it_is_given(converted: Path) 
     weights = opened.weights()
     name = "model.norm.weight"
     other = weights | {name: lazy_tensor.zeros("float32", weights[name].shape)}
-    with pytest.raises(CheckpointError, match=r"simulated ranks differ .* output does is model.norm, by"):
+    with pytest.raises(
+        CheckpointError, match=r"simulated ranks differ .*; it begins in model.norm: its output"
+    ):
         numerics.run_numerics(opened, spec, other, Silent())
 
 

@@ -24,10 +24,13 @@ from shardconv.inputs.trace_inputs import TraceInputs
 from shardconv.passes import solve_plan
 from shardconv.simulation import rank_simulation
 from shardconv.simulation.model_runs import ReusedModel
+from shardconv.simulation.random_weights import USUAL, Draw, RandomWeights
 from shardconv.simulation.rank_simulation import Logits, Simulation, Unprovable
-from shardconv.simulation.streamed_weights import USUAL, Draw, RandomWeights
+from shardconv.verifying import implementations
 from shardconv.verifying import proof as proofs
-from shardconv.verifying.proof import Case, prove, with_embeddings
+from shardconv.verifying.given_embeddings import with_embeddings
+from shardconv.verifying.proof import prove
+from shardconv.verifying.proof_case import Case
 
 SIZES = {
     "vocab_size": 131,
@@ -107,7 +110,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str,
 def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     made, runs = counted(monkeypatch)
     found = prove(replace(llama))
-    assert found == proofs.Proof("", True, ("inputs_embeds",), (), proofs.LabelsProof())
+    assert found == proofs.Proof(found.case, "", True, ("inputs_embeds",), (), proofs.LabelsProof())
     tokens, embeddings = ("attention_mask", "input_ids"), ("attention_mask", "inputs_embeds")
     assert runs == [
         (*tokens, "labels"),
@@ -136,7 +139,7 @@ def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> No
         return evaluate(self, inputs, **how)
 
     monkeypatch.setattr(Simulation, "evaluate", evaluated)
-    assert not proofs.wrong_others(llama)
+    assert not implementations.wrong_others(llama)
     assert ran == ["flex_attention"]
     assert (torch.compile, attention._instance) == (compiled, kept)
 
@@ -205,7 +208,7 @@ def test_a_loss_that_is_not_the_models(llama: Case, monkeypatch: pytest.MonkeyPa
     )
     found = prove(replace(llama))
     refused = proofs.LabelsProof(("labels",), "wrong")
-    assert found == proofs.Proof("", False, ("inputs_embeds",), (), refused)
+    assert found == proofs.Proof(found.case, "", False, ("inputs_embeds",), (), refused)
 
 
 def test_own_logits_that_are_wrong(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +349,10 @@ def test_an_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_seeds_and_scales_are_other_weights(llama: Case) -> None:
     def drawn(draw: Draw) -> Tensor:
-        tensors = {"weight": torch.empty(3, 4, device="meta")}
-        return RandomWeights(llama.plan, draw).unsharded(tensors, torch.float32)["weight"]
+        with torch.device("meta"):
+            model = nn.ModuleDict({"lm_head": nn.Linear(3, 4, bias=False)})
+        RandomWeights(llama.plan, draw).put_into(model, None, torch.float32, gradients=False)
+        return model["lm_head"].weight  # type: ignore[return-value]
 
     assert torch.equal(drawn(Draw()), drawn(USUAL))
     assert not torch.equal(drawn(Draw(1)), drawn(USUAL))

@@ -25,7 +25,7 @@ from shardconv.numeric_check import TOO_LARGE, NumericCheck
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
 from shardconv.verifying.leaf_groups import LeafGroup
-from shardconv.verifying.proof import simulate
+from shardconv.verifying.proof_case import simulate
 from shardconv.verifying.small_model import single_rows
 from shardconv.verifying.small_plan import Misfit, resized
 from shardconv.verifying.small_shapes import SmallShapes, choose_sizes

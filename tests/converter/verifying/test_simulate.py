@@ -29,7 +29,7 @@ from shardconv.simulation.model_runs import TOLERANCE
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
 from shardconv.verifying import retrace as retracing
-from shardconv.verifying.proof import Case, simulate
+from shardconv.verifying.proof_case import Case, simulate
 from shardconv.verifying.retrace import retrace
 
 

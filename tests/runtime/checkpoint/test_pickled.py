@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Draw, random_tensor, same, shapes
 from safetensors.torch import load_file
-from shardconv_runtime.checkpoint import stored_leaves
+from shardconv_runtime.checkpoint import pickled_files
 from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, FileLeaf
 from shardconv_runtime.checkpoint.resolve import resolve
@@ -129,13 +129,13 @@ def test_an_old_file_is_read_once_and_not_before_it_is_needed(
 ) -> None:
     file = save(tmp_path / "a.bin", {"x": BASE, "y": BASE + 1}, is_zip=False)
     devices: list[str] = []
-    load = stored_leaves.load_pickled
+    load = pickled_files.load_pickled
 
     def counting(file: Path, device: str) -> dict[str, Tensor]:
         devices.append(device)
         return load(file, device)
 
-    monkeypatch.setattr(stored_leaves, "load_pickled", counting)
+    monkeypatch.setattr(pickled_files, "load_pickled", counting)
     found = lazy_tensors([file])
     assert devices == ["meta"]
     assert torch.equal(read_tensor(found["x"]), BASE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint import model_location
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
 from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.recording_tensors import LARGE
@@ -300,9 +300,7 @@ class TestHub:
         "name", ["./absent", "/absent/model", "a/b/c", "absent/", "two words", "~/absent"]
     )
     def test_paths_are_not_looked_for(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            sys.modules[resolve.__module__], "snapshot_download", lambda *a, **k: pytest.fail("downloads")
-        )
+        monkeypatch.setattr(model_location, "snapshot_download", lambda *a, **k: pytest.fail("downloads"))
         with pytest.raises(SourceError, match=r"no such directory: .* check the path"):
             resolve(name)
 
@@ -323,7 +321,7 @@ class TestHub:
             calls.append((repo_id, options))
             return str(llama_dir)
 
-        monkeypatch.setattr(sys.modules[resolve.__module__], "snapshot_download", download)
+        monkeypatch.setattr(model_location, "snapshot_download", download)
         spec = resolve("org/name", Hub(revision="v1", token="secret"), need_weights=False)
         assert (spec.name, spec.directory, spec.revision) == ("org/name", llama_dir, llama_dir.name)
         assert [repo_id for repo_id, _ in calls] == ["org/name"]

@@ -15,7 +15,7 @@ from shardconv_runtime.format.slices import Mesh, local_segments
 from shardconv_runtime.format.slot_steps import Boundary
 from shardconv_runtime.format.stored_layout import sums
 from shardconv_runtime.parallel.boundary import step
-from shardconv_runtime.training.prepare import Gated, GradientGate, attach_gates
+from shardconv_runtime.training.gates import Gated, GradientGate, attach_gates
 from torch import Tensor, nn
 
 from shardconv.simulation.rank_threads import run_ranks

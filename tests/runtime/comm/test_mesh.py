@@ -8,7 +8,7 @@ import pytest
 import torch
 from boundaries import boundary
 from converted import llama_plan
-from shardconv_runtime.comm import agreement, mesh
+from shardconv_runtime.comm import agreement, mesh, rank_0
 from shardconv_runtime.errors import LaunchError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ModulePlan, NormInfo
@@ -35,7 +35,7 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     start = mesh.launch(device="cpu")
     assert start == mesh.Launch(0, 1, torch.device("cpu"))
     agreement.agree(start, None)
-    agreement.share_rng_state(start)
+    rank_0.share_rng_state(start)
     with pytest.raises(LaunchError, match="only here"):
         agreement.agree(start, LaunchError("only here"))
 

@@ -110,7 +110,8 @@ def test_needs_neither_torch_nor_transformers_nor_the_converter() -> None:
     program = (
         "import sys\n"
         "from shardconv_runtime import errors\n"
-        "from shardconv_runtime.format import fingerprint, header, manifest, names, plan, plan_json, slices\n"
+        "from shardconv_runtime.files import fingerprint, manifest\n"
+        "from shardconv_runtime.format import header, names, plan, plan_json, slices\n"
         "fingerprint.fingerprint(['transformers.cache_utils', 'torch.nn.modules.linear'])\n"
         "print(sorted({'torch', 'transformers', 'shardconv', 'numpy', 'click', 'tqdm'} & set(sys.modules)))\n"
     )

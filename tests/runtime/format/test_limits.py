@@ -17,6 +17,7 @@ from shardconv_runtime.format import (
     field_checks,
     header,
     names,
+    plan_checks,
     plan_json,
     slices,
     typed_json,
@@ -96,7 +97,7 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
         (
             many(2, "524288*2@0", 1),
             many(2, "524288*2@0", 4),
-            f"more than {plan_json.MAX_RANGES_IN_ALL} ranges",
+            f"more than {plan_checks.MAX_RANGES_IN_ALL} ranges",
         ),
         (boundary("input" + ".a" * 15), boundary("input" + ".a" * 17), "not a slot"),
         (boundary("input." + "a" * 100), boundary("input." + "a" * 101), "not a slot"),
@@ -170,7 +171,7 @@ def test_long_headers(tmp_path: Path) -> None:
             names.MAX_NAME_LENGTH,
             plan_json.MAX_SIGNS,
         ),
-        *(dims.MAX_LEAVES, slices.MAX_RANGES, plan_json.MAX_RANGES_IN_ALL, field_checks.MAX_PATH_STEPS),
+        *(dims.MAX_LEAVES, slices.MAX_RANGES, plan_checks.MAX_RANGES_IN_ALL, field_checks.MAX_PATH_STEPS),
         *(field_checks.MAX_STEP_LENGTH, field_checks.MAX_TEXT_LENGTH),
     ],
 )

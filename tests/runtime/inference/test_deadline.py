@@ -21,9 +21,9 @@ from converted import llama_plan, random_llama, write_directory
 from distributed import run_outcomes
 from forked import run_forked
 from shardconv_runtime import LaunchError
+from shardconv_runtime.comm import deadline as deadlines
+from shardconv_runtime.comm.deadline import EXIT_CODE, Deadline, deadline, progress
 from shardconv_runtime.comm.mesh import Launch
-from shardconv_runtime.inference import deadline as deadlines
-from shardconv_runtime.inference.deadline import EXIT_CODE, Deadline, deadline, progress
 from shardconv_runtime.inference.generation import DECODER
 from shardconv_runtime.inference.replay import Replay
 from warm_compiler import warm_up

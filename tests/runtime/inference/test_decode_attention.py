@@ -13,7 +13,7 @@ from captured import capturing
 from checkpoints import CONFIGS
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.inference.compiling import compile_model
-from shardconv_runtime.inference.decode_state import NAME, attending_once, decode_attention
+from shardconv_runtime.inference.decode_attention import NAME, attending_once, decode_attention
 from shardconv_runtime.inference.generation import DECODER, prepare_generation
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

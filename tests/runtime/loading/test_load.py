@@ -307,11 +307,11 @@ def test_a_failure_while_building_reaches_all_ranks(tmp_path: Path) -> None:
 def fail_while_reading(path: Path) -> None:
     from shardconv_runtime.loading import rank_files
 
-    def read(*args: object) -> None:
+    def fill(*args: object) -> None:
         raise OSError("the disk is gone")
 
     if os.environ["RANK"] == "0":
-        rank_files.read = read  # type: ignore[assignment]
+        rank_files.fill = fill  # type: ignore[assignment]
     shardconv_runtime.load(path)
 
 

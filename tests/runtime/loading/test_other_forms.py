@@ -9,7 +9,7 @@ from converted import llama_plan, random_llama
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
-from shardconv_runtime.loading.load import require_form
+from shardconv_runtime.loading.load_options import require_form
 
 
 @pytest.fixture

@@ -26,8 +26,9 @@ from shardconv_runtime.format.plan import (
 from shardconv_runtime.format.slices import Mesh, ranges
 from shardconv_runtime.parallel.boundary import attach, forward_signature, replace_at
 from shardconv_runtime.parallel.build import parallelize
-from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelLinear, ShardedNorm
+from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from shardconv_runtime.parallel.row_ids import RowIds
+from shardconv_runtime.parallel.sharded_norms import ShardedNorm
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from warm_compiler import warm_up

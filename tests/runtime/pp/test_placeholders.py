@@ -9,7 +9,7 @@ import pytest
 import torch
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.parallel.embeddings import attach_embeddings
-from shardconv_runtime.pp.stage_model import Placeholder, placeholder_for, swap_for_placeholder
+from shardconv_runtime.pp.placeholders import Placeholder, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 
 

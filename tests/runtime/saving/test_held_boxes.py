@@ -15,7 +15,8 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse
 from shardconv_runtime.format.plan import ParameterPlan, global_shape
 from shardconv_runtime.format.slices import Mesh
 from shardconv_runtime.format.stored_layout import holds_values
-from shardconv_runtime.saving.dcp_boxes import Box, LocalWindow, full_window, held_boxes, owned_boxes
+from shardconv_runtime.saving.dcp_boxes import Box, held_boxes, owned_boxes
+from shardconv_runtime.saving.local_windows import LocalWindow, full_window
 from torch import Tensor
 
 MESHES: tuple[Mesh, ...] = ((), (2,), (3,), (2, 2), (2, 3))

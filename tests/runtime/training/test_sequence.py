@@ -22,8 +22,8 @@ from zoo.models import build
 from shardconv.arguments import SolveOptions
 from shardconv.passes import solve_plan
 from shardconv.simulation.model_runs import Float64
+from shardconv.simulation.random_weights import RandomWeights, fill
 from shardconv.simulation.rank_threads import run_ranks
-from shardconv.simulation.streamed_weights import RandomWeights, fill
 
 RANKS = 2
 LENGTHS = (12, 13)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..format.header import TORCH_NAME, ShardFile, StoredTensor
 from ..format.slices import Rows
-from ..parallel.fused_products import tensor_at, tensor_within
+from .windows import tensor_at, tensor_within
 
 # Read-ahead brings files into the page cache while the processor is busy with something else.
 #

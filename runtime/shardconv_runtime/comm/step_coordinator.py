@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from ..comm.agreement import agree, exchange
-from ..comm.mesh import Launch
-from ..comm.process_groups import PATIENT_TIMEOUT_S, loop_group
 from ..errors import LaunchError
+from .agreement import agree, exchange
 from .deadline import raise_lost_rank
+from .mesh import Launch
+from .process_groups import PATIENT_TIMEOUT_S, loop_group
 
 # Messages between the ranks while transformers' continuous batching runs: requests, sizes, the end.
 #

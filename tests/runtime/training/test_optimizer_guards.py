@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shardconv_runtime.training.optimizer_trial import TrialError, needs_full_tensors
+from shardconv_runtime.training.optimizer_guards import TrialError, needs_full_tensors
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

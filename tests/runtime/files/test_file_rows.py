@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from shardconv_runtime.files.pinned_reading import staged
+from shardconv_runtime.files.reading import mapped, with_rows
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.slices import Range
-from shardconv_runtime.loading.pinned_reading import staged
-from shardconv_runtime.loading.reading import mapped, with_rows
 from test_reading import Host, assert_same
 from torch import Tensor
 

@@ -18,9 +18,9 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ..comm.mesh import Launch, can_capture
-from ..comm.process_groups import abort_groups, timeout_of
 from ..errors import LaunchError
+from .mesh import Launch, can_capture
+from .process_groups import abort_groups, timeout_of
 
 # The errors of collectives when another rank has ended, in our words.
 

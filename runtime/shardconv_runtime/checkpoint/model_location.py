@@ -1,0 +1,112 @@
+"""From the user's path or Hub id to a local directory, downloading it if needed."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.hf_api import RepoFile
+
+from ..errors import SourceError
+from ..files.hub_errors import explain
+from ..files.hub_time_limits import bounded
+from ..files.model_config import CONFIG
+from ..files.remote_files import RemoteFile, remote_files
+from ..files.small_files import EXAMPLE_NAME, choose_files
+from ..hub_options import Hub
+from .model_directory import (
+    LAYOUTS,
+    model_directory,
+    wanted_weights,
+)
+
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*", EXAMPLE_NAME)
+"""Files of a model repository that are asked for if it cannot be listed, as the client may have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The location of a model."""
+
+    directory: Path
+    """Local, with at least the config."""
+    commit: str | None = None
+    """The commit of a Hub repository."""
+    remote: tuple[RemoteFile, ...] = ()
+    """The weight files that stay on the Hub."""
+    sizes: Mapping[str, int] | None = None
+    """The files of the repository -> bytes; None for a local directory, or if it cannot be listed."""
+
+
+def locate(
+    model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
+) -> Located:
+    """Return the directory of the model and, for a Hub repository, its commit."""
+    if (local := model_directory(model, need_weights=need_weights)) is not None:
+        return Located(local)
+    text = os.fspath(model)
+    sizes = _listed(text, hub)
+    if sizes is None:
+        small = SMALL_FILES + (("*.py",) if code else ())
+    else:
+        indices = [name for name in sizes if name.endswith(".index.json")]
+        chosen = choose_files(sizes, code=code).copied
+        small = tuple(map(glob.escape, {CONFIG, *chosen, *indices}))
+    directory = _download(text, hub, small)
+    commit = directory.name
+    if not need_weights:
+        return Located(directory, commit, sizes=sizes)
+    names = wanted_weights(directory)
+    if stream and not hub.local_files_only and (remote := _remote(text, commit, directory, names, hub)):
+        return Located(directory, commit, remote, sizes)
+    _download(text, replace(hub, revision=commit), names)
+    return Located(directory, commit, sizes=sizes)
+
+
+def _listed(repo_id: str, hub: Hub) -> dict[str, int] | None:
+    """Return the files of a repository -> bytes; None if it cannot be listed, as without a network.
+
+    The client then reads its cache, or names the problem.
+    """
+    if hub.local_files_only:
+        return None
+    try:
+        with bounded():
+            entries = HfApi(token=hub.token).list_repo_tree(repo_id, recursive=True, revision=hub.revision)
+            return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+    except Exception:  # including errors of the HTTP library
+        return None
+
+
+def _remote(
+    repo_id: str, commit: str, directory: Path, names: tuple[str, ...], hub: Hub
+) -> tuple[RemoteFile, ...]:
+    """Return the weight files on the Hub; none if all are in the cache, or they are of another format."""
+    chosen = [name for name in names if name.endswith(".safetensors")]
+    index = [name for single, name in LAYOUTS if (directory / name).is_file()]
+    if index and len(chosen) > 1:
+        chosen.remove(LAYOUTS[0][0])  # the single file next to the files of an index
+    if not chosen or all((directory / name).is_file() for name in chosen):
+        return ()
+    found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
+    return found if len(found) == len(chosen) else ()
+
+
+def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
+    try:
+        with bounded():
+            found = snapshot_download(
+                repo_id,
+                revision=hub.revision,
+                cache_dir=None if hub.cache_dir is None else Path(hub.cache_dir),
+                local_files_only=hub.local_files_only,
+                token=hub.token,
+                allow_patterns=list(patterns),
+            )
+        return Path(found)
+    except Exception as error:  # including errors of the HTTP library
+        raise SourceError(explain(repo_id, hub.revision, error)) from error
