@@ -51,26 +51,12 @@ def quantization_of(config: Any) -> Settings | None:
 
 
 def require_supported(settings: Settings, where: str, *, dequantize: bool) -> None:
-    """Check that weights of this format can be read.
-
-    Args:
-        settings: a ``quantization_config``.
-        where: the checkpoint, for messages.
-        dequantize: they are to be dequantized.
-
-    Raises:
-        SourceError: they cannot; the message names the format.
-    """
+    """Check that weights of this format can be read."""
     format_of_checkpoint(settings, where, dequantize=dequantize)
 
 
 def is_of_cache(name: str, settings: Settings) -> bool:
-    """Return whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
-
-    Args:
-        name: the name of the tensor in the checkpoint.
-        settings: its ``quantization_config``.
-    """
+    """Return whether a tensor is a factor of a quantized cache, which a plain cache does not need."""
     last = name.rpartition(".")[2]
     return last in _OF_CACHES or (last in _OF_OUTPUTS and bool(settings.get("kv_cache_scheme")))
 
@@ -148,15 +134,7 @@ class PackedWeights:
         return any(one is not None and format_of(one.packing.method).is_of_linear_layers for one in found)
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
-        """Return the stored tensors of a parameter; None if it has no packed weights.
-
-        Args:
-            name: FQN, for messages.
-            weight: the tensor that transformers made of the proxies.
-
-        Raises:
-            SourceError: the parameter is put together from parts of packed weights that cannot be cut so.
-        """
+        """Return the stored tensors of a parameter; None if it has no packed weights."""
         packed = [piece.leaf in self._by_leaf for piece in weight.pieces]
         if not any(packed):
             return None
@@ -320,13 +298,7 @@ class _Checkpoint:
 
 
 def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
-    """Return the part of a stored tensor for some positions of the weight's first dim.
-
-    Args:
-        tensor: a stored tensor, in the shape of its dims.
-        packed: how it runs along the weight.
-        span: positions of the weight.
-    """
+    """Return the part of a stored tensor for some positions of the weight's first dim."""
     if PackedDim(0, 1) in packed.dims:
         return lazy.take(tensor, packed.dims.index(PackedDim(0, 1)), (span,))
     return tensor

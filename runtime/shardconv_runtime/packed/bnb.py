@@ -62,11 +62,7 @@ class Blocks:
 
     @classmethod
     def of(cls, state: Tensor) -> Blocks:
-        """Parse the tensor of bytes.
-
-        Raises:
-            ValueError: it holds something else.
-        """
+        """Parse the tensor of bytes."""
         try:
             said: dict[str, Any] = json.loads(bytes(state.tolist()).decode())
             dtype = getattr(torch, str(said["dtype"]).removeprefix("torch."))
@@ -203,13 +199,7 @@ class Bnb8Bit(PackedFormat):
 
 
 def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> Tensor:
-    """Return the factors of the local blocks, flat, float32; nested ones as the library computes them.
-
-    Args:
-        tensors: local stored tensors.
-        blocks: the blocks of the weight.
-        held: the part of it.
-    """
+    """Return the factors of the local blocks, flat, float32; nested ones as the library computes them."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:
         return factors

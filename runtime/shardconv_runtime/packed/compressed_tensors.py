@@ -76,11 +76,7 @@ class WeightSettings:
 
 
 def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSettings, ...]:
-    """Return the settings of all groups of modules.
-
-    Raises:
-        SourceError: the checkpoint is quantized in a way that is not covered.
-    """
+    """Return the settings of all groups of modules."""
     try:
         return _read(settings, where)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -285,11 +281,7 @@ class _Weight:
             self._shape = rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
 
     def found(self, choices: tuple[WeightSettings, ...]) -> Found:
-        """Return its description with the settings that fit.
-
-        Raises:
-            SourceError: none does.
-        """
+        """Return its description with the settings that fit."""
         scale = info(self._checkpoint, self._module + SCALE, self._module)
         right = [weights for weights in choices if self._is_of(weights)]
         for weights in right:

@@ -50,16 +50,7 @@ def format_of(method: str) -> PackedFormat:
 def format_of_checkpoint(
     settings: Mapping[str, Any], where: str, *, dequantize: bool = False
 ) -> PackedFormat:
-    """Return the format of a quantized checkpoint, with its settings.
-
-    Args:
-        settings: its ``quantization_config``.
-        where: the checkpoint, for messages.
-        dequantize: the model is to compute with plain weights, and a plain cache.
-
-    Raises:
-        SourceError: no such method is known, or the settings ask for a variant that is not covered.
-    """
+    """Return the format of a quantized checkpoint, with its settings; a cache to dequantize is left out."""
     method = _quant_method(settings)
     if method not in QUANT_METHODS:
         raise SourceError(
@@ -128,15 +119,7 @@ def dequantize(
 
 
 def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check local stored tensors, with their values, if ``dequantize`` could not.
-
-    Args:
-        name: the name of the parameter, for messages.
-
-    Raises:
-        CheckpointError: a tensor is missing, its shape or dtype differs, a factor is not finite, or the
-            values of tensors do not fit each other.
-    """
+    """Check local stored tensors, with their values, if ``dequantize`` could not."""
     packed_format = format_of(packing.method)
     for stored in packing.tensors:
         if stored.name not in tensors:

@@ -73,11 +73,7 @@ class PackedFormat:
         return self
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """Return the packed parameters, by the names that their weights have in a plain checkpoint.
-
-        Raises:
-            SourceError: a stored tensor is missing, or its shape, dtype or values do not fit the others.
-        """
+        """Return the packed parameters, by the names that their weights have in a plain checkpoint."""
         raise NotImplementedError
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:

@@ -32,16 +32,7 @@ class Quantized:
 
 
 def require_computable(quantized: Quantized, packings: Iterable[Packing], *, compiled: bool = False) -> None:
-    """Check that packed parameters can be computed with as they are stored.
-
-    Args:
-        quantized: the model.
-        packings: the packings of its packed parameters.
-        compiled: whether it is to be compiled.
-
-    Raises:
-        PlanError: a package is missing, or this device cannot. The message has the remedy.
-    """
+    """Check that packed parameters can be computed with as they are stored."""
     found = list(packings)
     if found and not quantizer_of(quantized, found).is_compileable and compiled:
         raise PlanError(
@@ -51,16 +42,7 @@ def require_computable(quantized: Quantized, packings: Iterable[Packing], *, com
 
 
 def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterable[int] = ()) -> Any:
-    """Return transformers' quantizer of a model whose weights are already quantized.
-
-    Args:
-        quantized: the model.
-        packings: the packings of its packed parameters.
-        rows: local numbers of outputs of their layers.
-
-    Raises:
-        PlanError: see ``require_computable``.
-    """
+    """Return transformers' quantizer of a model whose weights are already quantized."""
     from transformers.quantizers import AutoHfQuantizer  # imports all quantizers
 
     packings = list(packings)
