@@ -31,6 +31,17 @@ from .writing.writer import origin_of, with_example, write
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The model that a user named, and how it is read."""
+
+    model: Any
+    """A directory, a Hub id, or a config."""
+    hub: Hub
+    dtype: str | None
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """The weights to write, and the way to read them.
 
@@ -47,27 +58,23 @@ class Weights:
     stream: bool
 
 
-def converted(
-    model: str | os.PathLike[str],
+def convert_model(
+    source: ModelSource,
     outputs: Output | StageOutputs,
-    hub: Hub,
     options: SolveOptions,
     weights: Weights,
     write_options: WriteOptions,
     example: Example | None,
-    *,
-    dtype: str | None,
-    trust_remote_code: bool,
     progress: Progress,
 ) -> Plan:
     """Convert a model into directories that were found free; see ``convert.convert``."""
     options = _with_example(options, example)
-    progress.stage(f"reading {os.fspath(model)}")
+    progress.stage(f"reading {os.fspath(source.model)}")
     spec = resolve(
-        model,
-        hub,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
+        source.model,
+        source.hub,
+        dtype=source.dtype,
+        trust_remote_code=source.trust_remote_code,
         need_weights=not weights.random_init,
         stream=weights.stream,
     )
@@ -115,21 +122,17 @@ def _with_example(options: SolveOptions, example: Example | None) -> SolveOption
     return options if example is None else replace(options, example=read_example(example))
 
 
-def planned(
-    model: str | os.PathLike[str] | Any,
-    hub: Hub,
-    options: SolveOptions,
-    example: Example | None,
-    *,
-    dtype: str | None,
-    trust_remote_code: bool,
-    progress: Progress,
+def plan_model(
+    source: ModelSource, options: SolveOptions, example: Example | None, progress: Progress
 ) -> Plan:
     """Solve a model from its config, without weights; see ``convert.plan``."""
     options = _with_example(options, example)
-    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
+    is_trusted = source.trust_remote_code
+    spec = resolve(
+        source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
+    )
     if spec.directory is not None and spec.revision is None:
-        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=trust_remote_code))
+        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=is_trusted))
     return solve_plan(spec, options, progress=progress.stage)
 
 

@@ -118,21 +118,12 @@ def convert(
     model_directory(model, need_weights=not random_init)  # a wrong path is an error at once
     outputs = prepared(out, pp, overwrite=overwrite, source=model, options=write_options, tp=tp)
 
-    from .conversion import Weights, converted
+    from .conversion import ModelSource, Weights, convert_model
 
     weights = Weights(random_init, seed or 0, keep_unused, ranks is not None if stream is None else stream)
-    hub = Hub(revision, cache_dir, local_files_only, token)
-    return converted(
-        model,
-        outputs,
-        hub,
-        options,
-        weights,
-        write_options,
-        example_inputs,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        progress=progress or Silent(),
+    source = ModelSource(model, Hub(revision, cache_dir, local_files_only, token), dtype, trust_remote_code)
+    return convert_model(
+        source, outputs, options, weights, write_options, example_inputs, progress or Silent()
     )
 
 
@@ -188,15 +179,7 @@ def plan(
     if isinstance(model, (str, os.PathLike)):
         model_directory(model, need_weights=False)
 
-    from .conversion import planned
+    from .conversion import ModelSource, plan_model
 
-    hub = Hub(revision, cache_dir, local_files_only, token)
-    return planned(
-        model,
-        hub,
-        options,
-        example_inputs,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        progress=progress or Silent(),
-    )
+    source = ModelSource(model, Hub(revision, cache_dir, local_files_only, token), dtype, trust_remote_code)
+    return plan_model(source, options, example_inputs, progress or Silent())

@@ -69,10 +69,11 @@ def adapt(
     _require_free(target, overwrite=overwrite)
 
     # torch and transformers are imported once the arguments are known to be right.
-    from .adaptation import adapted
+    from .adaptation import BaseModel, adapt_model
 
     tell = (progress or Silent()).stage
-    return adapted(root, directory, base, found.source.name, adapter, target, seed, check=check, tell=tell)
+    model = BaseModel(root, directory, base, found.source.name)
+    return adapt_model(model, adapter, target, seed, check=check, tell=tell)
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,20 @@ _OUTERMOST = "base_model."
 COPIED = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
 
 
-def adapted(
-    root: Path,
-    directory: Path,
-    base: Plan,
-    base_name: str,
+@dataclass(frozen=True)
+class BaseModel:
+    """The converted model that an adapter is for."""
+
+    root: Path
+    """The directory of all stages."""
+    directory: Path
+    """The directory of the first stage, or the only one."""
+    plan: Plan
+    name: str
+
+
+def adapt_model(
+    base: BaseModel,
     adapter: str | os.PathLike[str] | Any,
     target: Path,
     seed: int,
@@ -73,22 +82,22 @@ def adapted(
             given = Adapter(config, os.fspath(scratch), seed, os.fspath(adapter))
         else:
             given = Adapter(config, None, seed)
-        plan = planned(directory, base, given, check=check, tell=tell)
+        plan = planned(base.directory, base.plan, given, check=check, tell=tell)
         plan = replace(plan, notes=(*plan.notes, *remarks))
         if not is_saved:
             tell("initializing the adapter")
-            spec = planned_spec(directory, base)
+            spec = planned_spec(base.directory, base.plan)
             model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
             attached = attach(model, {DEFAULT: given}, trainable=True)
             tensors = dict(attached.tensors)
             if attached.copies:  # copies of modules begin with the weights of the model
-                converted = read(root)
+                converted = read(base.root)
                 entries = parameter_plans(converted.plan)
                 for name, old in attached.copies.items():
                     lazy = converted.weight(old, entries[old])
                     tensors[name] = torch.empty(lazy.shape, dtype=getattr(torch, lazy.dtype))
                     read_into([lazy], [tensors[name]])
-            write_adapter(attached.wrapper, DEFAULT, tensors, scratch, base_name)
+            write_adapter(attached.wrapper, DEFAULT, tensors, scratch, base.name)
         plan_json.write(plan, scratch / PLAN_NAME)
         if target.exists():
             target.rename(Path(made) / "replaced")

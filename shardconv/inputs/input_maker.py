@@ -76,42 +76,56 @@ class InputChoice:
     """(parameter, size of its last dim), if the model's layers showed it."""
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How a model is called, whatever its inputs."""
+
+    keep: Collection[str]
+    """Operators that a trace does not decompose."""
+    seed: int = 0
+    multiple: int = 1
+    """A number that divides the length."""
+    batch: int = 0
+    """The batch size; 0 for one that is no other size of the model."""
+    cache: bool = True
+    extras: Collection[str] = EXTRA_OUTPUTS
+    """Outputs to ask for besides the usual ones, if the model knows them."""
+    experts: int = 0
+    """Number of experts that a call must reach; 0 for few."""
+    offers_states: bool = False
+    """Give states of an encoder to a model that can do without."""
+
+
 class InputMaker:
-    """Make the inputs of one model for one seed."""
+    """Make the inputs of one model, or take those of an example."""
 
     def __init__(
         self,
         model: nn.Module,
-        keep: Collection[str],
-        seed: int,
-        multiple: int,
-        batch: int = 0,
-        cache: bool = True,
-        extras: Collection[str] = EXTRA_OUTPUTS,
-        experts: int = 0,
-        offers_states: bool = False,
+        form: CallForm,
         example: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
     ) -> None:
+        seed, multiple, experts = form.seed, form.multiple, form.experts
         self.model = model
-        self.keep = keep
+        self.keep = form.keep
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
         self.example = example
         """Tensors and other arguments from the user. Nothing else is made then."""
-        self.cache = cache and "use_cache" in self.parameters
+        self.cache = form.cache and "use_cache" in self.parameters
         # The model must know an argument that asks for more outputs.
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        known = extras if takes_any else [name for name in extras if name in self.parameters]
+        known = form.extras if takes_any else [name for name in form.extras if name in self.parameters]
         self.extras = tuple(name for name in known if any(hasattr(n, name) for n in nodes(self.config)))
         self.seed = seed
         self.few_chosen = not experts
-        self.offers_states = offers_states
+        self.offers_states = form.offers_states
         self.tokens = token_parameter(model, self.parameters)
         self.multiple = multiple
         self.batch, self.length = free_sizes(model, multiple, experts)
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
-        self.batch = batch or self.batch
+        self.batch = form.batch or self.batch
         self.token_maker = TokenMaker(model, self.parameters, self.tokens, self.batch, seed)
 
     def choices(self) -> Iterator[InputChoice]:

@@ -12,7 +12,6 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..tracing.tape import Tape, tensors_read
 from ..tracing.trace import trace
 from .example_inputs import example_call_of
 from .input_forms import FORMED, NAMES, STATES, is_about_tokens, release
-from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
+from .input_maker import DECODER_IDS, CallForm, InputChoice, InputMaker, NotReadError
 
 
 def left_out_experts(model: nn.Module, tape: Tape) -> int:
@@ -129,10 +128,10 @@ def _traced(
     offers_states: bool = False,
 ) -> tuple[TraceInputs, Tape]:
     """Trace the model with the first inputs that it accepts."""
-    make = partial(InputMaker, model, keep, seed, multiple, experts=experts, offers_states=offers_states)
-    maker = make()
-    makers = _with_other_options(make, maker)
-    lone = InputMaker(model, keep, seed, multiple, batch=1, cache=False, extras=())
+    call_form = CallForm(keep, seed, multiple, experts=experts, offers_states=offers_states)
+    maker = InputMaker(model, call_form)
+    makers = _with_other_options(maker, call_form)
+    lone = InputMaker(model, CallForm(keep, seed, multiple, batch=1, cache=False, extras=()))
     problems: list[tuple[InputChoice, Exception]] = []
 
     def widened() -> Iterator[InputChoice]:
@@ -170,11 +169,11 @@ def _traced(
     raise maker.refusal(maker.parameters)
 
 
-def _with_other_options(make: Callable[..., InputMaker], maker: InputMaker) -> list[InputMaker]:
+def _with_other_options(maker: InputMaker, form: CallForm) -> list[InputMaker]:
     """Return makers with fewer options: all of them, without a cache, without further outputs, without
     both."""
     return [
-        make(cache=cache, extras=extras)
+        InputMaker(maker.model, replace(form, cache=cache, extras=extras), maker.example)
         for extras in dict.fromkeys((maker.extras, ()))
         for cache in dict.fromkeys((maker.cache, False))
     ]
@@ -187,9 +186,9 @@ def _traced_example(
     call = example_call_of(example, model)
     missing = 0
     for all_experts in (False, True):
-        make = partial(InputMaker, model, keep, 0, 1, example=call, experts=int(all_experts))
-        maker = make()
-        makers = _with_other_options(make, maker)
+        form = CallForm(keep, experts=int(all_experts))
+        maker = InputMaker(model, form, call)
+        makers = _with_other_options(maker, form)
         problems: list[tuple[InputChoice, Exception]] = []
         found = _attempt(makers, InputChoice(), _Seen(), problems)
         if found is None:

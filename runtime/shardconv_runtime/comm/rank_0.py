@@ -1,4 +1,4 @@
-"""Values of rank 0 on every rank: what a user hands over, and its random state."""
+"""Values of rank 0 on every rank: those that a user hands over, and its random state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caller of ``load`` wants, the model that passed the checks, and its unsharded form on meta."""
+"""The options of the caller of ``load``, the model that passed the checks, and its unsharded form on meta."""
 
 from __future__ import annotations
 

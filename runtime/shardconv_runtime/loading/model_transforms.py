@@ -1,4 +1,4 @@
-"""Adapters, fused products, tensor parallelism, generation: transforms that call what other rooms have."""
+"""Transforms in few lines: adapters, fused products, tensor parallelism, generation."""
 
 from __future__ import annotations
 
@@ -127,6 +127,6 @@ class Generation(Transform):
     gathers_logits: bool
 
     def finish(self, rank: RankModel) -> None:
-        """Replace ``generate`` and what belongs to it."""
+        """Replace ``generate`` and the methods that belong to it."""
         link = None if rank.place is None else rank.place.link
         prepare_generation(rank.model, self.config, self.all_stages, self.gathers_logits, link)

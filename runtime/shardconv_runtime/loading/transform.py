@@ -1,4 +1,4 @@
-"""What makes an unsharded model on meta the model of a rank: a list of transforms with the same four methods.
+"""A list of transforms with the same four methods makes an unsharded model on meta the model of a rank.
 
 ``building.py`` has the list. Each transform first checks the plan, then changes the model while it has no
 values, then says how its tensors come from those before, and completes the model once it has them.
@@ -25,7 +25,7 @@ from ..pp.stage_processes import StageProcesses
 Tensors = Generator[tuple[str, Tensor]]
 """Names and local tensors."""
 ReadTensors = Callable[[Rows], Tensors]
-"""Yields a process's local tensors; of those that are in the rows, only these positions of the first dim."""
+"""Yields a process's local tensors, of those in the rows only these positions of the first dim."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RankModel:
     place: StageProcesses | None
     """The place of this process in the pipeline; None without stages."""
     dtypes: Mapping[str, torch.dtype]
-    """Dtypes in which tensors are loaded, by name; others keep those of the files."""
+    """Dtypes in which tensors are loaded, by name; others keep the dtypes in the files."""
     attached: Attached | None = None
     packed: PackedModules | None = None
     """Modules that compute with parameters as they are stored."""

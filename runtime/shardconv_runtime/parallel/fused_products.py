@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.collectives import refuse_gradient
 from ..errors import PlanError
 from ..files.windows import tensor_at, tensor_within
-from .layers import ColumnParallelLinear, finish
+from .layers import ColumnParallelLinear, Steps, finish
 
 # Tensors in the memory of a storage, which are no views of each other to autograd.
 
@@ -167,7 +167,7 @@ class FusedLinear(ColumnParallelLinear):
             columns,
             rows,
             linear.bias is not None,
-            outputs=() if sharded is None else sharded.outputs,
+            steps=Steps(outputs=() if sharded is None else sharded.outputs),
             training=sharded is None,  # a plain layer passes gradients on
             device=torch.device("meta"),
         )

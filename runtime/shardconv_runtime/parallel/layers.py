@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,13 @@ def _without(entry: StagedModule, name: str) -> tuple[str, ...]:
     return tuple(other for other in names if other != name) if name in names else entry.names
 
 
+class Steps(NamedTuple):
+    """Steps of the plan around a layer's own product, in order."""
+
+    inputs: Sequence[TensorStep] = ()
+    outputs: Sequence[TensorStep] = ()
+
+
 class ColumnParallelLinear(nn.Linear):
     """A linear layer whose output dim is sharded.
 
@@ -112,8 +120,7 @@ class ColumnParallelLinear(nn.Linear):
         in_features: local; equal to the global one unless the plan shards it too.
         out_features: local.
         bias: whether there is a bias, sharded like the output.
-        inputs: steps on the input, in order.
-        outputs: steps on the output; a ``Gather`` makes it replicated.
+        steps: steps on the input and output; a ``Gather`` on the output makes it replicated.
         training: the steps have backwards; without it, an input that requires a gradient is refused.
 
     Shapes: ``input: [..., in_features]``, output: local ``[..., out_features]``, global after a ``Gather``;
@@ -126,15 +133,14 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        inputs: Sequence[TensorStep] = (),
-        outputs: Sequence[TensorStep] = (),
+        steps: Steps = Steps(),  # noqa: B008  (it is immutable)
         training: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.inputs = tuple(inputs)
-        self.outputs = tuple(outputs)
+        self.inputs = tuple(steps.inputs)
+        self.outputs = tuple(steps.outputs)
         self._has_backward = training
 
     def forward(self, input: Tensor) -> Tensor:
@@ -153,8 +159,8 @@ class RowParallelLinear(nn.Linear):
         bias: whether there is a bias.
         bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; otherwise
             it is replicated, and is added once, after the reduction.
-        inputs: steps on the input; a ``Slice`` if it arrives replicated.
-        outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
+        steps: on the input, a ``Slice`` if it arrives replicated; on the output, a ``Reduce`` sums the ranks'
+            terms.
 
     Shapes: ``input: local [..., in_features]`` (global before a ``Slice``), output ``[..., out_features]``, a
     Partial before a ``Reduce``; the dtype of the weight.
@@ -167,8 +173,7 @@ class RowParallelLinear(nn.Linear):
         bias: bool = True,
         *,
         bias_is_partial: bool = False,
-        inputs: Sequence[TensorStep] = (),
-        outputs: Sequence[TensorStep] = (),
+        steps: Steps = Steps(),  # noqa: B008  (it is immutable)
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -176,10 +181,12 @@ class RowParallelLinear(nn.Linear):
         reduced = 0
         if bias and not bias_is_partial:  # the bias is added after the last step that sums over ranks
             sums = (Reduce, ReduceScatter)
-            reduced = max((i + 1 for i, step in enumerate(outputs) if isinstance(step, sums)), default=0)
-        self.inputs = tuple(inputs)
-        self.reductions = tuple(outputs[:reduced])
-        self.outputs = tuple(outputs[reduced:])
+            reduced = max(
+                (i + 1 for i, step in enumerate(steps.outputs) if isinstance(step, sums)), default=0
+            )
+        self.inputs = tuple(steps.inputs)
+        self.reductions = tuple(steps.outputs[:reduced])
+        self.outputs = tuple(steps.outputs[reduced:])
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
@@ -199,8 +206,7 @@ class VocabParallelEmbedding(nn.Embedding):
         padding_idx: local row of the padding id; None if it is out-of-shard.
         num_embeddings: the value that the model's code reads under this name; None is the global number of
             rows.
-        inputs: steps on the ids.
-        outputs: steps on the output; a ``Reduce`` sums the ranks' rows.
+        steps: steps on the ids, and on the output, where a ``Reduce`` sums the ranks' rows.
 
     Shapes: ``input``: global row ids, int ``[...]``; output ``[..., embedding_dim]``, a Partial before a
     ``Reduce``; the dtype of the weight.
@@ -213,16 +219,15 @@ class VocabParallelEmbedding(nn.Embedding):
         padding_idx: int | None = None,
         *,
         num_embeddings: int | None = None,
-        inputs: Sequence[TensorStep] = (),
-        outputs: Sequence[TensorStep] = (),
+        steps: Steps = Steps(),  # noqa: B008  (it is immutable)
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(rows.num_rows, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.num_embeddings = rows.num_global_rows if num_embeddings is None else num_embeddings
         self.rows = rows
-        self.inputs = tuple(inputs)
-        self.outputs = tuple(outputs)
+        self.inputs = tuple(steps.inputs)
+        self.outputs = tuple(steps.outputs)
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""

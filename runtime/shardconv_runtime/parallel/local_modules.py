@@ -25,7 +25,7 @@ from ..format.slot_steps import (
 from ..format.stored_layout import holds_values
 from .boundary import TensorStep, attach, forward_signature, in_use, step
 from .edits import apply_edits, raise_flags
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .layers import ColumnParallelLinear, RowParallelLinear, Steps, VocabParallelEmbedding
 from .row_ids import RowIds
 from .sharded_norms import ShardedNorm
 
@@ -151,8 +151,7 @@ def _column(target: _Target) -> nn.Module:
         in_features,
         out_features,
         target.module.bias is not None,
-        inputs=target.steps("input"),
-        outputs=target.steps("output"),
+        steps=Steps(target.steps("input"), target.steps("output")),
         training=target.training,
         device=torch.device("meta"),
     )
@@ -175,8 +174,7 @@ def _row(target: _Target) -> nn.Module:
         out_features,
         has_bias,
         bias_is_partial=bias_is_partial,
-        inputs=inputs,
-        outputs=target.steps("output"),
+        steps=Steps(inputs, target.steps("output")),
         device=torch.device("meta"),
     )
     return _as_planned(module, target)
@@ -205,8 +203,9 @@ def _embedding(target: _Target) -> nn.Module:
         target.local_shape("weight")[1],
         None if module.padding_idx is None else rows.local(module.padding_idx),
         num_embeddings=module.num_embeddings,
-        inputs=target.steps("input", ignored=LocalRowsStep),
-        outputs=target.steps("output", ignored=ZeroOutOfShardStep),
+        steps=Steps(
+            target.steps("input", ignored=LocalRowsStep), target.steps("output", ignored=ZeroOutOfShardStep)
+        ),
         device=torch.device("meta"),
     )
 
