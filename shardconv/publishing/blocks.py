@@ -174,7 +174,7 @@ def _in_running_order(kinds: Sequence[LayerKind]) -> list[LayerKind]:
 
 
 def _num_common(name: str, other: str) -> int:
-    """Return the number of first components that two names have in common, whatever their numbers."""
+    """Return the number of first components that two names have in common, apart from numbers."""
     parts = [re.sub(r"\.(\d+|\{[^}]*\})(?=\.|$)", ".#", each).split(".") for each in (name, other)]
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*parts, strict=False)))
 
