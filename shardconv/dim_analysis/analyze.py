@@ -128,7 +128,7 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
 
 
 def _read_by_losses(analysis: Analysis, model: nn.Module) -> Iterator[int]:
-    """Yield what modules that take labels return, as their own code has it.
+    """Yield the results of modules that take labels, before marks change them.
 
     Labels are not part of the trace: a collective at the output of such a module would run after its code has
     computed a loss.

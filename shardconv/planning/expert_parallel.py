@@ -17,8 +17,9 @@ from shardconv_runtime.format.dims import axes_of
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis, corresponding_leaves
-from ..dim_analysis.composite_modules import ExpertSite, find_experts, find_stacks, isolate
+from ..dim_analysis.composite_modules import ExpertSite, find_experts, isolate
 from ..dim_analysis.dim_trees import Node, find, leaves, unify
+from ..dim_analysis.matrix_stacks import find_stacks
 from ..simulation.expert_sums import NotProven, prove_experts
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Tape

@@ -32,9 +32,9 @@ from shardconv_runtime.format.slot_steps import (
 )
 from torch import nn
 
-from ..dim_analysis import contraction_rules
 from ..dim_analysis.analysis import Analysis, NormUse
 from ..dim_analysis.dim_trees import Node, leaves
+from ..dim_analysis.rules import traits_of
 from ..simulation.norm_formulas import fit_norm
 from ..tracing.tape import Mark, Op, starred
 from .conflict import Conflict, joined
@@ -274,7 +274,7 @@ def _category(solution: Solution, op: Op) -> str:
     """Return the category of a module that contains this operator; empty if the operator does not decide
     it."""
     analysis = solution.analysis
-    if op.name.rsplit(".", 1)[0] not in contraction_rules.PRODUCTS:
+    if not traits_of(op.name).is_product:
         return ""
     is_weight = [t in analysis.parametric or t in analysis.from_stack for t in op.inputs]
     weights = [t for t, w in zip(op.inputs, is_weight, strict=True) if w and len(analysis.dims[t]) > 1]

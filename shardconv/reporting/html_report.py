@@ -123,7 +123,7 @@ def mesh_text(plan: Plan) -> str:
 
 
 def figures(plan: Plan, summary: Summary) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of the page: heading, value, and what more there is to say."""
+    """Return the numbers at the top of the page: heading, value, and a remark."""
     smallest, largest = min(summary.rank_bytes), max(summary.rank_bytes)
     replicated = sum(group.num_bytes for group in summary.replicated)
     sent = sum(c.token_bytes for c in summary.collectives)
