@@ -142,7 +142,7 @@ def planned(
 
 
 def _naming(adapter: Adapter, error: SolveError) -> SolveError:
-    """Return the error of a model with an adapter, with the adapter and what can be done about it."""
+    """Return the error of a model with an adapter, with the adapter and a remedy."""
     kind = adapter_kind(adapter)
     other = "" if kind == "LORA" else "; LoRA needs no other layout of the model"
     if remedy := token_remedy(adapter):

@@ -31,13 +31,13 @@ class ExpertCall:
     call: int
     fqn: str
     x: str
-    """Slot of the activations ``[..., H]``."""
+    """Port of the activations ``[..., H]``."""
     ids: str
-    """Slot of the chosen experts ``[..., K]``, or ``[...]`` if each token has one."""
+    """Port of the chosen experts ``[..., K]``, or ``[...]`` if each token has one."""
     weights: str
-    """Slot of their weights, in the shape of ``ids``, or with a last dim of 1."""
+    """Port of their weights, in the shape of ``ids``, or with a last dim of 1."""
     inputs: tuple[int, int, int]
-    """The tensors of these slots, behind their marks."""
+    """The tensors of these ports, behind their marks."""
     output: int
     """The tensor that it returns, before its mark."""
     parameters: tuple[int, ...]
@@ -54,7 +54,7 @@ class ExpertSharding:
     zero."""
     flags: tuple[str, ...]
     """Bool attributes to set, so that the module skips ids past the end."""
-    edits: tuple[tuple[str, str], ...]
+    overrides: tuple[tuple[str, str], ...]
     """(path of a module from this one, int attribute) that become the local number of experts."""
 
 
@@ -84,8 +84,8 @@ def find_experts(tape: Tape) -> list[ExpertCall]:
 def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     entries = [m for m in marks if not m.is_output]
     exits = [m for m in marks if m.is_output]
-    plain = all(len(m.slots) == 1 for m in marks) and all(m.slots[0].count(".") == 1 for m in entries)
-    if len(entries) != 3 or len(exits) != 1 or exits[0].slots != ("output",) or not plain:
+    plain = all(len(m.ports) == 1 for m in marks) and all(m.ports[0].count(".") == 1 for m in entries)
+    if len(entries) != 3 or len(exits) != 1 or exits[0].ports != ("output",) or not plain:
         return None
     fqn = tape.calls[call].fqn
     parameters = tuple(
@@ -112,7 +112,7 @@ def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     x, ids, weights = roles
     inputs = x.target, ids.target, weights.target
     return ExpertCall(
-        call, fqn, x.slots[0], ids.slots[0], weights.slots[0], inputs, exits[0].source, parameters
+        call, fqn, x.ports[0], ids.ports[0], weights.ports[0], inputs, exits[0].source, parameters
     )
 
 
@@ -200,53 +200,3 @@ def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable
         return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
     return stand_in
-
-
-GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
-"""Products of rows with a stack of matrices, given the ends of the rows of each matrix."""
-_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul", "aten.einsum")
-_PICKING = (
-    "aten.select",
-    "aten.index",
-    "aten.index_select",
-    "aten.unbind",
-    *GROUPED_PRODUCTS,
-)
-_PASSING = (
-    "aten.transpose", "aten.permute", "aten.mT", "aten.to", "aten._to_copy", "aten.contiguous",
-    "aten.alias", "aten.clone", "aten.detach",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A parameter of stacked matrices that is in no site."""
-
-    parameter: int
-    is_picked: bool
-    """Whether single matrices are taken out of it; otherwise it is only a factor of batched products."""
-
-
-def find_stacks(tape: Tape) -> list[Stack]:
-    """Return parameters of three or more dims that are read as a stack of matrices, outside of the sites."""
-    parameters = ((t, i.shape) for t, i in enumerate(tape.tensors) if i.kind == "parameter")
-    owner = {t: t for t, shape in parameters if len(shape) > 2 and shape[0] > 1}
-    picked: dict[int, bool] = {}
-    for event in tape.events:
-        if not isinstance(event, Op) or not event.inputs or event.name == f"{EXPERTS}.default":
-            continue
-        base = event.name.rsplit(".", 1)[0]
-        for tid in event.inputs:
-            if tid not in owner:
-                continue
-            if base in _PASSING:
-                owner.update(dict.fromkeys(event.outputs, owner[tid]))
-            elif base in _PRODUCTS:
-                picked.setdefault(owner[tid], False)
-            elif base in _PICKING:
-                dim = 0
-                if base in ("aten.select", "aten.unbind", "aten.index_select"):
-                    dim = event.kwargs.get("dim", event.args[1] if len(event.args) > 1 else 0)
-                if dim == 0:
-                    picked[owner[tid]] = True
-    return [Stack(tid, is_picked) for tid, is_picked in picked.items()]

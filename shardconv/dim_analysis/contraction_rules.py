@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from . import dim_trees
 from .composite_modules import EXPERTS
 from .dim_trees import Node
+from .operator_traits import traits
 
 if TYPE_CHECKING:
     from ..tracing.tape import Op
@@ -62,6 +63,7 @@ def _add_bias(b: Builder, dims: Sequence[Node], state: Partial, bias: int | None
     return b.same_partial(state, b.partial(bias))
 
 
+@traits(is_product=True)
 def linear(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``x [..., I] @ weight [O, I].T + bias [O]``."""
     x, weight = op.inputs[0], op.inputs[1]
@@ -71,6 +73,7 @@ def linear(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, _add_bias(b, dims, state, args.tensor("bias")))
 
 
+@traits(is_product=True)
 def matmul(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``torch.matmul`` and ``mm``/``bmm``/``mv``/``dot``, whose batch dims broadcast."""
     dims, state = _matmul(b, op.inputs[0], op.inputs[1])
@@ -86,6 +89,7 @@ def _matmul(b: Builder, x: int, y: int) -> tuple[list[Node], Partial]:
     return einsum_dims(b, [(x, left), (y, right)], out)
 
 
+@traits(is_product=True)
 def addmm(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``bias + x @ y`` (``addmm``, ``baddbmm``)."""
     bias, x, y = op.inputs[:3]
@@ -93,6 +97,7 @@ def addmm(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, _add_bias(b, dims, state, bias))
 
 
+@traits(is_product=True)
 def einsum(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``torch.einsum`` of one or two operands, without repeated labels in an operand."""
     equation = args["equation"].replace(" ", "")
@@ -107,6 +112,7 @@ def einsum(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, state)
 
 
+@traits(is_product=True)
 def outer(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``outer(x, y)``."""
     dims, state = einsum_dims(b, [(op.inputs[0], ["m"]), (op.inputs[1], ["n"])], ["m", "n"])
@@ -131,6 +137,7 @@ def _keep_aligned(b: Builder, weight: int) -> None:
             b.block_dim(inner)
 
 
+@traits(is_product=True, is_grouped=True, picks=True)
 def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze rows ``x [S, I]``, sorted by group, times their group's matrix of ``weight [E, I, O]``."""
     x, weight = op.inputs[0], op.inputs[1]
@@ -231,18 +238,13 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], [*lead, q[-2], v[-1]])
 
 
-PRODUCTS = {
+RULES = {
     "aten.linear": linear,
     **dict.fromkeys(("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot"), matmul),
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), addmm),
     "aten.einsum": einsum,
     "aten.outer": outer,
     **dict.fromkeys(("aten._grouped_mm", "transformers.grouped_mm_fallback"), grouped_mm),
-}
-"""Products of matrices; a module of one of them has the category of how its weight is sharded."""
-
-RULES = {
-    **PRODUCTS,
     "aten.convolution": convolution,
     "aten.scaled_dot_product_attention": attention,
     EXPERTS: experts,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import dim_trees
 from .dim_trees import Node
+from .operator_traits import traits
 from .rule_builder import NotCovered
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def nonlinear(b: Builder, op: Op, args: Arguments) -> None:
     _set_all(b, op)
 
 
+@traits(passes=True)
 def linear(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``f(x)`` with ``f`` linear."""
     _set_all(b, op, b.partial(op.inputs[0]))
@@ -65,6 +67,7 @@ def multiplicative(b: Builder, op: Op, args: Arguments) -> None:
     _set_all(b, op, b.bilinear_partial(op.inputs[0], op.inputs[1]))
 
 
+@traits(passes=True)
 def cast(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze another dtype, which is linear unless it drops fractions."""
     (linear if _keeps_fractions(b, op.inputs[0], op.outputs[0]) else nonlinear)(b, op, args)

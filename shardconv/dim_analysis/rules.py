@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import contraction_rules, factory_rules, pointwise_rules, reduction_rules, selection_rules, view_rules
+from .operator_traits import Traits, traits_of_rule
 
 Rule = Callable[[Any, Any, Any], None]
 
@@ -27,3 +28,9 @@ RULES: dict[str, Rule] = {
 
 POINTWISE: Rule = pointwise_rules.nonlinear
 """The rule of operators that torch tags as pointwise and that ``RULES`` lacks."""
+
+
+def traits_of(name: str) -> Traits:
+    """Return the traits of an operator, by its name with or without the overload."""
+    base = name.rsplit(".", 1)[0]
+    return traits_of_rule(RULES.get(name) or RULES.get(base) or RULES.get(base.rstrip("_")))

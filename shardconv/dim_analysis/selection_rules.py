@@ -10,6 +10,7 @@ import torch
 from ..tracing.tape import Mark, Ref
 from . import dim_trees
 from .dim_trees import Node
+from .operator_traits import traits
 from .pointwise_rules import broadcast
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def narrow(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, b.partial(source))
 
 
+@traits(picks=True)
 def select(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze one position of a dim, which must be replicated."""
     source = op.inputs[0]
@@ -126,6 +128,7 @@ def select(b: Builder, op: Op, args: Arguments) -> None:
         b.take_from_stack(source, op.outputs[0])
 
 
+@traits(picks=True)
 def unbind(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze every position of a dim, which must be replicated."""
     source = op.inputs[0]
@@ -154,6 +157,7 @@ def embedding(b: Builder, op: Op, args: Arguments) -> None:
     b.lookup(mark, table, target)
 
 
+@traits(picks=True)
 def index_select(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze positions of a dim, which must be replicated, by ids."""
     source = op.inputs[0]
@@ -165,6 +169,7 @@ def index_select(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, b.partial(source))
 
 
+@traits(picks=True)
 def index(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``x[i, :, j]``: indexed dims must be replicated, and the others stay."""
     source, target = op.inputs[0], op.outputs[0]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from . import dim_trees
 from .dim_trees import Node
+from .operator_traits import traits
 
 if TYPE_CHECKING:
     from ..tracing.tape import Op
@@ -67,12 +68,14 @@ def _ungroup(b: Builder, group: list[Node], sizes: list[int]) -> list[Node]:
     return out[::-1]
 
 
+@traits(passes=True)
 def permute(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``permute``."""
     dims = b.tensor(op.inputs[0])
     b.set(op.outputs[0], [dims[d] for d in args["dims"]], b.partial(op.inputs[0]))
 
 
+@traits(passes=True)
 def transpose(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``transpose`` and ``swapaxes``."""
     dims = list(b.tensor(op.inputs[0]))

@@ -11,6 +11,7 @@ from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.names import compress, expand_all
 from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, StagedModule, StagesPlan
 
+from ..dim_analysis.rules import traits_of
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
@@ -98,10 +99,6 @@ def _malformed(text: str, num_layers: int) -> ShardconvError:
     )
 
 
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "_grouped_mm", "grouped_mm", "einsum", "baddbmm")
-"""Operators whose multiplications are counted: the last dim of their first operand is summed over."""
-
-
 @dataclass(frozen=True)
 class StageOptions:
     """How a model is cut into stages."""
@@ -182,8 +179,7 @@ def _cuts(
 
 def _work(tape: Tape, op: Op, weights: Collection[int]) -> float:
     """Count the multiplications of a product with weights (parameters or views of them)."""
-    kind = op.name.removeprefix("aten.").partition(".")[0]
-    if kind not in _PRODUCTS or not op.inputs:
+    if not traits_of(op.name).is_product or not op.inputs:
         return 0.0
     is_weight = [t in weights and len(tape.tensors[t].shape) > 1 for t in op.inputs]
     if any(is_weight):
@@ -249,7 +245,7 @@ class _Stages:
         sent = []
         for value in values:
             to = tuple(stage for stage, received in enumerate(self.received) if value in received)
-            item = int(value.slot.partition(".")[2] or 0)
+            item = int(value.port.partition(".")[2] or 0)
             per_token = math.ceil(math.prod(self.units.tape.tensors[value.tid].shape) / self.tokens)
             sent.append(SentValue(item, to, per_token, self.forms.is_called_again(value.unit)))
         takes_cache = any(call in self.units.tape.given_caches for call in unit.calls)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile, zip_longest
+from typing import Literal
 
 from shardconv_runtime.format.names import compress, expand
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.stored_layout import tensor_name
 
-from ..reporting.summary import LayerKind, Summary, TensorLine
+from ..reporting.summary import Summary, TensorLine
 
 _LAYER = re.compile(r"(.+?)\.(\d+|\{[^}]*\})(?:\.(.+))?")
 """Stack, numbers and rest of a name or pattern, at the first number."""
@@ -43,7 +43,7 @@ class Bar:
 
     path: str
     op: str
-    slot: str
+    port: str
     token_bytes: int
     """Bytes of the global tensor for each token, in one layer."""
     layers: frozenset[str]
@@ -51,7 +51,7 @@ class Bar:
     @property
     def look(self) -> Hashable:
         """Everything that a picture shows but the layers."""
-        return self.path, self.op, self.slot, self.token_bytes
+        return self.path, self.op, self.port, self.token_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -70,8 +70,8 @@ class Block:
     stack: str
     """Empty outside of stacks."""
     items: list[Cell | Bar] = field(default_factory=list)
-    replicated: list[str] = field(default_factory=list)
-    """Names and shapes of other replicated tensors."""
+    replicated: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Name and shape of other replicated tensors -> the layers that have them."""
     rank_bytes: int = 0
 
     @property
@@ -116,9 +116,8 @@ class Block:
 
 def outline(plan: Plan, summary: Summary) -> list[Block]:
     """Return the blocks of a plan in the order in which they run."""
-    kinds = _in_running_order(summary.kinds)
-    stacks = {m[1] for kind in kinds for m in map(_LAYER.fullmatch, kind.names) if m and m[3]}
-    blocks: dict[tuple[str, int], Block] = {}
+    matches = (_LAYER.fullmatch(name) for kind in summary.kinds for name in kind.names)
+    outlined = _Outline({match[1] for match in matches if match and match[3]})
     tied = {alias.rpartition(".")[0]: name for alias, name in plan.tied}
     parameters = parameter_plans(plan)
     packed: dict[str, list[TensorLine]] = {}
@@ -127,30 +126,72 @@ def outline(plan: Plan, summary: Summary) -> list[Block]:
             module, _, leaf = name.rpartition(".")
             packed.setdefault(module, []).append(TensorLine(leaf, entry))
     results: list[tuple[Block, Bar]] = []
-    for kind in kinds:
+    for kind in summary.kinds:
         for pattern in kind.names:
-            stack, layers, path = _split(pattern, stacks)
-            num_stacks = len({name for name, _ in blocks if name})
-            block = blocks.setdefault((stack, 0 if stack else num_stacks), Block(stack))
-            count = len(expand(pattern))
-            block.rank_bytes += kind.rank_bytes * count // kind.count
-            tensors, source = _with_packed(kind.tensors, expand(pattern)[0], packed), ""
+            block, layers, path = outlined.place(pattern, "next" if kind.category else "first")
+            names = expand(pattern)
+            block.rank_bytes += kind.rank_bytes * len(names) // kind.count
+            tensors, source = _with_packed(kind.tensors, names[0], packed), ""
             if not tensors and tied.get(pattern) in parameters:
                 source = tied[pattern]
                 tensors = (TensorLine("weight", parameters[source]),)
             bars = [Bar(path, *collective, layers) for collective in kind.collectives]
             for bar in bars:
-                if bar.slot.startswith("input"):
+                if bar.port.startswith("input"):
                     block.add(bar)
-            for cell in _cells(path, tensors, layers, count // len(layers), source):
+            for cell in _cells(path, tensors, layers, len(names) // len(layers), source):
                 block.add(cell)
-            results += [(block, bar) for bar in bars if not bar.slot.startswith("input")]
+            results += [(block, bar) for bar in bars if not bar.port.startswith("input")]
     for block, bar in results:  # the result of a module comes after everything in it
         inside = [n for n, item in enumerate(block.items, 1) if _is_in(item.path, bar.path)]
         block.add(bar, max(inside, default=len(block.items)))
-    drawn = [block for block in blocks.values() if block.items]
-    _add_replicated(drawn, summary, stacks)
-    return drawn
+    for patterns, shape, num_bytes in (line for group in summary.replicated for line in group.tensors):
+        counts = {pattern: len(expand(pattern)) for pattern in patterns.split(", ")}
+        for pattern, count in counts.items():
+            module, _, leaf = pattern.rpartition(".")
+            block, layers, path = outlined.place(module, "last")
+            if not any(_is_drawn(item, path, leaf) for item in block.items):
+                text = f"{path}{'' if leaf == 'weight' else f' {leaf}'} [{', '.join(map(str, shape))}]"
+                block.replicated[text] = block.replicated.get(text, frozenset()) | layers
+                block.rank_bytes += num_bytes * count // sum(counts.values())
+    return [block for block in outlined.blocks if block.items or block.replicated]
+
+
+@dataclass(slots=True)
+class _Outline:
+    """The blocks so far, in the order in which they run."""
+
+    stacks: set[str]
+    blocks: list[Block] = field(default_factory=list)
+
+    def place(
+        self, pattern: str, where: Literal["next", "first", "last"]
+    ) -> tuple[Block, frozenset[str], str]:
+        """Return the block of modules, the names of their layers, and their path in a layer.
+
+        Modules in running order are next. Others outside of stacks belong to a block with names like theirs,
+        or to the first or last one.
+        """
+        match = _LAYER.fullmatch(pattern)
+        if match is not None and match[1] in self.stacks:
+            layers, path = frozenset(expand(f"{match[1]}.{match[2]}")), match[3] or ""
+            alike = [block for block in self.blocks if block.stack == match[1]]
+        else:
+            match, layers, path = None, frozenset({""}), pattern
+            outside = [block for block in self.blocks if not block.stack]
+            near = [block for block in outside if any(_is_near(path, item.path) for item in block.items)]
+            alike = near or (outside[:1] if where == "first" else outside[-1:])
+            if where == "next":
+                alike = [block for block in self.blocks[-1:] if not block.stack]
+        if not alike:
+            alike = [Block("" if match is None else match[1])]
+            self.blocks += alike
+        return alike[0], layers, path
+
+
+def _is_near(path: str, other: str) -> bool:
+    """Return whether two modules have the first two components in common."""
+    return path.count(".") > 0 and path.split(".")[:2] == other.split(".")[:2]
 
 
 def _with_packed(
@@ -161,30 +202,6 @@ def _with_packed(
     packings = [(f"{module}.{line.name}", line.plan.packing) for line in lines]
     stored = {tensor_name(name, t.name) for name, packing in packings if packing for t in packing.tensors}
     return (*lines, *(line for line in tensors if f"{module}.{line.name}" not in stored))
-
-
-def _in_running_order(kinds: Sequence[LayerKind]) -> list[LayerKind]:
-    """Put modules without an entry in the plan, which are listed last, before the most alike name."""
-    planned = [kind for kind in kinds if kind.category]
-    before: list[list[LayerKind]] = [[] for _ in range(max(len(planned), 1))]
-    for kind in (kind for kind in kinds if not kind.category):
-        alike = [_num_common(kind.names[0], other.names[0]) for other in planned]
-        before[alike.index(max(alike)) if alike else 0].append(kind)
-    return [kind for pair in zip_longest(before, planned) for kind in (*pair[0], *filter(None, pair[1:]))]
-
-
-def _num_common(name: str, other: str) -> int:
-    """Return the number of first components that two names have in common, whatever their numbers."""
-    parts = [re.sub(r"\.(\d+|\{[^}]*\})(?=\.|$)", ".#", each).split(".") for each in (name, other)]
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*parts, strict=False)))
-
-
-def _split(pattern: str, stacks: set[str]) -> tuple[str, frozenset[str], str]:
-    """Return the stack, the names of the layers, and the path in a layer."""
-    match = _LAYER.fullmatch(pattern)
-    if match is None or match[1] not in stacks:
-        return "", frozenset({""}), pattern
-    return match[1], frozenset(expand(f"{match[1]}.{match[2]}")), match[3] or ""
 
 
 def _cells(
@@ -200,34 +217,6 @@ def _cells(
 
 def _is_in(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(f"{module}.")
-
-
-def _add_replicated(blocks: Sequence[Block], summary: Summary, stacks: set[str]) -> None:
-    """Name the replicated tensors of modules that are not drawn."""
-    outside = [block for block in blocks if not block.stack]
-    layers: dict[tuple[Block, str], frozenset[str]] = {}
-    for group in summary.replicated:
-        for patterns, shape, num_bytes in group.tensors:
-            counts = {pattern: len(expand(pattern)) for pattern in patterns.split(", ")}
-            for pattern, count in counts.items():
-                module, _, leaf = pattern.rpartition(".")
-                stack, own_layers, path = _split(module, stacks)
-                near = [b for b in outside if any(_is_near(path, item.path) for item in b.items)]
-                places = [b for b in blocks if b.stack == stack] if stack else near or outside[-1:]
-                if places and not any(_is_drawn(item, path, leaf) for item in places[0].items):
-                    text = f"{path}{'' if leaf == 'weight' else f' {leaf}'} [{', '.join(map(str, shape))}]"
-                    layers[places[0], text] = layers.get((places[0], text), frozenset()) | own_layers
-                    places[0].rank_bytes += num_bytes * count // sum(counts.values())
-    for (block, text), own_layers in layers.items():
-        is_in_some = own_layers < block.layers
-        block.replicated.append(
-            f"{text}, in {len(own_layers)} of {len(block.layers)}" if is_in_some else text
-        )
-
-
-def _is_near(path: str, other: str) -> bool:
-    """Return whether two modules have the first two components in common."""
-    return path.count(".") > 0 and path.split(".")[:2] == other.split(".")[:2]
 
 
 def _is_drawn(item: Cell | Bar, path: str, leaf: str) -> bool:

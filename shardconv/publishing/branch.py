@@ -76,9 +76,6 @@ class _ReportingFile(io.BufferedReader):
 class Meter:
     """A counter of the bytes of files that are sent, which reports them once, however often an upload is
     repeated.
-
-    Args:
-        advance: called with the number of new bytes.
     """
 
     def __init__(self, advance: Advance) -> None:
@@ -103,17 +100,7 @@ class Meter:
 
 
 class Remote:
-    """A branch of a repository on the Hub; neither needs to exist yet.
-
-    Args:
-        repo_id: the id of the repository, as ``user/name``.
-        revision: the branch; None: ``main``.
-        token: the access token; None: the token of the login.
-
-    Raises:
-        SourceError: if ``repo_id`` or ``revision`` is not valid; from every method, if the Hub refuses or
-            cannot be reached.
-    """
+    """A branch of a repository on the Hub; neither needs to exist yet."""
 
     def __init__(self, repo_id: str, revision: str | None, token: str | None) -> None:
         self.repo_id, self.revision = repo_id, revision
@@ -199,12 +186,7 @@ class Remote:
                 raise SourceError(f"{path} of {repo_id} is not UTF-8 text; correct it there") from error
 
     def make(self, tree: Tree, private: bool) -> None:
-        """Create the repository and the branch if they do not exist.
-
-        Args:
-            tree: the branch as it is now.
-            private: whether the repository is to be private.
-        """
+        """Create the repository and the branch if they do not exist."""
         if tree.commit is None:
             self.patiently(lambda: self._api.create_repo(self.repo_id, private=private, exist_ok=True))
         elif private and not tree.private:
@@ -225,18 +207,7 @@ class Remote:
         parent: str | None = None,
         meter: Meter | None = None,
     ) -> str:
-        """Send files and commit them; errors of the Hub are not retried here.
-
-        Args:
-            title: the title of the commit.
-            items: files to add.
-            delete: paths of files to delete.
-            parent: the commit that the branch must be at.
-            meter: counts the bytes of ``items``.
-
-        Returns:
-            The id of the commit.
-        """
+        """Send files and commit them, and return the id of the commit; errors are not retried here."""
         meter = meter or Meter(lambda num_bytes: None)
         meter.begin()
         deletions = [CommitOperationDelete(path, is_folder=False) for path in delete]
@@ -265,9 +236,6 @@ class Remote:
         """Make a call, and repeat it after temporary errors; errors of the client become ``SourceError``.
 
         A server that accepts a request and never answers is not asked again.
-
-        Raises:
-            SourceError: if the call failed.
         """
         wait = FIRST_WAIT_S
         for tries_left in reversed(range(TRIES)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.schemes import requirement
+from shardconv_runtime.packed.formats import format_of
 
 from ..reporting.report import numerics_text
 from ..reporting.summary import human_bytes, human_count, packed_methods, summarize, weights_text
@@ -30,14 +30,6 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
 
     The metadata has no ``base_model_relation``: the Hub knows adapters, merges, quantized and finetuned
     models; the same weights in other files are none of these.
-
-    Args:
-        repo_id: the id of the repository.
-        variants: its converted directories, at least one, in the order of the table.
-        base_card: README.md of the converted model, from which ``CARRIED`` is copied.
-
-    Returns:
-        Text with metadata; deterministic. ``readme.merged`` replaces the text between its two comments.
     """
     carried: dict[str, Any] = {}
     if base_card is not None:
@@ -108,7 +100,7 @@ def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
             "the repository id."
         )
     for method in sorted({method for variant in variants for method in packed_methods(variant.plan)}):
-        needed = requirement(method)
+        needed = format_of(method)
         yield ""
         yield (
             f"The weights are packed ({escaped(method)}) on disk and in memory. Install the packages that "
@@ -200,13 +192,6 @@ def merged(existing: str | None, card: str) -> str:
     """Replace the card in ``existing``, and keep everything else.
 
     Metadata in ``existing`` takes precedence; lists get the items of both.
-
-    Args:
-        existing: the current README.md; None: there is none.
-        card: a model card with metadata.
-
-    Raises:
-        SourceError: if the metadata of ``existing`` cannot be read.
     """
     made = ModelCard(card)
     metadata: dict[str, Any] = made.data.to_dict()  # type: ignore[no-untyped-call]

@@ -224,7 +224,7 @@ def _block(block: Block, plan: Plan, paint: Paint) -> Row:
     if budget < 0:
         rows.append(Row(text(INNER_X, 12, f"… and {-budget} more", 11.5, class_="muted"), 14))
     if block.replicated:
-        rows.append(_chips(block.replicated))
+        rows.append(_chips(block))
     head = _block_head(block)
     inside, height = _stacked(rows, gap=8)
     height += head.height + PAD - 8
@@ -251,9 +251,11 @@ def _block_head(block: Block) -> Row:
     return Row(markup, 38)
 
 
-def _chips(labels: Sequence[str]) -> Row:
+def _chips(block: Block) -> Row:
     """Return the replicated tensors as text."""
-    items = []
+    items, labels, count = [], [], len(block.layers)
+    for name, layers in block.replicated.items():
+        labels.append(name + (f", in {len(layers)} of {count}" if len(layers) < count else ""))
     more = [f"and {len(labels) - MAX_CHIPS} more"] * (len(labels) > MAX_CHIPS)
     for label in (*labels[:MAX_CHIPS], *more):
         shown = fitted(label, 10.5, LANE_WIDTH - 24)
@@ -378,7 +380,7 @@ def _bar(bar: Bar, lane: Lane, block: Block) -> _Item:
     length, middle = max(92.0, text_width(bar.op, 11.5) + 16), BAR_WIDTH / 2
     where = ".".join(filter(None, (layer_names(bar.layers), bar.path))) or "the model"
     label = text(0, 4, bar.op, 11.5, text_anchor="middle", font_weight="650", class_="bar")
-    markup = title(f"{bar.op}: {where} {bar.slot}")
+    markup = title(f"{bar.op}: {where} {bar.port}")
     markup += rect(middle - 10, 0, 20, length, rx=10, fill=COLLECTIVE_COLORS[bar.op])
     markup += element("g", label, transform=f"translate({middle:g} {length / 2:g}) rotate(-90)")
     lines = [human_bytes(bar.token_bytes), "per token"]

@@ -38,12 +38,7 @@ class Published:
 
 
 def published(directories: Sequence[Path]) -> Published:
-    """Read a model that was converted for one number of ranks, from its directories, one for each stage.
-
-    Raises:
-        CheckpointError: if a manifest is malformed, or the stages do not belong to one conversion.
-        PlanError: if a plan is malformed.
-    """
+    """Read a model that was converted for one number of ranks, from its directories, one for each stage."""
     manifests = tuple(manifest.read(directory) for directory in directories)
     plans = [manifest.read_plan(d, m) for d, m in zip(directories, manifests, strict=True)]
     stages = plans[0].stages

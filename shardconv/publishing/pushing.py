@@ -41,13 +41,7 @@ THREADS = 4
 
 
 def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> dict[str, str]:
-    """Return the sha256 (hex) of some files of a directory, by their paths in it.
-
-    Args:
-        directory: a converted directory.
-        paths: sizes by path.
-        progress: reports the bytes that are read.
-    """
+    """Return the sha256 (hex) of some files of a directory, by their paths in it."""
     known = _HashCache(directory)
     missing = [path for path in paths if known.get(path) is None]
     if missing:
@@ -110,14 +104,7 @@ PICTURES = "shardconv"
 
 
 class Pushing:
-    """The push of one directory to one branch.
-
-    Args:
-        directory: a verified converted directory, or one that holds stages.
-        own: the content of the directory.
-        remote: the branch.
-        progress: the receiver of reports.
-    """
+    """The push of one directory to one branch."""
 
     def __init__(self, directory: Path, own: Published, remote: Remote, progress: Progress) -> None:
         self._directory, self._remote, self._progress = directory, remote, progress
@@ -170,11 +157,7 @@ class Pushing:
         return compare([*self._items, *items], self._folder, tree)
 
     def carry_out(self) -> str:
-        """Make the changes.
-
-        Returns:
-            The id of the last commit.
-        """
+        """Make the changes, and return the id of the last commit."""
         tree = self._remote.tree()
         self._remove_manifest()
         last = {f"{part}/{name}" for part in self.own.folder.parts for name in (MANIFEST_NAME, PLAN_NAME)}

@@ -102,13 +102,7 @@ def number(value: float) -> str:
 
 
 def element(name: str, content: str = "", /, **attributes: float | str) -> str:
-    """Return an element; ``_`` in names of attributes becomes ``-``, and a trailing one is dropped.
-
-    Args:
-        name: the name of the element.
-        content: markup, which is not escaped here.
-        **attributes: numbers, or text, which is escaped here.
-    """
+    """Return an element; ``_`` in names of attributes becomes ``-``, and a trailing one is dropped."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else number(value)}"'
         for key, value in attributes.items()
@@ -139,8 +133,3 @@ def title(content: str) -> str:
 def printable(text: str) -> str:
     """Return text with a replacement for each character that XML does not allow."""
     return _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def marked(*parts: str) -> str:
-    """Return parts joined by line breaks, without empty ones."""
-    return "\n".join(part for part in parts if part)

@@ -82,14 +82,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def needs(plan: Plan, memory: MemoryPlan, batch: int, length: int) -> Needs:
-    """Return the bytes for sequences of one length, whose prompts may be that long.
-
-    Args:
-        plan: any plan.
-        memory: the measured memory of the plan.
-        batch: number of sequences.
-        length: number of tokens of each sequence.
-    """
+    """Return the bytes for sequences of one length, whose prompts may be that long."""
     return Needs(
         weights=weight_bytes(plan),
         cache=cache_bytes(memory, batch, length, length),
@@ -163,11 +156,6 @@ def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
 
     With GPipe and 1F1B each process has one stage, with an interleaved schedule several (Narayanan et al.,
     2021, https://arxiv.org/abs/2104.04473).
-
-    Args:
-        places: processes, one after another, among which the stages are divided.
-        microbatches: the number of microbatches of a step.
-        per_process: stages of each process.
     """
     return (places - 1) / (per_process * microbatches + places - 1)
 

@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..dim_analysis.analysis import Analysis, frozen_leaves
-from ..dim_analysis.composite_modules import GROUPED_PRODUCTS, find_stacks
 from ..dim_analysis.dim_trees import LEAF, Node, find, leaf, leaves
+from ..dim_analysis.matrix_stacks import find_stacks
+from ..dim_analysis.rules import traits_of
 from ..planning.solution import stand_in
 from ..tracing.tape import Mark, Op, Ref, Tape, starred, tensors_read
 from .token_tables import HashedTable, hashed_tables
@@ -131,7 +132,7 @@ def leaf_groups(
                 union.join_dims(x, y)
     for op in (event for event in analysis.tape.events if isinstance(event, Op)):
         base = op.name.rsplit(".", 1)[0]
-        if base in GROUPED_PRODUCTS:
+        if traits_of(op.name).is_grouped:
             # The ends of the rows of each matrix are counts of ids, which may be computed without the scores
             # of the experts. Nothing else may link them to the stack.
             _, stack, *ends = (analysis.dims.get(t) for t in op.inputs[:3])

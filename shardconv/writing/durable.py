@@ -20,11 +20,7 @@ class BusyError(ShardconvError):
 
 @contextmanager
 def locked_journal(journal: Path, out: Path) -> Iterator[int]:
-    """Open or create a journal that no other process has open.
-
-    Raises:
-        BusyError: if another process has locked it.
-    """
+    """Open or create a journal that no other process has open."""
     handle = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         if not _lock(handle, out, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -53,11 +49,7 @@ def is_locked(journal: Path, out: Path) -> bool:
 
 @contextmanager
 def setup_lock(path: Path, out: Path) -> Iterator[None]:
-    """Wait until no other process begins or finishes.
-
-    Raises:
-        ShardconvError: if another process completed ``out`` meanwhile, and removed the directory.
-    """
+    """Wait until no other process begins or finishes; an error if one has completed ``out`` meanwhile."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except FileNotFoundError as error:

@@ -16,13 +16,7 @@ from .workspace import Workspace
 
 
 def fill(workspace: Workspace, *, memory: int, progress: Progress) -> None:
-    """Write the missing files whose owners the workspace has locked, through I/O buffers of ``memory`` bytes.
-
-    Raises:
-        SourceError: if a source file cannot be read.
-        ShardconvError: if a file cannot be written, for example because the disk is full. Finished files are
-            kept.
-    """
+    """Write the missing files of the locked owners, through I/O buffers of ``memory`` bytes."""
     missing = workspace.missing()
     # The n-th files of all ranks hold parts of the same parameters. They are written together, so the source
     # is read once for any number of ranks, and a crash costs at most about one file of each.

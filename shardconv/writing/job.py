@@ -61,16 +61,7 @@ def target_file(
     tensor: Callable[[str], LazyTensor],
     alignment: int = ALIGNMENT,
 ) -> TargetFile:
-    """Lay out a file; equal arguments give equal bytes.
-
-    Args:
-        path: relative to the output directory.
-        owner: see ``TargetFile.owner``.
-        declared: torch's name of the dtype and the shape of each tensor.
-        metadata: the metadata of the header.
-        tensor: the source of a tensor, by name.
-        alignment: the alignment of the first tensor, in bytes.
-    """
+    """Lay out a file; equal arguments give equal bytes."""
     return TargetFile(path, owner, lay_out(declared, metadata, alignment), tensor)
 
 
@@ -106,11 +97,7 @@ class State:
 
 
 def read_state(partial: Path) -> State | None:
-    """Read the state of a ``.partial``; None if nothing was begun.
-
-    Raises:
-        ShardconvError: if the file is malformed.
-    """
+    """Read the state of a ``.partial``; None if nothing was begun."""
     path = partial / JOB_NAME
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -154,9 +141,6 @@ def place(out: Path) -> None:
     """Move the files from ``.partial`` to OUT, or continue to.
 
     Old files are removed, durably, before the first new one is moved: from then on any file in OUT is new.
-
-    Raises:
-        ShardconvError: if a file was lost meanwhile.
     """
     partial = out / PARTIAL
     state = read_state(partial)

@@ -60,18 +60,7 @@ class Output:
         source: str | os.PathLike[str],
         owners: Collection[str] | None = None,
     ) -> Output:
-        """Check that ``out`` may be written, without creating it.
-
-        Args:
-            out: the directory to write. It may hold the unfinished output of an earlier run.
-            overwrite: whether a converted directory may be replaced.
-            source: the model; it may not be in ``out``.
-            owners: the owners to write, see ``workspace``; None: all.
-
-        Raises:
-            ShardconvError: if ``out`` is not empty, cannot be written, or is being written by another
-                process.
-        """
+        """Check that ``out`` may be written, without creating it."""
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
             raise ShardconvError(f"OUT {out} is a file; name a directory that does not exist yet")
@@ -89,12 +78,7 @@ class Output:
         return cls(path, overwrite)
 
     def require_free(self) -> None:
-        """Check the directory again, after the plan was made.
-
-        Raises:
-            ShardconvError: if another process wrote a converted directory meanwhile, which may not be
-                replaced.
-        """
+        """Check the directory again, after the plan was made."""
         is_complete = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
         if is_complete and not self.overwrite:
             raise ShardconvError(
@@ -103,11 +87,7 @@ class Output:
             )
 
     def replaced(self) -> list[str]:
-        """Return the files of the converted directory that is replaced; the last one makes it complete.
-
-        Raises:
-            ShardconvError: as ``require_free``.
-        """
+        """Return the files of the converted directory that is replaced; the last one makes it complete."""
         self.require_free()
         if not (self.path / MANIFEST_NAME).is_file():
             return []
@@ -158,19 +138,7 @@ def prepared(
     options: WriteOptions,
     tp: int,
 ) -> Output | StageOutputs:
-    """Check that a model may be written to ``out``, without creating it.
-
-    Args:
-        out: the directory to write.
-        pp: number of stages.
-        overwrite: whether converted directories may be replaced.
-        source: the model; it may not be in ``out``.
-        options: the options, which name the ranks to write.
-        tp: number of ranks of a stage.
-
-    Raises:
-        ShardconvError: if it may not.
-    """
+    """Check that a model may be written to ``out``, without creating it."""
     if pp == 1:
         return Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
     return StageOutputs(out, pp, overwrite=overwrite, source=source, options=options, tp=tp)
@@ -194,19 +162,7 @@ def write_to(
 
 
 class StageOutputs:
-    """The directories of the stages of one conversion, one in OUT for each stage.
-
-    Args:
-        out: the output directory of the conversion.
-        count: the number of stages, 2 or more.
-        overwrite: whether converted directories may be replaced.
-        source: the model; it may not be in ``out``.
-        options: the options, which name the ranks to write; stages without any are left out.
-        tp: number of ranks of a stage.
-
-    Raises:
-        ShardconvError: if ``out`` holds something else, or all stages already.
-    """
+    """The directories of the stages of one conversion, one in OUT for each stage."""
 
     def __init__(
         self,
@@ -248,17 +204,7 @@ class StageOutputs:
     def write(
         self, plan: Plan, weights: Mapping[str, LazyTensor], source: Source, write: Write
     ) -> Iterator[int]:
-        """Write each stage that is not complete, and yield its number before.
-
-        Args:
-            plan: a plan with stages.
-            weights: global tensors to store, by the first of their names.
-            source: the source of the weights.
-            write: writes a directory.
-
-        Raises:
-            ShardconvError: if a complete stage belongs to another conversion.
-        """
+        """Write each stage that is not complete, and yield its number before."""
         assert plan.stages is not None
         plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]
         for own, directory in zip(plans, self._directories, strict=True):

@@ -117,9 +117,7 @@ class Workspace:
     def finish(self, paths: Sequence[str], replaced: Sequence[str]) -> None:
         """Move the files to OUT, and remove the workspace.
 
-        Args:
-            paths: all files of the new OUT, which are in the workspace; the last one makes OUT complete.
-            replaced: all files of the old OUT; the last one makes that complete.
+        The last of ``paths`` makes OUT complete, as the last of ``replaced`` made the old one.
         """
         for path in paths:
             fsync(self.path / path)
@@ -169,17 +167,9 @@ def opened(
 ) -> Iterator[Workspace]:
     """Lock owners in ``OUT/.partial``, and continue the job that was begun there, or begin.
 
-    Args:
-        out: the output directory; it is created.
-        job: everything that determines the output.
-        files: files of all owners.
-        claim: the owners that this process writes. If these are all, the unfinished output of another job in
-            ``out`` is discarded; a part refuses instead, since other parts may be finished.
-        tell: called with one line if unfinished output is discarded.
-        check: called while no other process begins or finishes; raises an error if this one may not begin.
-
-    Raises:
-        ShardconvError: if another process writes the same owners, or this part does not fit the others.
+    If the claim is all owners, the unfinished output of another job is discarded, and ``tell`` gets a line
+    about it; a part refuses instead, since other parts may be finished. ``check`` raises an error if this
+    process may not begin; no other one begins or finishes meanwhile.
     """
     is_part = {file.owner for file in files} != {*claim.required, *claim.optional}
     partial = out / PARTIAL
@@ -206,15 +196,7 @@ def opened(
 
 
 def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
-    """Refuse, before any work, an ``out`` that another process writes.
-
-    Args:
-        out: the output directory.
-        owners: the owners to check; None: all.
-
-    Raises:
-        BusyError: if another process writes one of them.
-    """
+    """Refuse, before any work, an ``out`` that another process writes."""
     for journal in (out / PARTIAL).glob("*.journal"):
         if (owners is None or journal.stem in owners) and is_locked(journal, out):
             refuse(out)
@@ -223,11 +205,7 @@ def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
 def _agree(
     out: Path, job: Job, journals: Mapping[str, int], is_part: bool, tell: Callable[[str], None]
 ) -> None:
-    """Make this the job of the workspace; the unfinished output of another one is removed.
-
-    Raises:
-        ShardconvError: if that output is not to be discarded, or another process writes it.
-    """
+    """Make this the job of the workspace; the unfinished output of another one is removed."""
     partial = out / PARTIAL
     state = read_state(partial) or State(ABANDONED)  # without it, the journals may be of any job
     if state.job == job:

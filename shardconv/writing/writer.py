@@ -96,23 +96,7 @@ def write(
     options: WriteOptions,
     progress: Progress,
 ) -> bool:
-    """Write the converted model, or some ranks of it; an interrupted run is continued.
-
-    Args:
-        plan: how each parameter is laid out.
-        weights: global tensors by FQN.
-        output: where to write.
-        origin: the origin of the weights; its small files are copied.
-        options: which ranks to write, and how.
-        progress: where to report progress.
-
-    Returns:
-        Whether all ranks are written and the directory is complete.
-
-    Raises:
-        SourceError: if a weight has another shape than in the plan, cannot be read, or changed.
-        ShardconvError: if the output cannot be written, or is being written by another process.
-    """
+    """Write the converted model, or some ranks of it, and return whether the directory is complete."""
     parameters = stored_plans(plan)
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
 
@@ -150,22 +134,13 @@ def write(
 
 
 def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
-    """Return the claim of the wanted owners; the common part is written by any process that is free to.
-
-    Args:
-        owners: the owners of all files.
-        wanted: the owners that this process writes; None: all.
-    """
+    """Return the claim of the wanted owners; the common part is written by any process that is free to."""
     required = owners if wanted is None else owners & wanted
     return Claim(required, (owners & {COMMON_DIRECTORY}) - required)
 
 
 def require_unchanged(origin: Origin) -> None:
-    """Require that the source did not change while it was read.
-
-    Raises:
-        SourceError: if it did.
-    """
+    """Require that the source did not change while it was read."""
     found = origin.identity if origin.identify is None else origin.identify()
     if found != origin.identity:
         raise SourceError(

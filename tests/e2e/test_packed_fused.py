@@ -16,10 +16,10 @@ import torch
 from distributed import run_processes
 from library_checkpoints import dense_model, save_fp8
 from packed_ranks import held_bytes
-from shardconv_runtime.parallel import packed_values
+from shardconv_runtime.packed.formats import format_of
+from shardconv_runtime.parallel import packed_joins
 from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.parallel.packed_modules import PackedProduct
-from shardconv_runtime.parallel.packed_values import can_be_joined
 from test_packed_load import IDS, KERNELS, SAVE, require_packages
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -78,7 +78,7 @@ def on_rank(path: Path) -> list[Any]:
     """How far a fused model is from one that is not, and what is the same in both."""
     plain_kernels.use_those_of_cpus()
     plain = shardconv_runtime.load(path, dtype="float32", fuse=False)
-    with mock.patch.object(packed_values, "joined", wraps=packed_values.joined) as joined:
+    with mock.patch.object(packed_joins, "joined", wraps=packed_joins.joined) as joined:
         fused = shardconv_runtime.load(path, dtype="float32", fuse=True)
     for (parts,), _ in joined.call_args_list:  # in the mapped file; factors of factors are multiplied out
         is_stored = not path.match("nested/*") or parts[0].dtype == torch.uint8
@@ -150,7 +150,7 @@ def columns_on_rank(path: Path) -> int:
 @pytest.mark.formats
 def test_formats_that_pack_columns_are_not_fused(tmp_path: Path) -> None:
     require_packages("gptq")
-    assert not can_be_joined("gptq")
+    assert not format_of("gptq").can_be_joined
     run_processes(1, save, "gptq", tmp_path / "q")
     shardconv.convert(tmp_path / "q", tmp_path / "out", 2, check=False)
     assert run_processes(2, columns_on_rank, tmp_path / "out") == [0, 0]

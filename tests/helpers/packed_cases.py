@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from shardconv_runtime.format.plan import PackedTensor
-from shardconv_runtime.packed import schemes
-from shardconv_runtime.packed.schemes import check_values, dequantize
+from shardconv_runtime.packed import formats
+from shardconv_runtime.packed.formats import check_values, dequantize
 from shardconv_runtime.packed.stored_weights import Found, Info, WeightSlice, stored_positions
 
 Tensors = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ def part(tensor: torch.Tensor, stored: PackedTensor, held: WeightSlice) -> torch
 
 def few_at_once(found: Found, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """The weight, a third or fewer of its values computed at a time."""
-    with mock.patch.object(schemes, "VALUES_AT_ONCE", math.prod(found.shape) // 3):
+    with mock.patch.object(formats, "VALUES_AT_ONCE", math.prod(found.shape) // 3):
         return dequantize(found.packing, tensors, WeightSlice.whole(found.shape), dtype)
 
 

@@ -15,7 +15,7 @@ from packed_cases import MemoryCheckpoint, part
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import ranges
-from shardconv_runtime.packed.schemes import scheme_of
+from shardconv_runtime.packed.formats import format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 from shardconv_runtime.parallel.build import parallelize, retie
 from shardconv_runtime.parallel.meta_model import build_model
@@ -41,7 +41,7 @@ class Checkpoint:
     def of(cls, directory: Path, tp: int) -> Checkpoint:
         """With the plan of the plain model beside it, whose shards must end between groups."""
         stored = MemoryCheckpoint.of(directory)
-        found = scheme_of(settings_of(directory), directory.name).find(stored)
+        found = format_of_checkpoint(settings_of(directory), directory.name).find(stored)
         plan = shardconv.plan(directory.with_name(f"{directory.name}-plain"), tp)
         return cls(directory, with_packings(plan, found), found, stored)
 

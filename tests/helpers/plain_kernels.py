@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shardconv_runtime.packed.formats import FORMATS
 from shardconv_runtime.parallel import quantizers
 from transformers.integrations import finegrained_fp8
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
@@ -18,7 +19,8 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     Args:
         put: sets an attribute; that of a ``MonkeyPatch`` undoes it.
     """
-    put(quantizers, "ON_GPUS", frozenset())
+    for each in FORMATS:
+        put(type(each), "on_gpus_only", False)
     put(quantizers, "_is_installed", lambda package: True)
     put(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
     put(finegrained_fp8, "fp8_linear", product)

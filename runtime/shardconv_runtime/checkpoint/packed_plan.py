@@ -12,7 +12,7 @@ from ..format.names import grouped
 from ..format.plan import Packing, ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import check_packing, granularity, holds_values, tensor_name
-from ..packed.schemes import rounds_activations
+from ..packed.formats import scales_tokens
 from .lazy_tensor import LazyTensor, cast, take, zeros
 from .quantized import PackedWeight
 
@@ -20,16 +20,7 @@ from .quantized import PackedWeight
 
 
 def as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTensor:
-    """Return a global weight, cast to the plan's dtype.
-
-    Args:
-        name: FQN, for messages.
-        entry: the parameter's plan.
-        tensor: global, of the shape in the checkpoint.
-
-    Raises:
-        SourceError: the plan has another shape, or the weight would be cast twice.
-    """
+    """Return a global weight, cast to the plan's dtype."""
     if tensor.shape != global_shape(entry):
         raise SourceError(
             f"{name} is {list(tensor.shape)} in the checkpoint and {list(global_shape(entry))} "
@@ -42,17 +33,7 @@ def as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTenso
 
 
 def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> LazyTensor:
-    """Return the local part of a parameter on a rank.
-
-    Args:
-        entry: the parameter's plan.
-        tensor: global, of the plan's dtype.
-        mesh: the mesh of the plan.
-        rank: the rank.
-
-    Returns:
-        Local; zeros for a Partial parameter if some coordinate of the rank on its axes is not 0.
-    """
+    """Return the local part of a parameter on a rank; zeros of a Partial one, except on the first ranks."""
     if not holds_values(entry, mesh, rank):
         return zeros(entry.dtype, local_shape(entry, mesh, rank))
     for index, dim in enumerate(entry.dims):
@@ -67,15 +48,7 @@ Packings = Mapping[str, Packing]
 def flatten(
     plan: Plan, weights: Mapping[str, LazyTensor | PackedWeight]
 ) -> tuple[Plan, dict[str, LazyTensor]]:
-    """Return the plan with packings, and all tensors to store by their names.
-
-    Args:
-        plan: the plan of the unquantized model.
-        weights: the weights of the checkpoint, by FQN.
-
-    Raises:
-        PlanError: a rank's part of a parameter would begin or end inside of a step.
-    """
+    """Return the plan with packings, and all tensors to store by their names."""
     flat: dict[str, LazyTensor] = {}
     packings = {}
     for name, weight in weights.items():
@@ -88,11 +61,7 @@ def flatten(
 
 
 def with_packings(plan: Plan, packings: Packings) -> Plan:
-    """Return a plan whose parameters are stored packed.
-
-    Raises:
-        PlanError: a rank's part of a parameter would begin or end inside of a step.
-    """
+    """Return a plan whose parameters are stored packed."""
     if not packings:
         return plan
     parameters: list[ParameterPlan] = []
@@ -111,8 +80,8 @@ def with_packings(plan: Plan, packings: Packings) -> Plan:
     return replace(plan, parameters=tuple(parameters))
 
 
-def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tuple[int, ...]]:
-    """Return the steps in which each packed weight of a checkpoint may be cut, for each dim."""
+def grains_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tuple[int, ...]]:
+    """Return the grains of each packed weight of a checkpoint for each dim."""
     return {
         name: granularity(weight.packing, len(weight.shape))
         for name, weight in weights.items()
@@ -120,8 +89,8 @@ def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tupl
     }
 
 
-def planned_steps(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Return the steps in which each packed parameter of a plan may be cut, for each dim."""
+def planned_grains(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the grains of each packed parameter of a plan for each dim."""
     return {
         name: granularity(entry.packing, len(entry.dims))
         for name, entry in parameter_plans(plan).items()
@@ -135,15 +104,10 @@ def packings_of(plan: Plan) -> dict[str, Packing]:
 
 
 def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
-    """Return a plan with notes about packed weights, in addition to the verification with dequantized ones.
-
-    Args:
-        plan: a plan with packings.
-        settings: the ``quantization_config``; None for an unquantized model.
-    """
+    """Return a plan with notes about packed weights; it is verified with dequantized ones."""
     entries = [entry for entry in parameter_plans(plan).values() if entry.packing is not None]
     count = sum(bool(axes_of(entry.dims[-1])) for entry in entries)
-    if settings is None or not count or not rounds_activations(settings):
+    if settings is None or not count or not scales_tokens(settings):
         return plan
     note = (
         f"activations are quantized token by token: in {count} packed weights whose inputs are sharded, each "

@@ -17,7 +17,7 @@ import torch
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
-from ..packed.schemes import dequantize, scheme_of
+from ..packed.formats import dequantize, format_of, format_of_checkpoint
 from ..packed.stored_weights import Found, Info, WeightSlice, global_size
 from . import lazy_tensor as lazy
 from .copying import read_tensor
@@ -27,10 +27,6 @@ from .stored_leaves import WeightFile, header_metadata
 
 Settings = Mapping[str, Any]
 """The ``quantization_config`` of a config."""
-
-
-_OF_LINEAR_LAYERS = ("awq", "bnb_4bit", "bnb_8bit", "gptq")
-"""Methods that store weights as (out, in)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +51,12 @@ def quantization_of(config: Any) -> Settings | None:
 
 
 def require_supported(settings: Settings, where: str, *, dequantize: bool) -> None:
-    """Check that weights of this format can be read.
-
-    Args:
-        settings: a ``quantization_config``.
-        where: the checkpoint, for messages.
-        dequantize: they are to be dequantized.
-
-    Raises:
-        SourceError: they cannot; the message names the format.
-    """
-    scheme_of(settings, where, dequantize=dequantize)
+    """Check that weights of this format can be read."""
+    format_of_checkpoint(settings, where, dequantize=dequantize)
 
 
 def is_of_cache(name: str, settings: Settings) -> bool:
-    """Return whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
-
-    Args:
-        name: the name of the tensor in the checkpoint.
-        settings: its ``quantization_config``.
-    """
+    """Return whether a tensor is a factor of a quantized cache, which a plain cache does not need."""
     last = name.rpartition(".")[2]
     return last in _OF_CACHES or (last in _OF_OUTPUTS and bool(settings.get("kv_cache_scheme")))
 
@@ -135,30 +117,24 @@ class PackedWeights:
         self._tensors = tensors
         self._dequantize = dequantize
         self._by_leaf: dict[LazyLeaf, Found] = {}
-        found = scheme_of(settings, where, dequantize=dequantize).find(_Checkpoint(tensors, files))
+        found = format_of_checkpoint(settings, where, dequantize=dequantize).find(_Checkpoint(tensors, files))
         packed = {stored for weight in found.values() for stored in weight.tensors.values()}
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in found.items():
             self.plain[name] = self._proxy(name, weight, dtype)
-        self.of_linear_layers = {n for n, w in found.items() if w.packing.method in _OF_LINEAR_LAYERS}
+        self.of_linear_layers = {
+            n for n, w in found.items() if format_of(w.packing.method).is_of_linear_layers
+        }
 
     def is_of_linear_layers(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter, as transformers loaded it, is made of such weights."""
         if not isinstance(tensor, RecordedTensor) or tensor.absent:
             return False
         found = (self._by_leaf.get(piece.leaf) for piece in tensor.lazy.pieces)
-        return any(one is not None and one.packing.method in _OF_LINEAR_LAYERS for one in found)
+        return any(one is not None and format_of(one.packing.method).is_of_linear_layers for one in found)
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
-        """Return the stored tensors of a parameter; None if it has no packed weights.
-
-        Args:
-            name: FQN, for messages.
-            weight: the tensor that transformers made of the proxies.
-
-        Raises:
-            SourceError: the parameter is put together from parts of packed weights that cannot be cut so.
-        """
+        """Return the stored tensors of a parameter; None if it has no packed weights."""
         packed = [piece.leaf in self._by_leaf for piece in weight.pieces]
         if not any(packed):
             return None
@@ -322,13 +298,7 @@ class _Checkpoint:
 
 
 def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
-    """Return the part of a stored tensor for some positions of the weight's first dim.
-
-    Args:
-        tensor: a stored tensor, in the shape of its dims.
-        packed: how it runs along the weight.
-        span: positions of the weight.
-    """
+    """Return the part of a stored tensor for some positions of the weight's first dim."""
     if PackedDim(0, 1) in packed.dims:
         return lazy.take(tensor, packed.dims.index(PackedDim(0, 1)), (span,))
     return tensor

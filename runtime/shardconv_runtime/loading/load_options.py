@@ -15,6 +15,7 @@ from ..files.small_files import stage_directory
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import num_stages, stages_of
+from ..packed.formats import FORMATS
 from .checked_source import CheckedSource
 
 _CONVERTED = "it was decided when the model was converted; leave it out, or convert with another setting"
@@ -48,10 +49,6 @@ def refuse_options(names: Collection[str]) -> NoReturn:
     raise PlanError(f"load does not take {name}=: {remedy}")
 
 
-WITH_BACKWARD = frozenset({"bnb_4bit"})
-"""Methods of packings whose modules compute gradients of their inputs."""
-
-
 def require_form(
     plan: Plan,
     *,
@@ -63,10 +60,11 @@ def require_form(
 ) -> None:
     """Check that a plan has the wanted form."""
     packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
-    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= WITH_BACKWARD):
+    with_backward = [each.method for each in FORMATS if each.has_backward]
+    if stays_packed and not (adapted and not sequence_parallel and set(packings) <= set(with_backward)):
         raise PlanError(
             f"packed weights ({', '.join(packings)}) are for inference, without sequence parallelism, and of "
-            f"{', '.join(WITH_BACKWARD)} under adapters that are trained; pass dequantize=True"
+            f"{', '.join(with_backward)} under adapters that are trained; pass dequantize=True"
         )
     if in_parts and packings:
         raise PlanError(

@@ -94,7 +94,7 @@ class TensorParallel(Transform):
             with_local_logits(plan)
 
     def shape(self, rank: RankModel) -> RankModel:
-        """Edit, replace and wrap modules."""
+        """AttributeOverride, replace and wrap modules."""
         options, model = self.options, rank.model
         plan = replace(rank.plan, fused=rank.held_plan.fused)
         heads: Sequence[str] = ()

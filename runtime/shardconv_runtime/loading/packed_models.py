@@ -20,7 +20,7 @@ from ..files.small_files import small_files
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import tensor_name
-from ..packed.schemes import check_values, dequantize
+from ..packed.formats import check_values, dequantize
 from ..packed.stored_weights import WeightSlice
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable

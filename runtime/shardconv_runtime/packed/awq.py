@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from .number_formats import WORD, unpacked
+from .packed_format import PackedFormat
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -31,20 +32,22 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 COMPANIONS = (".qweight", ".qzeros", ".scales")
 
 
-@dataclass(frozen=True, slots=True)
-class AwqScheme:
+@dataclass(frozen=True)
+class Awq(PackedFormat):
     """Weights of linear layers."""
 
-    group_size: int
+    method = "awq"
+    quant_methods = ("awq",)
+    packages = ("gptqmodel", "accelerate")
+    why = "gptqmodel has the kernels, for CPUs and GPUs"
+    quantizer = "awq"
+    is_of_linear_layers = True
+
+    group_size: int = 128
     """Inputs of a group; -1: all."""
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], where: str) -> AwqScheme:
-        """Make the scheme of a checkpoint's settings.
-
-        Raises:
-            SourceError: the variant of the format is not covered.
-        """
+    def configured(self, settings: Mapping[str, Any], where: str) -> Awq:
+        """See ``PackedFormat``."""
         bits = settings.get("bits", settings.get("w_bit", BITS))
         form = str(
             settings.get("checkpoint_format") or settings.get("format") or settings.get("version") or "gemm"
@@ -57,13 +60,13 @@ class AwqScheme:
             )
         if type(size) is not int or (size < 1 and size != -1):
             raise SourceError(f"{where} is quantized with awq in groups of {size!r}{REMEDY}")
-        return cls(size)
+        return Awq(size)
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         modules = [n.removesuffix(".qweight") for n in checkpoint.tensors if n.endswith(".qweight")]
         found = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
-        require_owners(checkpoint, found, COMPANIONS, "awq")
+        require_owners(checkpoint, found, COMPANIONS, self.method)
         return found
 
     def _module(self, checkpoint: Checkpoint, module: str) -> Found:
@@ -74,15 +77,18 @@ class AwqScheme:
         group.add("qweight", ["int32"], (PackedDim(1, 1), PackedDim(0, PER_WORD)))
         group.add("qzeros", ["int32"], (groups, PackedDim(0, PER_WORD)))
         group.add("scales", ["float16", "bfloat16", "float32"], (groups, PackedDim(0, 1)))
-        return group.found("awq")
+        return group.found(self.method)
 
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute (integer - zero point) * factor in the dtype of the factors, as the library does."""
+        stored = {tensor.name: tensor for tensor in packing.tensors}
+        groups = PackedTensor("zeros", "int32", stored["scales"].dims)
+        zeros = spread(_in_order(tensors["qzeros"]), groups, held)
+        return (_in_order(tensors["qweight"]).T - zeros) * spread(tensors["scales"], stored["scales"], held)
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute (integer - zero point) * factor in the dtype of the factors, as the library does in torch."""
-    stored = {tensor.name: tensor for tensor in packing.tensors}
-    groups = PackedTensor("zeros", "int32", stored["scales"].dims)
-    zeros = spread(_in_order(tensors["qzeros"]), groups, held)
-    return (_in_order(tensors["qweight"]).T - zeros) * spread(tensors["scales"], stored["scales"], held)
+    def kernel_settings(self, packings: Collection[Packing], *, tiles: bool) -> Mapping[str, Any]:
+        """See ``PackedFormat``."""
+        return {} if tiles else {"backend": "torch_awq"}
 
 
 def _in_order(words: Tensor) -> Tensor:

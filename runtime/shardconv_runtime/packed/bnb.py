@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, SourceError
 from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
+from .packed_format import PackedFormat, Part, Rows
 from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, matrix, require_owners
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)$")
@@ -40,6 +41,8 @@ ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 MAX_SIZE = 2**31 - 1
 """Largest size of a dim or a block. Beyond 64 bits torch raises errors without a name."""
 MAP_SIZE = 16
+CPU_ROWS = 32
+"""Rows of a tile of the library's kernel for CPUs with AVX512 for bfloat16, which fails on other shapes."""
 NESTED_MAP_SIZE = 256
 
 
@@ -59,11 +62,7 @@ class Blocks:
 
     @classmethod
     def of(cls, state: Tensor) -> Blocks:
-        """Parse the tensor of bytes.
-
-        Raises:
-            ValueError: it holds something else.
-        """
+        """Parse the tensor of bytes."""
         try:
             said: dict[str, Any] = json.loads(bytes(state.tolist()).decode())
             dtype = getattr(torch, str(said["dtype"]).removeprefix("torch."))
@@ -82,44 +81,125 @@ class Blocks:
         return blocks
 
 
-class BnbScheme:
-    """Weights of linear layers in 4 or 8 bits."""
+class Bnb4Bit(PackedFormat):
+    """Weights of linear layers in 4 bits; a checkpoint may have others in 8 bits."""
+
+    method = "bnb_4bit"
+    quant_methods = ("bitsandbytes",)
+    packages = ("bitsandbytes", "accelerate")
+    why = "bitsandbytes has the kernels, for CPUs and GPUs"
+    quantizer = "bitsandbytes"
+    is_of_linear_layers = True
+    has_backward = True
+    can_be_joined = True
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         found = {}
         for name in checkpoint.tensors:
             if match := STATE.match(name):
                 found[match["weight"]] = _four_bits(checkpoint, match["weight"], name)
             elif name.endswith(SCALE):
-                found[f"{name.removesuffix(SCALE)}.weight"] = _eight_bits(
-                    checkpoint, name.removesuffix(SCALE)
-                )
+                module = name.removesuffix(SCALE)
+                found[f"{module}.weight"] = _eight_bits(checkpoint, module)
         require_owners(checkpoint, found, COMPANIONS, "bitsandbytes")
         return found
 
+    def scales_tokens(self, settings: Mapping[str, Any]) -> bool:
+        """See ``PackedFormat``."""
+        return bool(settings.get("load_in_8bit"))
 
-def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute codes looked up in the map times the factor of their block, in float32.
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute codes looked up in the map times the factor of their block, in float32.
 
-    The library's functions in torch compute the same.
-    """
-    blocks = Blocks.of(_state(packing, tensors))
-    both = tensors["*"].contiguous().view(torch.uint8).reshape(-1)
-    codes = torch.stack([both >> 4, both & 15], 1).reshape(-1)[: math.prod(held.local_shape)]
-    factors = block_factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
-    values = tensors["*.quant_map"].float()[codes.int()]
-    return (values * factors).to(blocks.dtype).reshape(held.local_shape)
+        The library's functions in torch compute the same.
+        """
+        blocks = Blocks.of(_state(packing, tensors))
+        both = tensors["*"].contiguous().view(torch.uint8).reshape(-1)
+        codes = torch.stack([both >> 4, both & 15], 1).reshape(-1)[: math.prod(held.local_shape)]
+        factors = block_factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
+        values = tensors["*.quant_map"].float()[codes.int()]
+        return (values * factors).to(blocks.dtype).reshape(held.local_shape)
+
+    def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+        """Check that the quantization state is the one of a weight of this shape."""
+        try:
+            blocks = Blocks.of(_state(packing, tensors))
+        except ValueError as error:
+            raise CheckpointError(f"{name}: its quantization state {error}") from error
+        if blocks.shape != held.shape:
+            raise CheckpointError(
+                f"{name} is {list(held.shape)}, and its quantization state says {list(blocks.shape)}"
+            )
+
+    def fill(self, module: nn.Module, attribute: str, part: Part) -> None:
+        """Fill a module of bitsandbytes with the local shape, and the factors of the local blocks."""
+        from bitsandbytes.nn import Params4bit  # an optional library
+
+        tensors, held = part.tensors, part.held
+        key = next(name for name in tensors if ".quant_state." in name)
+        blocks = Blocks.of(tensors[key])
+        state: dict[str, Any] = {
+            "quant_type": key.rpartition("__")[2],
+            "blocksize": blocks.size,
+            "dtype": dtype_name(blocks.dtype),
+            "shape": list(held.local_shape),
+            "quant_map": tensors["*.quant_map"],
+            **_local_factors(tensors, blocks, held),
+        }
+        rows, columns = held.local_shape
+        if rows % CPU_ROWS or columns % blocks.size:
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # a flag of the module
+        codes = tensors["*"].reshape(-1, 1)
+        module._parameters[attribute] = Params4bit.from_prequantized(
+            data=codes, quantized_stats=state, requires_grad=False, device=codes.device, module=module
+        )
+
+    def is_repacked(self, module: nn.Module, part: Part) -> bool:
+        """See ``PackedFormat``."""
+        is_on_cpu = next(iter(part.tensors.values())).device.type == "cpu"
+        return is_on_cpu and bool(getattr(module, "support_avx512bf16_for_cpu", False))
+
+    def rows(self, part: Part, is_last: bool) -> Rows | None:
+        """Return codes and factors if a weight is full blocks; factors of factors are multiplied out."""
+        key = next(name for name in part.tensors if ".quant_state." in name)
+        blocks = Blocks.of(part.tensors[key])
+        if math.prod(part.held.local_shape) % blocks.size:
+            return None
+        factors = block_factors(part.tensors, blocks, part.held)
+        return {
+            "*": (part.tensors["*"], 1),
+            "*.absmax": (factors.reshape(part.tensors["*.absmax"].shape), blocks.size),
+            "*.quant_map": (part.tensors["*.quant_map"], None),
+            key: (plain_state(blocks), None),
+        }
+
+
+class Bnb8Bit(PackedFormat):
+    """Weights of linear layers in 8 bits, which ``Bnb4Bit`` finds."""
+
+    method = "bnb_8bit"
+    packages = Bnb4Bit.packages
+    why = Bnb4Bit.why
+    quantizer = "bitsandbytes"
+    is_of_linear_layers = True
+    can_be_joined = True
+
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute integers times the factors of their rows / 127, in float32, as the library does."""
+        return tensors["*"] * tensors["SCB"].view(-1, 1) * 7.874015718698502e-3
+
+    def fill(self, module: nn.Module, attribute: str, part: Part) -> None:
+        """See ``PackedFormat``."""
+        from bitsandbytes.nn import Int8Params  # an optional library
+
+        values = part.tensors["*"]
+        weight = Int8Params(values, requires_grad=False, CB=values, SCB=part.tensors["SCB"])
+        module._parameters[attribute] = weight
 
 
 def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> Tensor:
-    """Return the factors of the local blocks, flat, float32; nested ones as the library computes them.
-
-    Args:
-        tensors: local stored tensors.
-        blocks: the blocks of the weight.
-        held: the part of it.
-    """
+    """Return the factors of the local blocks, flat, float32; nested ones as the library computes them."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:
         return factors
@@ -137,25 +217,28 @@ def plain_state(blocks: Blocks) -> Tensor:
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
 
-def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check the quantization state.
-
-    Raises:
-        CheckpointError: it is not the one of a weight of this shape.
-    """
-    try:
-        blocks = Blocks.of(_state(packing, tensors))
-    except ValueError as error:
-        raise CheckpointError(f"{name}: its quantization state {error}") from error
-    if blocks.shape != held.shape:
-        raise CheckpointError(
-            f"{name} is {list(held.shape)}, and its quantization state says {list(blocks.shape)}"
-        )
-
-
-def dequantized_8bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute integers times the factors of their rows / 127, in float32, as the library does in torch."""
-    return tensors["*"] * tensors["SCB"].view(-1, 1) * 7.874015718698502e-3
+def _local_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> dict[str, Any]:
+    """Return the factors of the local blocks, nested if as many share a factor as the library supposes."""
+    factors = tensors["*.absmax"].reshape(-1)
+    if not blocks.nested_size:
+        return {"absmax": factors}
+    columns = held.local_shape[1]
+    first = torch.arange(0, held.local_shape[0] * columns, blocks.size)
+    rows = held.positions(0)[first // columns] * held.shape[1]
+    shared = (rows + held.positions(1)[first % columns]) // blocks.size // blocks.nested_size
+    nested, codes = tensors["*.nested_absmax"], tensors["*.nested_quant_map"]
+    begins = shared[:: blocks.nested_size]
+    if torch.equal(begins.repeat_interleave(blocks.nested_size)[: len(shared)], shared):
+        return {
+            "absmax": factors,
+            "nested_absmax": nested[begins.to(nested.device)],
+            "nested_blocksize": blocks.nested_size,
+            "nested_quant_map": codes,
+            "nested_dtype": "float32",
+            "nested_offset": blocks.nested_offset,
+        }
+    flat = codes[factors.int()] * nested[shared.to(nested.device)] + blocks.nested_offset
+    return {"absmax": flat}
 
 
 def _four_bits(checkpoint: Checkpoint, weight: str, state: str) -> Found:
@@ -190,7 +273,7 @@ def _four_bits(checkpoint: Checkpoint, weight: str, state: str) -> Found:
         group.add("*.nested_quant_map", ["float32"], (PackedDim(None, NESTED_MAP_SIZE),))
     length = info(checkpoint, state, weight).shape[0]
     group.add(f"*{state.removeprefix(weight)}", ["uint8"], (PackedDim(None, length),))
-    return group.found("bnb_4bit")
+    return group.found(Bnb4Bit.method)
 
 
 def _eight_bits(checkpoint: Checkpoint, module: str) -> Found:
@@ -205,7 +288,7 @@ def _eight_bits(checkpoint: Checkpoint, module: str) -> Found:
         group.add("weight_format", ["uint8"], ())
         if int(checkpoint.read(layout)) != 0:
             raise SourceError(f"{layout}: the weight is not row by row, but in a layout of old GPUs{REMEDY}")
-    return group.found("bnb_8bit")
+    return group.found(Bnb8Bit.method)
 
 
 def _flat(shape: tuple[int, ...], step: int) -> tuple[PackedDim, ...]:

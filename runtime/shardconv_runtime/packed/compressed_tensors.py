@@ -6,17 +6,18 @@ packed integers are packed along the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from . import number_formats
-from .number_formats import PER_BYTE, WORD, unpacked, unpacked_fp4
+from .number_formats import PER_BYTE, WORD, check_exponents, unpacked, unpacked_fp4
+from .packed_format import PackedFormat, Part, Rows, fill_as_stored
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -75,11 +76,7 @@ class WeightSettings:
 
 
 def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSettings, ...]:
-    """Return the settings of all groups of modules.
-
-    Raises:
-        SourceError: the checkpoint is quantized in a way that is not covered.
-    """
+    """Return the settings of all groups of modules."""
     try:
         return _read(settings, where)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -157,75 +154,107 @@ BITS = (1, 2, 4, 8)
 """Numbers of bits that fill a word."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedScheme:
+@dataclass(frozen=True)
+class CompressedTensors(PackedFormat):
     """Weights of linear layers."""
 
-    weights: tuple[WeightSettings, ...]
+    method = "compressed_tensors"
+    quant_methods = ("compressed-tensors",)
+    packages = ("compressed-tensors",)
+    why = "compressed-tensors reads the tensors; it dequantizes most of its formats to compute"
+    quantizer = "compressed-tensors"
+    values = ("*", "*_packed")
+    on_gpus_only = True
+    can_be_joined = True
+
+    weights: tuple[WeightSettings, ...] = ()
     """The weights of all groups of modules."""
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], where: str) -> CompressedScheme:
-        """Make the scheme of a checkpoint's settings.
-
-        Raises:
-            SourceError: the variant of the format is not covered.
-        """
-        return cls(weight_settings(settings, where))
+    def configured(self, settings: Mapping[str, Any], where: str) -> CompressedTensors:
+        """See ``PackedFormat``."""
+        return CompressedTensors(weight_settings(settings, where))
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         modules = [name.removesuffix(SCALE) for name in checkpoint.tensors if name.endswith(SCALE)]
         found = {f"{name}.weight": _Weight(checkpoint, name).found(self.weights) for name in modules}
         require_owners(checkpoint, found, COMPANIONS, "compressed-tensors")
         return found
 
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
+        Factors of 4-bit floats are read as bfloat16; a factor of the whole tensor divides them
+        first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
+        """
+        stored = {tensor.name: tensor for tensor in packing.tensors}
+        factors = tensors["*_scale"]
+        if factors.dtype == torch.uint8:  # exponents of two
+            factors = 2.0 ** (factors.int() - number_formats.BIAS).bfloat16()
+        elif factors.element_size() == 1:  # float8, in which torch does not multiply
+            factors = factors.bfloat16()
+        scale = _for_inputs(factors, stored["*_scale"], tensors, held)
+        values = _values(dict(packing.settings), tensors, held)
+        if "*_global_scale" in tensors:
+            return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
+        values = values.to(scale.dtype)
+        if "*_zero_point" in tensors:
+            values = values - _zero_points(packing, tensors, held).to(scale.dtype)
+        return values * scale
 
-    Factors of 4-bit floats are read as bfloat16; if there is a factor of the whole tensor, it divides them
-    first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
-    """
-    stored = {tensor.name: tensor for tensor in packing.tensors}
-    factors = tensors["*_scale"]
-    if factors.dtype == torch.uint8:  # exponents of two
-        factors = 2.0 ** (factors.int() - number_formats.BIAS).bfloat16()
-    elif factors.element_size() == 1:  # float8, in which torch does not multiply
-        factors = factors.bfloat16()
-    scale = _for_inputs(factors, stored["*_scale"], tensors, held)
-    values = _values(dict(packing.settings), tensors, held)
-    if "*_global_scale" in tensors:
-        return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
-    values = values.to(scale.dtype)
-    if "*_zero_point" in tensors:
-        values = values - _zero_points(packing, tensors, held).to(scale.dtype)
-    return values * scale
-
-
-def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check the shape and the groups of the weight that the tensors describe.
-
-    Raises:
-        CheckpointError: they are wrong, or an exponent is not a number.
-    """
-    number_formats.check(packing, tensors, held, name)
-    if "*_shape" in tensors and tuple(tensors["*_shape"].tolist()) != held.shape:
-        raise CheckpointError(
-            f"{name} is {list(held.shape)}, and its stored shape says {tensors['*_shape'].tolist()}"
-        )
-    if "*_g_idx" in tensors:
-        groups = next(stored.dims[-1] for stored in packing.tensors if stored.name == "*_scale")
-        index = tensors["*_g_idx"].cpu().long()
-        if (index == -1).all():
-            return
-        if groups.of is None:
-            if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
+    def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+        """Check the exponents, and the shape and the groups of the weight that the tensors describe."""
+        check_exponents({part: t for part, t in tensors.items() if part not in self.values}, name)
+        if "*_shape" in tensors and tuple(tensors["*_shape"].tolist()) != held.shape:
+            raise CheckpointError(
+                f"{name} is {list(held.shape)}, and its stored shape says {tensors['*_shape'].tolist()}"
+            )
+        if "*_g_idx" in tensors:
+            groups = next(stored.dims[-1] for stored in packing.tensors if stored.name == "*_scale")
+            index = tensors["*_g_idx"].cpu().long()
+            if (index == -1).all():
+                return
+            if groups.of is None:
+                if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
+                    raise CheckpointError(
+                        f"{name}: g_idx names a group outside of the {groups.step} of the weight"
+                    )
+            elif not torch.equal(index, held.positions(1) // groups.step):
                 raise CheckpointError(
-                    f"{name}: g_idx names a group outside of the {groups.step} of the weight"
+                    f"{name}: g_idx does not count groups of {groups.step} consecutive inputs"
                 )
-        elif not torch.equal(index, held.positions(1) // groups.step):
-            raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
+
+    def scales_tokens(self, settings: Mapping[str, Any]) -> bool:
+        """See ``PackedFormat``."""
+        groups = (settings.get("config_groups") or {}).values()
+        inputs = [group.get("input_activations") for group in groups if isinstance(group, Mapping)]
+        return any(isinstance(each, Mapping) and bool(each.get("dynamic")) for each in inputs)
+
+    def is_computed(self, packing: Packing, settings: Mapping[str, Any]) -> bool:
+        """Return whether values are float8 with a factor for each row, or for all."""
+        stored = {tensor.name: tensor for tensor in packing.tensors}
+        values, scale = stored.get("*"), stored["*_scale"]
+        return (
+            values is not None
+            and values.dtype == "float8_e4m3fn"
+            and "*_zero_point" not in stored
+            and all((dim.of == 0 and dim.step == 1) or dim == PackedDim(None, 1) for dim in scale.dims)
+        )
+
+    def kernel_settings(self, packings: Collection[Packing], *, tiles: bool) -> Mapping[str, Any]:
+        """See ``PackedFormat``."""
+        return {"use_optimized_inference": True}  # otherwise all is decompressed at the first call
+
+    def fill(self, module: nn.Module, attribute: str, part: Part) -> None:
+        """Fill a module with a factor for each row, in the layout of the kernel, and none of the inputs."""
+        values = part.tensors["*"]
+        scale = part.tensors["*_scale"].float().reshape(1, -1).expand(1, values.shape[0]).contiguous()
+        fill_as_stored(module, attribute, {"*": values, "*_scale": scale})
+
+    def rows(self, part: Part, is_last: bool) -> Rows | None:
+        """Return the operands of the kernel: values, and a factor for each row."""
+        values, scale = part.tensors["*"], part.tensors["*_scale"].reshape(-1, 1)
+        return {"*": (values, 1), "*_scale": (scale.expand(len(values), 1), 1)}
 
 
 class _Weight:
@@ -252,11 +281,7 @@ class _Weight:
             self._shape = rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
 
     def found(self, choices: tuple[WeightSettings, ...]) -> Found:
-        """Return its description with the settings that fit.
-
-        Raises:
-            SourceError: none does.
-        """
+        """Return its description with the settings that fit."""
         scale = info(self._checkpoint, self._module + SCALE, self._module)
         right = [weights for weights in choices if self._is_of(weights)]
         for weights in right:
@@ -301,7 +326,7 @@ class _Weight:
                 group.add(part, ["int32"], (PackedDim(0, step), scale[1]))
             else:
                 group.add(part, DTYPES[part], dims)
-        return group.found("compressed_tensors", bits=weights.bits)
+        return group.found(CompressedTensors.method, bits=weights.bits)
 
     def _scale_dims(self, weights: WeightSettings) -> tuple[PackedDim, ...]:
         if self._checkpoint.tensors[self._name("*_scale")].shape == ():

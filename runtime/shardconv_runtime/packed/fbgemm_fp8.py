@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from ..format.plan import PackedDim, Packing
+from .packed_format import PackedFormat
 from .stored_weights import Checkpoint, Found, StoredGroup, WeightSlice, matrix, require_owners
 
 SCALE = "_scale"
@@ -15,11 +17,20 @@ BOUND = "input_scale_ub"
 COMPANIONS = (".weight_scale", f".{BOUND}")
 
 
-class FbgemmFp8Scheme:
+class FbgemmFp8(PackedFormat):
     """Weights of linear layers."""
 
+    method = "fbgemm_fp8"
+    quant_methods = ("fbgemm_fp8",)
+    packages = ("accelerate", "fbgemm-gpu-genai")
+    why = "fbgemm-gpu-genai has the kernels, for GPUs with compute capability 9.0 or more"
+
+    def scales_tokens(self, settings: Mapping[str, Any]) -> bool:
+        """See ``PackedFormat``."""
+        return True
+
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         names = [name.removesuffix(SCALE) for name in checkpoint.tensors if name.endswith(SCALE)]
         found = {}
         for name in names:
@@ -32,11 +43,10 @@ class FbgemmFp8Scheme:
             group.add("*_scale", ["float32"], (PackedDim(0, 1), PackedDim(None, 1)))
             if BOUND in stored:
                 group.add(BOUND, ["float32"], (PackedDim(None, 1),))
-            found[name] = group.found("fbgemm_fp8")
-        require_owners(checkpoint, found, COMPANIONS, "fbgemm_fp8")
+            found[name] = group.found(self.method)
+        require_owners(checkpoint, found, COMPANIONS, self.method)
         return found
 
-
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Return values times the factors of their rows, in float32."""
-    return tensors["*"].float() * tensors["*_scale"]
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Return values times the factors of their rows, in float32."""
+        return tensors["*"].float() * tensors["*_scale"]

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .number_formats import as_factors
+from .number_formats import as_factors, check_exponents
+from .packed_format import PackedFormat, Part, fill_as_stored
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -44,35 +45,38 @@ INPUTS = ("activation_scale", "*_activation_scale", "qscale_act")
 COMPANIONS = ("_scale_inv", ".qscale_weight", ".qscale_act", "activation_scale", ".input_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Scheme:
+@dataclass(frozen=True)
+class Fp8(PackedFormat):
     """Matrices, and stacks of them."""
 
-    block: tuple[int, int] | None
+    method = "fp8"
+    quant_methods = ("fp8", "mxfp8")
+    packages = ("accelerate", "kernels")
+    why = "kernels downloads those that multiply float8, for GPUs with compute capability 8.9 or more"
+    quantizer = "fp8"
+    on_gpus_only = True
+    can_be_joined = True
+
+    block: tuple[int, int] | None = None
     """Rows and columns of a block; None if a matrix has one factor."""
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], where: str) -> Fp8Scheme:
-        """Make the scheme of a checkpoint's settings.
-
-        Raises:
-            SourceError: the variant of the format is not covered.
-        """
+    def configured(self, settings: Mapping[str, Any], where: str) -> Fp8:
+        """See ``PackedFormat``."""
         if settings.get("expert_dtype", "fp8") != "fp8":
             raise SourceError(f"{where} has experts in {settings['expert_dtype']} in addition to fp8{REMEDY}")
         block = settings.get("weight_block_size", BLOCKS[str(settings["quant_method"])])
         if block is None:
-            return cls(None)
+            return Fp8(None)
         if (
             not isinstance(block, list | tuple)
             or len(block) != 2
             or any(type(n) is not int or n < 1 for n in block)
         ):
             raise SourceError(f"{where} is quantized with fp8 in blocks of {block}{REMEDY}")
-        return cls((block[0], block[1]))
+        return Fp8((block[0], block[1]))
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         found = {}
         for weight, name, stored in _factors(checkpoint):
             shape = info(checkpoint, weight, name).shape
@@ -84,8 +88,8 @@ class Fp8Scheme:
             group.add(stored, FACTORS, self._dims(shape, checkpoint.tensors[name].shape))
             for part, full in inputs.items():
                 group.add(part, FACTORS[:3], _input_dims(shape, checkpoint.tensors[full].shape))
-            found[weight] = group.found("fp8")
-        require_owners(checkpoint, found, COMPANIONS, "fp8")
+            found[weight] = group.found(self.method)
+        require_owners(checkpoint, found, COMPANIONS, self.method)
         for name, tensor in checkpoint.tensors.items():
             if tensor.dtype == VALUES and name not in found:
                 raise SourceError(f"{name} is in float8 and lacks {name}_scale_inv{REMEDY}")
@@ -100,11 +104,24 @@ class Fp8Scheme:
         stack = tuple(PackedDim(dim, 1) for dim in range(last))
         return *stack, *(along(last + i, block[i], shape[last + i]) for i in range(2))
 
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute values times factors in float32, as transformers does."""
+        stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
+        return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute values times factors in float32, as transformers does."""
-    stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
-    return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)
+    def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+        """See ``PackedFormat``."""
+        check_exponents({part: t for part, t in tensors.items() if part not in self.values}, name)
+
+    def scales_tokens(self, settings: Mapping[str, Any]) -> bool:
+        """See ``PackedFormat``."""
+        return bool(settings.get("activation_scheme", "dynamic") == "dynamic")
+
+    def fill(self, module: nn.Module, attribute: str, part: Part) -> None:
+        """Fill a module of fp8 under the names that transformers uses."""
+        names = {**dict.fromkeys(SCALES.values(), "*_scale_inv"), "qscale_act": "activation_scale"}
+        renamed = {names.get(name, name): tensor for name, tensor in part.tensors.items()}
+        fill_as_stored(module, attribute, renamed)
 
 
 def _factors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:

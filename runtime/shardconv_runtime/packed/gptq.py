@@ -7,16 +7,17 @@ form a group, and factors and zero points are replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, Packing
 from .number_formats import WORD, unpacked
+from .packed_format import PackedFormat, Part, fill_as_stored
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -34,20 +35,22 @@ COMPANIONS = (".qweight", ".qzeros", ".g_idx")
 SCALES = ("float16", "bfloat16", "float32")
 
 
-@dataclass(frozen=True, slots=True)
-class GptqScheme:
+@dataclass(frozen=True)
+class Gptq(PackedFormat):
     """Weights of linear layers."""
 
-    zeros_minus_one: bool
+    method = "gptq"
+    quant_methods = ("gptq",)
+    packages = ("gptqmodel", "optimum")
+    why = "gptqmodel has the kernels, for CPUs and GPUs, and optimum puts them into the model"
+    quantizer = "gptq"
+    is_of_linear_layers = True
+
+    zeros_minus_one: bool = True
     """Whether zero points are stored less one, as in the first version of the format."""
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], where: str) -> GptqScheme:
-        """Make the scheme of a checkpoint's settings.
-
-        Raises:
-            SourceError: the variant of the format is not covered.
-        """
+    def configured(self, settings: Mapping[str, Any], where: str) -> Gptq:
+        """See ``PackedFormat``."""
         form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
         bits = settings.get("bits")
         if form not in ("gptq", "gptq_v2"):
@@ -58,13 +61,13 @@ class GptqScheme:
             raise SourceError(
                 f"{where} is quantized with gptq in {bits} bits; 2, 4 and 8 are covered{REMEDY}"
             )
-        return cls(form == "gptq")
+        return Gptq(form == "gptq")
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         modules = [n.removesuffix(".qweight") for n in checkpoint.tensors if n.endswith(".qweight")]
         found = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
-        require_owners(checkpoint, found, COMPANIONS, "gptq")
+        require_owners(checkpoint, found, COMPANIONS, self.method)
         return found
 
     def _module(self, checkpoint: Checkpoint, module: str) -> Found:
@@ -84,38 +87,53 @@ class GptqScheme:
         group.add("qweight", ["int32"], (PackedDim(1, WORD // bits), PackedDim(0, 1)))
         group.add("qzeros", ["int32"], (shared, PackedDim(0, WORD // bits)))
         group.add("scales", SCALES, (shared, PackedDim(0, 1)))
-        return group.found("gptq", bits=bits, zeros_minus_one=int(self.zeros_minus_one))
+        return group.found(self.method, bits=bits, zeros_minus_one=int(self.zeros_minus_one))
+
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute factor * (integer - zero point) in the dtype of the factors, as the library does in torch.
+
+        Zero points that are stored less one are corrected a word at a time, as the library does.
+        """
+        settings, dims = dict(packing.settings), {stored.name: stored.dims for stored in packing.tensors}
+        bits, zeros = settings["bits"], tensors["qzeros"]
+        if settings["zeros_minus_one"]:
+            zeros = zeros + sum(1 << shift for shift in range(0, WORD, bits))
+        values = unpacked(tensors["qweight"], bits, 0)
+        groups = dims["scales"][0]
+        indices = tensors["g_idx"] if groups.of is None else held.local_steps(groups.of, groups.step)
+        indices = indices.to(values.device).long()
+        return (tensors["scales"][indices] * (values - unpacked(zeros, bits, 1)[indices])).T
+
+    def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+        """Check that the group of each input exists, and is the one of consecutive inputs."""
+        found = tensors["g_idx"].cpu().long()
+        groups = next(stored.dims[0] for stored in packing.tensors if stored.name == "scales")
+        if groups.of is None:
+            if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < groups.step:
+                raise CheckpointError(
+                    f"{name}: g_idx names a group outside of the {groups.step} of the weight"
+                )
+        elif not torch.equal(found, held.positions(1) // groups.step):
+            raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
+
+    def kernel_settings(self, packings: Collection[Packing], *, tiles: bool) -> Mapping[str, Any]:
+        """See ``PackedFormat``."""
+        # In act-order, others suppose that each group has its full size.
+        return {} if tiles and not any(map(_is_in_act_order, packings)) else {"backend": "gptq_torch"}
+
+    def fill(self, module: nn.Module, attribute: str, part: Part) -> None:
+        """Fill a module of GPTQ; groups are counted from the first local one if factors are sharded."""
+        groups, indices = part.dims("scales")[0], part.tensors["g_idx"]
+        if groups.of is not None:
+            local = part.held.local_steps(groups.of, groups.step)
+            indices = local.to(device=indices.device, dtype=indices.dtype)
+        fill_as_stored(module, attribute, {**part.tensors, "g_idx": indices})
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute factor * (integer - zero point) in the dtype of the factors, as the library does in torch.
-
-    Zero points that are stored less one are corrected a word at a time, as the library does.
-    """
-    settings, dims = dict(packing.settings), {stored.name: stored.dims for stored in packing.tensors}
-    bits, zeros = settings["bits"], tensors["qzeros"]
-    if settings["zeros_minus_one"]:
-        zeros = zeros + sum(1 << shift for shift in range(0, WORD, bits))
-    values = unpacked(tensors["qweight"], bits, 0)
-    groups = dims["scales"][0]
-    indices = tensors["g_idx"] if groups.of is None else held.local_steps(groups.of, groups.step)
-    indices = indices.to(values.device).long()
-    return (tensors["scales"][indices] * (values - unpacked(zeros, bits, 1)[indices])).T
-
-
-def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check the groups of the inputs.
-
-    Raises:
-        CheckpointError: an input's group does not exist, or is not the one of consecutive inputs.
-    """
-    found = tensors["g_idx"].cpu().long()
-    groups = next(stored.dims[0] for stored in packing.tensors if stored.name == "scales")
-    if groups.of is None:
-        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < groups.step:
-            raise CheckpointError(f"{name}: g_idx names a group outside of the {groups.step} of the weight")
-    elif not torch.equal(found, held.positions(1) // groups.step):
-        raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
+def _is_in_act_order(packing: Packing) -> bool:
+    """Return whether any inputs may form a group, so that a part of them has some of each group."""
+    scales = next((tensor for tensor in packing.tensors if tensor.name == "scales"), None)
+    return scales is not None and scales.dims[0].of is None and scales.dims[0].step > 1
 
 
 def _shared(name: str, indices: Tensor, groups: int) -> PackedDim:

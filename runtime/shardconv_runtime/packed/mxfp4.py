@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .number_formats import BIAS, PER_BYTE, unpacked_fp4
+from .number_formats import BIAS, PER_BYTE, check_exponents, unpacked_fp4
+from .packed_format import PackedFormat
 from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, require_owners
 
 BLOCKS = "_blocks"
@@ -22,11 +23,17 @@ COMPANIONS = (BLOCKS, "_scales")
 DIMS = (PackedDim(0, 1), PackedDim(2, 1), PackedDim(1, BLOCK))
 
 
-class Mxfp4Scheme:
+class Mxfp4(PackedFormat):
     """Stacked weights of experts."""
 
+    method = "mxfp4"
+    quant_methods = ("mxfp4",)
+    packages = ("accelerate", "kernels")
+    why = "kernels downloads those that multiply 4-bit floats, for GPUs with compute capability 7.5 or more"
+    values = ("*_blocks",)
+
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         names = [name.removesuffix(BLOCKS) for name in checkpoint.tensors if name.endswith(BLOCKS)]
         found = {}
         for name in names:
@@ -38,15 +45,18 @@ class Mxfp4Scheme:
             group = StoredGroup(checkpoint, (experts, blocks * BLOCK, outputs), stored)
             group.add("*_blocks", ["uint8"], (*DIMS, PackedDim(None, BLOCK // PER_BYTE)))
             group.add("*_scales", ["uint8"], DIMS)
-            found[name] = group.found("mxfp4")
-        require_owners(checkpoint, found, COMPANIONS, "mxfp4")
+            found[name] = group.found(self.method)
+        require_owners(checkpoint, found, COMPANIONS, self.method)
         return found
 
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute values times powers of two, which bfloat16 holds exactly, one expert after another."""
+        experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
+        return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute values times powers of two, which bfloat16 holds exactly, one expert after another."""
-    experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
-    return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
+    def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+        """See ``PackedFormat``."""
+        check_exponents({part: t for part, t in tensors.items() if part not in self.values}, name)
 
 
 def _expert(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..format.plan import Packing
-from .stored_weights import WeightSlice
 
 # Floats of 4 bits: a sign, two bits of exponent, one of mantissa; two in a byte, the first one low.
 
@@ -50,8 +48,6 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 BIAS = 127
 NOT_FINITE = 255
-VALUES = ("*", "*_blocks", "*_packed", "_*_qdata")
-"""Stored tensors with the values themselves."""
 
 
 def as_factors(stored: Tensor) -> Tensor:
@@ -59,12 +55,8 @@ def as_factors(stored: Tensor) -> Tensor:
     return (stored.float() - BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
 
 
-def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
-    """Check the bytes that are exponents.
-
-    Raises:
-        CheckpointError: one is not a number.
-    """
-    for part, tensor in tensors.items():
-        if part not in VALUES and tensor.dtype == torch.uint8 and (tensor == NOT_FINITE).any():
+def check_exponents(factors: Mapping[str, Tensor], name: str) -> None:
+    """Check that bytes that are exponents are numbers, or raise ``CheckpointError``."""
+    for part, tensor in factors.items():
+        if tensor.dtype == torch.uint8 and (tensor == NOT_FINITE).any():
             raise CheckpointError(f"{name}: its stored tensor {part} has values that are not finite")

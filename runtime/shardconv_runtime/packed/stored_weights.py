@@ -137,17 +137,6 @@ class Found:
     """Name of a tensor in the packing -> its name in the checkpoint."""
 
 
-class Scheme(Protocol):
-    """A way to quantize a model, with its settings."""
-
-    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """Return the packed parameters, by the names that their weights have in a plain checkpoint.
-
-        Raises:
-            SourceError: a stored tensor is missing, or its shape, dtype or values do not fit the others.
-        """
-
-
 REMEDY = "; convert the unquantized model, or download the checkpoint again if it is damaged"
 
 
@@ -155,14 +144,7 @@ class StoredGroup:
     """The stored tensors of one parameter, checked while they are described."""
 
     def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], names: Mapping[str, str]) -> None:
-        """
-        Args:
-            shape: global, of the weight.
-            names: name of a tensor in the packing -> its name in the checkpoint.
-
-        Raises:
-            SourceError: the checkpoint lacks one.
-        """
+        # names: name of a tensor in the packing -> its name in the checkpoint.
         self._checkpoint = checkpoint
         self._shape = shape
         self._names = dict(names)
@@ -174,16 +156,7 @@ class StoredGroup:
     def add(
         self, name: str, dtypes: Collection[str], dims: tuple[PackedDim, ...], shape: tuple[int, ...] = ()
     ) -> None:
-        """Describe a tensor.
-
-        Args:
-            name: the name of the tensor in the packing.
-            dtypes: the dtypes that it may have.
-            shape: the shape in the checkpoint if it differs from ``dims``.
-
-        Raises:
-            SourceError: it has another shape or dtype in the checkpoint.
-        """
+        """Describe a tensor."""
         full = self._names[name]
         found = self._checkpoint.tensors[full]
         expected = shape or tuple(global_size(dim, self._shape) for dim in dims)
@@ -206,11 +179,7 @@ def global_size(dim: PackedDim, shape: tuple[int, ...]) -> int:
 
 
 def info(checkpoint: Checkpoint, name: str, owner: str) -> Info:
-    """Return the shape and dtype of a tensor that belongs to ``owner``.
-
-    Raises:
-        SourceError: the checkpoint lacks it.
-    """
+    """Return the shape and dtype of a tensor that belongs to ``owner``."""
     try:
         return checkpoint.tensors[name]
     except KeyError:
@@ -218,11 +187,7 @@ def info(checkpoint: Checkpoint, name: str, owner: str) -> Info:
 
 
 def matrix(checkpoint: Checkpoint, name: str, owner: str) -> tuple[int, int]:
-    """Return the shape of a tensor of two dims that belongs to ``owner``.
-
-    Raises:
-        SourceError: the checkpoint lacks it, or it has another number of dims.
-    """
+    """Return the shape of a tensor of two dims that belongs to ``owner``."""
     shape = info(checkpoint, name, owner).shape
     if len(shape) != 2:
         raise SourceError(f"{name} is {list(shape)}, and should have two dims{REMEDY}")
@@ -232,11 +197,7 @@ def matrix(checkpoint: Checkpoint, name: str, owner: str) -> tuple[int, int]:
 def require_owners(
     checkpoint: Checkpoint, found: Mapping[str, Found], suffixes: tuple[str, ...], method: str
 ) -> None:
-    """Check that each tensor with such a suffix belongs to a parameter that was found.
-
-    Raises:
-        SourceError: one does not.
-    """
+    """Check that each tensor with such a suffix belongs to a parameter that was found."""
     taken = {name for parameter in found.values() for name in parameter.tensors.values()}
     for name in checkpoint.tensors:
         if name.endswith(suffixes) and name not in taken:

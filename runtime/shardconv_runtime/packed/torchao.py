@@ -10,10 +10,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
+from .packed_format import PackedFormat, Part
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -34,25 +36,58 @@ NAMES = "tensor_names"
 """Key of the header with the names of all tensors."""
 
 
-class TorchaoScheme:
+class Torchao(PackedFormat):
     """Any parameters."""
 
+    method = "torchao"
+    quant_methods = ("torchao",)
+    packages = ("torchao",)
+    why = "torchao has the classes of tensors, for CPUs and GPUs"
+    quantizer = "torchao"
+    values = ("_*_qdata",)
+    keeps_modules = True
+    can_be_joined = True
+
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
-        """See ``Scheme``."""
+        """See ``PackedFormat``."""
         found = {name: _parameter(checkpoint, name, said) for name, said in _packed(checkpoint)}
         ends = tuple(f"_{part}" for part in ("qdata", "scale", "zero_point"))
         suffixes = tuple(f"._{own}{end}" for own in {n.rpartition(".")[2] for n in found} for end in ends)
-        require_owners(checkpoint, found, suffixes or ("._weight_qdata",), "torchao")
+        require_owners(checkpoint, found, suffixes or ("._weight_qdata",), self.method)
         return found
 
+    def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
+        """Compute (value - zero point) * factor in float32, as the library does."""
+        stored = {tensor.name: tensor for tensor in packing.tensors}
+        values = tensors["_*_qdata"].float()
+        if "_*_zero_point" in tensors:
+            values = values - spread(tensors["_*_zero_point"].float(), stored["_*_zero_point"], held)
+        return values * spread(tensors["_*_scale"].float(), stored["_*_scale"], held)
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
-    """Compute (value - zero point) * factor in float32, as the library does."""
-    stored = {tensor.name: tensor for tensor in packing.tensors}
-    values = tensors["_*_qdata"].float()
-    if "_*_zero_point" in tensors:
-        values = values - spread(tensors["_*_zero_point"].float(), stored["_*_zero_point"], held)
-    return values * spread(tensors["_*_scale"].float(), stored["_*_scale"], held)
+    def is_computed(self, packing: Packing, settings: Mapping[str, Any]) -> bool:
+        """Return whether activations stay as they are; the header of the file says nothing of them."""
+        names, todo = [], [settings.get("quant_type")]
+        while todo:
+            value = todo.pop()
+            if isinstance(value, Mapping):
+                names += [str(value["_type"])] if "_type" in value else []
+                todo += value.values()
+        configs = [name for name in names if name.endswith("Config") and not name.startswith("Fqn")]
+        return bool(configs) and all(name.endswith("WeightOnlyConfig") for name in configs)
+
+    def fill(self, module: nn.Module, attribute: str, part: Part) -> None:
+        """Fill a plain module with a tensor of the library's class, with the local size of blocks."""
+        from torchao.quantization import Float8Tensor, Int8Tensor  # an optional library
+
+        values, scale = part.tensors["_*_qdata"], part.tensors["_*_scale"]
+        steps = {dim.of: dim.step for dim in part.dims("_*_scale")}
+        block = [steps.get(dim, size) for dim, size in enumerate(values.shape)]
+        if values.dtype == torch.int8:
+            zeros = part.tensors.get("_*_zero_point")
+            tensor = Int8Tensor(values, scale, block, part.dtype, zero_point=zeros)
+        else:
+            tensor = Float8Tensor(values, scale, block, dtype=part.dtype)
+        module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
 
 
 def _packed(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -20,9 +20,11 @@ from ..errors import CheckpointError, PlanError
 from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Packing, ParameterPlan, local_shape
 from ..format.slices import coordinates
+from ..packed.formats import fill_module, format_of
+from ..packed.packed_format import Part
 from ..packed.stored_weights import WeightSlice
+from .attribute_overrides import raise_flags
 from .boundary import attach, forward_signature
-from .edits import raise_flags
 from .fused_products import (
     FusedLinear,
     FusedProduct,
@@ -34,7 +36,7 @@ from .fused_products import (
     linear_members,
 )
 from .layers import ColumnParallelLinear
-from .packed_values import KEEPS_MODULES, Part, can_be_joined, fill_module, is_repacked, joined_parts
+from .packed_joins import joined_parts
 from .quantizers import Quantized, quantizer_of
 
 # Layers of packed weights and of one input that are computed as one product: see ``fused_products``.
@@ -50,9 +52,6 @@ class PackedProduct(FusedProduct):
 
     Once a weight of a member is replaced or moved, the members compute by themselves. Members of copies do so
     too.
-
-    Args:
-        members: the layers in the order in which they are called; not filled.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
@@ -64,20 +63,16 @@ class PackedProduct(FusedProduct):
         self._waiting: dict[int, Part] = {}
 
     def fill(self, index: int, part: Part) -> None:
-        """Give a member its part of a packed weight; all get theirs once the last one is here.
-
-        Args:
-            index: the index of the member.
-            part: the part of its weight.
-
-        Raises:
-            PlanError: a module lacks a tensor.
-        """
+        """Give a member its part of a packed weight; all get theirs once the last one is here."""
         self._waiting[index] = part
         if len(self._waiting) < len(self.members):
             return
         parts = [self._waiting.pop(index) for index in range(len(self.members))]
-        found = None if is_repacked(self.members[0], parts[0]) else joined_parts(parts)
+        found = (
+            None
+            if format_of(parts[0].packing.method).is_repacked(self.members[0], parts[0])
+            else joined_parts(parts)
+        )
         if found is not None:
             spanning, parts = found
             self.wide = _wide(self.members[0], sum(self.sizes))
@@ -135,15 +130,7 @@ class FusedModule(nn.Module):
 
 
 def fuse_packed(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[PackedProduct, ...]:
-    """Make the layers of each group members of a product, in place, before they are filled.
-
-    Args:
-        model: has modules of the format's library, or plain ones that hold its tensors.
-        groups: FQNs, in the order of the calls.
-
-    Raises:
-        PlanError: a plain member has steps on its input.
-    """
+    """Make the layers of each group members of a product, in place, before they are filled."""
     products = []
     for group in groups:
         members: Sequence[nn.Module] = [model.get_submodule(fqn) for fqn in group]
@@ -189,14 +176,7 @@ def _weights(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 class PackedModules:
     """The packed parameters of a model that is loaded: ``replace``, ``fill`` for each of them, ``finish``.
 
-    Args:
-        quantized: the model.
-        parameters: all entries of the plan, by FQN.
-        comm: this rank.
-        apart: FQNs of linear layers that do not belong to the quantized model, for example in adapters.
-
-    Raises:
-        PlanError: the installed packages cannot compute with these parameters on this device.
+    The linear layers in ``apart``, for example of adapters, do not belong to the quantized model.
     """
 
     def __init__(
@@ -224,16 +204,7 @@ class PackedModules:
     ) -> dict[nn.Module, nn.Module]:
         """Have the format's quantizer replace the modules of packed weights; hook the plan's steps to them.
 
-        Args:
-            model: plain and edited, on meta, of global shapes; changed in place.
-            entries: the entries of the plan, by FQN of the module.
-            training: give the steps backwards.
-
-        Returns:
-            The new modules by the plain ones; if these have other names, they are still there.
-
-        Raises:
-            PlanError: it replaces other modules than those whose weights the plan packs.
+        Returns the new modules by the plain ones; if these have other names, they are still there.
         """
         for name in self.names:
             self._localize(model, name)
@@ -261,14 +232,18 @@ class PackedModules:
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
         """Return the steps around a new module, whose attributes get their local values."""
-        # Edit a module that was made from an edited one; the values that it read are local already.
-        for edit in entry.edits:
-            value = edit.local[0] if len(edit.local) == 1 else edit.local[self._comm.rank]
-            found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
-            if found not in (edit.value, value):
-                raise PlanError(f"{fqn}: cannot edit {edit.attribute}: it is {found}, and was {edit.value}")
-            if hasattr(module, edit.attribute):
-                setattr(module, edit.attribute, value)
+        # The module was made from one with overrides; the values that it read are local already.
+        for override in entry.overrides:
+            value = override.local[0] if len(override.local) == 1 else override.local[self._comm.rank]
+            found = getattr(
+                module, override.attribute, value
+            )  # paths into a config lead to the overridden copy
+            if found not in (override.value, value):
+                raise PlanError(
+                    f"{fqn}: cannot override {override.attribute}: it is {found}, and was {override.value}"
+                )
+            if hasattr(module, override.attribute):
+                setattr(module, override.attribute, value)
         raise_flags(module, tuple(flag for flag in entry.flags if getattr(module, flag, None) is not True))
         weight = self._parameters.get(f"{fqn}.weight")
         if entry.category != "row" or type(plain) is not nn.Linear or weight is None:
@@ -281,27 +256,16 @@ class PackedModules:
         return entry
 
     def fuse(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """Have modules compute their products as one, if their formats allow it; before they are filled.
-
-        Args:
-            groups: FQNs of modules of packed weights, in the order of the calls.
-
-        Raises:
-            PlanError: a module has steps on its input.
-        """
+        """Have modules compute their products as one, if their formats allow it; before they are filled."""
         assert self._model is not None, "modules are replaced before they are fused"
-        joinable = [g for g in groups if all(can_be_joined(self._packings[f"{n}.weight"].method) for n in g)]
+        joinable = [
+            g for g in groups if all(format_of(self._packings[f"{n}.weight"].method).can_be_joined for n in g)
+        ]
         for group, product in zip(joinable, fuse_packed(self._model, joinable), strict=True):
             self._fused |= {f"{fqn}.weight": (product, index) for index, fqn in enumerate(group)}
 
     def fill(self, name: str, tensors: Mapping[str, Tensor], held: WeightSlice) -> None:
-        """Give a module its stored tensors.
-
-        Args:
-            name: FQN of the packed parameter.
-            tensors: local, by their names in the packing, in the shape of its dims, on the device.
-            held: the part of the weight that they are.
-        """
+        """Give a module its stored tensors."""
         assert self._model is not None, "modules are replaced before they are filled"
         owner, _, attribute = name.rpartition(".")
         part = Part(self._packings[name], tensors, held, self._quantized.dtype)
@@ -312,11 +276,7 @@ class PackedModules:
             fill_module(self._model.get_submodule(owner), attribute, part)
 
     def finish(self) -> None:
-        """Finish the modules once all tensors of the model are on the device.
-
-        Raises:
-            CheckpointError: a tensor of the model was not filled.
-        """
+        """Finish the modules once all tensors of the model are on the device."""
         model = self._model
         assert model is not None, "modules are replaced before they are filled"
         held = set(model.modules())  # modules of other stages are not
@@ -366,7 +326,9 @@ def _without(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 def _require_packed(replaced: Iterable[str], packings: Mapping[str, Packing]) -> None:
     expected = {
-        name.rpartition(".")[0] for name, packing in packings.items() if packing.method not in KEEPS_MODULES
+        name.rpartition(".")[0]
+        for name, packing in packings.items()
+        if not format_of(packing.method).keeps_modules
     }
     if plain := sorted(expected.difference(replaced)):
         raise PlanError(

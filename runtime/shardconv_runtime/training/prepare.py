@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..format.dims import axes_of
+from ..format.module_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, ModuleStep, SliceStep
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
-from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
 from ..format.stage_names import is_inside
 from ..format.stored_layout import sums
 from ..parallel.boundary import attach_output, renumber
@@ -153,7 +153,7 @@ def _attach_loss(
     head = submodule(model, plan.logits.module)
     if gather_logits is not False:
         for name in {plan.logits.module, *heads}:
-            attach_output(submodule(model, name), plan.logits.slot, gather)
+            attach_output(submodule(model, name), plan.logits.port, gather)
     attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits], head)
 
 
@@ -163,9 +163,9 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
     if logits is None or plan.training is None or not plan.training.parallel_loss:
         return None
     steps = modules[logits.module].outputs if logits.module in modules else ()
-    found = next((b for b in steps if isinstance(b, AllGatherStep) and b.slot == logits.slot), None)
+    found = next((b for b in steps if isinstance(b, AllGatherStep) and b.port == logits.port), None)
     if found is None:
-        raise PlanError(f"{logits.module}: this form of the plan gathers no logits at slot {logits.slot!r}")
+        raise PlanError(f"{logits.module}: this form of the plan gathers no logits at port {logits.port!r}")
     return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
 
 
@@ -201,7 +201,7 @@ def backward_axes(plan: Plan) -> list[Iterable[int]]:
     ]
 
 
-def _of_step(step: Boundary) -> Iterable[Iterable[int]]:
+def _of_step(step: ModuleStep) -> Iterable[Iterable[int]]:
     match step:
         case GradAllReduceStep():
             yield step.axes

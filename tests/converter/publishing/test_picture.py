@@ -115,9 +115,9 @@ def test_a_decoder_is_drawn_in_the_order_in_which_it_runs() -> None:
         *("q_proj", "k_proj", "v_proj", "o_proj", "all_reduce"),
         *("gate_proj", "up_proj", "down_proj", "all_reduce"),
     ]
-    assert layer.replicated == ["input_layernorm [64]", "post_attention_layernorm [64]"]
+    assert list(layer.replicated) == ["input_layernorm [64]", "post_attention_layernorm [64]"]
     assert order(last) == ["lm_head", "all_gather"]
-    assert last.replicated == ["model.norm [64]"]
+    assert list(last.replicated) == ["model.norm [64]"]
 
 
 def test_texts_of_a_picture() -> None:

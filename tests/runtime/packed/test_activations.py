@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shardconv_runtime.packed.schemes import rounds_activations
+from shardconv_runtime.packed.formats import scales_tokens
 
 INPUTS = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
 
@@ -24,4 +24,4 @@ INPUTS = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
     ],
 )
 def test_by_settings(settings: dict[str, Any], expected: bool) -> None:
-    assert rounds_activations(settings) == expected
+    assert scales_tokens(settings) == expected

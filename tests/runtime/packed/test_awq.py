@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from library_checkpoints import save_awq
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_equal_parts
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 WORDS = torch.iinfo(torch.int32)
@@ -37,7 +37,7 @@ def weight(outputs: int, inputs: int, group: int) -> Tensors:
 def find(tensors: Tensors, **said: Any) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors)
-    ((name, found),) = scheme_of({"quant_method": "awq"} | said, "here").find(checkpoint).items()
+    ((name, found),) = format_of_checkpoint({"quant_method": "awq"} | said, "here").find(checkpoint).items()
     assert name == "a.weight"
     return found, checkpoint.stored(found)
 
@@ -60,7 +60,7 @@ def test_checkpoints_of_the_library(group: int, tmp_path: Path) -> None:
 
     checkpoint = MemoryCheckpoint.of(save_awq(tmp_path / "model", group))
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     assert len(found) == 7
     plain = MemoryCheckpoint.of(tmp_path / "model-plain").values
     for name, parameter in found.items():
@@ -98,4 +98,4 @@ def test_tensors_that_do_not_fit_are_refused(name: str, tensor: torch.Tensor | N
 ])  # fmt: skip
 def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        scheme_of({"quant_method": "awq"} | said, "here")
+        format_of_checkpoint({"quant_method": "awq"} | said, "here")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from library_checkpoints import save_bnb
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_equal_parts
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 SETTINGS = {"quant_method": "bitsandbytes"}
@@ -48,7 +48,7 @@ def four_bits(rows: int, columns: int, block: int = 64, *, nested: bool = False)
 def find(tensors: Tensors) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors)
-    ((name, found),) = scheme_of(SETTINGS, "here").find(checkpoint).items()
+    ((name, found),) = format_of_checkpoint(SETTINGS, "here").find(checkpoint).items()
     assert name == "a.weight"
     return found, checkpoint.stored(found)
 
@@ -83,7 +83,7 @@ def test_checkpoints_of_the_library(settings: dict[str, Any], tmp_path: Path) ->
     pytest.importorskip("bitsandbytes")
     checkpoint = MemoryCheckpoint.of(save_bnb(tmp_path / "model", **settings))
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     assert len(found) == 7
     for name, parameter in found.items():
         tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from library_checkpoints import save_compressed
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 WORDS = torch.iinfo(torch.int32)
@@ -63,7 +63,7 @@ def integers(rows: int, columns: int, groups: int, bits: int = 4, *, zeros: bool
 def find(tensors: Tensors, said: dict[str, Any]) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors)
-    ((name, found),) = scheme_of(said, "here").find(checkpoint).items()
+    ((name, found),) = format_of_checkpoint(said, "here").find(checkpoint).items()
     assert name == "a.weight"
     return found, checkpoint.stored(found)
 
@@ -165,7 +165,7 @@ def require_values_of_the_library(directory: Path) -> None:
     said = json.loads((directory / "config.json").read_text())["quantization_config"]
     schemes = QuantizationConfig.model_validate(said).config_groups.values()
     plain = MemoryCheckpoint.of(directory.with_name("model-plain")).values
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     assert len(found) == 7
     for name, parameter in found.items():
         module = name.removesuffix(".weight")
@@ -235,7 +235,7 @@ def test_tensors_that_do_not_fit_are_refused(changed: dict[str, torch.Tensor | N
 ])  # fmt: skip
 def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=f"here is quantized with compressed-tensors {message}"):
-        scheme_of(said, "here")
+        format_of_checkpoint(said, "here")
 
 
 def test_values_are_checked() -> None:

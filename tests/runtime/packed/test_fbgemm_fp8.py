@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_cases import MemoryCheckpoint, even_parts, require_equal_parts
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.schemes import dequantize, scheme_of
+from shardconv_runtime.packed.formats import dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import WeightSlice
 
 SETTINGS = {"quant_method": "fbgemm_fp8"}
@@ -19,7 +19,7 @@ TENSORS = {
 
 def test_values_and_parts() -> None:
     checkpoint = MemoryCheckpoint(TENSORS)
-    found = scheme_of(SETTINGS, "here").find(checkpoint)["a.weight"]
+    found = format_of_checkpoint(SETTINGS, "here").find(checkpoint)["a.weight"]
     stored = checkpoint.stored(found)
     local = dequantize(found.packing, stored, WeightSlice.whole(found.shape), torch.float32)
     assert torch.equal(local, torch.arange(5.0)[:, None].expand(5, 6))
@@ -34,4 +34,4 @@ def test_values_and_parts() -> None:
 ])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(changed: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        scheme_of(SETTINGS, "here").find(MemoryCheckpoint(TENSORS | changed))
+        format_of_checkpoint(SETTINGS, "here").find(MemoryCheckpoint(TENSORS | changed))

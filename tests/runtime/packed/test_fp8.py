@@ -16,7 +16,7 @@ from library_checkpoints import experts_model, save_fp8
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from quantized_checkpoints import BLOCK, dense_config, experts_config, save_quantized
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -38,7 +38,7 @@ def factors(dtype: str, *shape: int) -> torch.Tensor:
 def find(tensors: Tensors, **said: Any) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors)
-    (found,) = scheme_of({"quant_method": "fp8"} | said, "here").find(checkpoint).values()
+    (found,) = format_of_checkpoint({"quant_method": "fp8"} | said, "here").find(checkpoint).values()
     return found, checkpoint.stored(found)
 
 
@@ -111,7 +111,7 @@ def test_checkpoints(config: Any, cls: Any, tmp_path: Path) -> None:
     checkpoint = MemoryCheckpoint.of(tmp_path / "model")
     plain = MemoryCheckpoint.of(tmp_path / "model-plain").values
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     assert found.keys() == {n for n, t in checkpoint.values.items() if t.dtype == torch.float8_e4m3fn}
     for name, parameter in found.items():
         tensors = checkpoint.stored(parameter)
@@ -128,7 +128,7 @@ def test_checkpoints_of_transformers(kind: str, tmp_path: Path) -> None:
     save_fp8(tmp_path / "model", experts_model(), (16, 32), scale_fmt=kind)
     checkpoint = MemoryCheckpoint.of(tmp_path / "model")
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     expected = dict(model.named_parameters())
     assert len(found) == 4 + 4 * 3
@@ -168,7 +168,7 @@ def test_tensors_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor | N
 ])  # fmt: skip
 def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        scheme_of({"quant_method": "fp8"} | said, "here")
+        format_of_checkpoint({"quant_method": "fp8"} | said, "here")
 
 
 @pytest.mark.parametrize("dtype", FACTORS)

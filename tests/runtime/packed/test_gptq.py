@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from library_checkpoints import dense_model, gptq_module, save_gptq
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 WORDS = torch.iinfo(torch.int32)
@@ -39,7 +39,7 @@ def weight(outputs: int, inputs: int, group: int, bits: int = 4, *, act_order: b
 def find(tensors: Tensors, **said: Any) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors)
-    ((name, found),) = scheme_of({"quant_method": "gptq"} | said, "here").find(checkpoint).items()
+    ((name, found),) = format_of_checkpoint({"quant_method": "gptq"} | said, "here").find(checkpoint).items()
     assert name == "a.weight"
     return found, checkpoint.stored(found)
 
@@ -79,7 +79,7 @@ def test_checkpoints_of_the_library(
     save_gptq(tmp_path / "model", bits, group, act_order=act_order, form=form)
     checkpoint = MemoryCheckpoint.of(tmp_path / "model")
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     assert len(found) == 7
     for name, parameter in found.items():
         tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
@@ -146,7 +146,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str, tensor: torch.Tensor | N
 ])  # fmt: skip
 def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
-        scheme_of({"quant_method": "gptq"} | said, "here")
+        format_of_checkpoint({"quant_method": "gptq"} | said, "here")
 
 
 def test_values_are_checked() -> None:

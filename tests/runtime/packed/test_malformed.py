@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import MemoryCheckpoint, Tensors
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.schemes import SCHEMES, check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import QUANT_METHODS, check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import WeightSlice
 
 DTYPES = (
@@ -93,7 +93,7 @@ METADATA = {"torchao": {"tensor_names": '["a.weight"]', "a.weight": json.dumps(I
 
 def read(method: str, said: dict[str, Any], checkpoint: MemoryCheckpoint) -> int:
     """Find, check and dequantize all; how many parameters there are."""
-    found = scheme_of(said | {"quant_method": method}, "here").find(checkpoint)
+    found = format_of_checkpoint(said | {"quant_method": method}, "here").find(checkpoint)
     for name, parameter in found.items():
         tensors, held = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, held, name)
@@ -102,7 +102,7 @@ def read(method: str, said: dict[str, Any], checkpoint: MemoryCheckpoint) -> int
 
 
 def test_every_method_has_a_case() -> None:
-    assert set(cases()) == set(SCHEMES)
+    assert set(cases()) == set(QUANT_METHODS)
 
 
 @pytest.mark.parametrize("method", cases())
@@ -121,7 +121,7 @@ def clean(tensors: Tensors) -> Tensors:
 @given(st.data())
 def test_one_tensor_is_changed(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))
-    method = data.draw(st.sampled_from(sorted(SCHEMES)))
+    method = data.draw(st.sampled_from(sorted(QUANT_METHODS)))
     said, tensors = cases()[method]
     name = data.draw(st.sampled_from(sorted(tensors)))
     match data.draw(st.sampled_from(["missing", "shape", "dtype", "values"])):
@@ -151,7 +151,7 @@ def test_what_the_files_say_is_changed(data: st.DataObject) -> None:
     )
     method = data.draw(st.sampled_from(["bitsandbytes", "torchao", "settings"]))
     if method == "settings":
-        method = data.draw(st.sampled_from(sorted(SCHEMES)))
+        method = data.draw(st.sampled_from(sorted(QUANT_METHODS)))
         said, tensors = cases()[method]
         keys = ["bits", "group_size", "weight_block_size", "config_groups", "format", "checkpoint_format"]
         said = said | {data.draw(st.sampled_from(keys)): data.draw(anything)}

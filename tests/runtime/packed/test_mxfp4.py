@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from library_checkpoints import save_mxfp4
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -31,7 +31,7 @@ def weight(experts: int, outputs: int, blocks: int) -> Tensors:
 def find(tensors: Tensors) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors)
-    ((name, found),) = scheme_of({"quant_method": "mxfp4"}, "here").find(checkpoint).items()
+    ((name, found),) = format_of_checkpoint({"quant_method": "mxfp4"}, "here").find(checkpoint).items()
     assert name == NAME
     return found, checkpoint.stored(found)
 
@@ -60,7 +60,7 @@ def test_values_of_transformers(dtype: torch.dtype) -> None:
 def test_checkpoints(tmp_path: Path) -> None:
     checkpoint = MemoryCheckpoint.of(save_mxfp4(tmp_path / "model"))
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     config = transformers.Mxfp4Config(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", quantization_config=config, dtype=torch.bfloat16

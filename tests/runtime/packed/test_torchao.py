@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from library_checkpoints import save_torchao
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_equal_parts
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.packed.schemes import check_values, dequantize, scheme_of
+from shardconv_runtime.packed.formats import check_values, dequantize, format_of_checkpoint
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 
 
@@ -26,7 +26,7 @@ def header(kind: str = "Int8Tensor", block: Any = None, *parts: str) -> dict[str
 def find(tensors: Tensors, metadata: dict[str, str]) -> tuple[Found, Tensors]:
     """The one packed parameter."""
     checkpoint = MemoryCheckpoint(tensors, metadata)
-    ((name, found),) = scheme_of({"quant_method": "torchao"}, "here").find(checkpoint).items()
+    ((name, found),) = format_of_checkpoint({"quant_method": "torchao"}, "here").find(checkpoint).items()
     assert name == "a.weight"
     return found, checkpoint.stored(found)
 
@@ -58,7 +58,7 @@ def test_checkpoints_of_the_library(kind: str, tmp_path: Path) -> None:
 
     checkpoint = MemoryCheckpoint.of(save_torchao(tmp_path / "model", getattr(quantization, kind)()))
     said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    found = scheme_of(said, "here").find(checkpoint)
+    found = format_of_checkpoint(said, "here").find(checkpoint)
     library, _ = unflatten_tensor_state_dict(dict(checkpoint.values), dict(checkpoint.metadata))
     assert len(found) == 7
     for name, parameter in found.items():

@@ -10,10 +10,11 @@ import pytest
 import torch
 from packed_cases import MemoryCheckpoint
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
-from shardconv_runtime.packed.bnb import BnbScheme
-from shardconv_runtime.packed.schemes import dequantize
+from shardconv_runtime.packed.bnb import Bnb4Bit, Bnb8Bit
+from shardconv_runtime.packed.formats import dequantize, format_of
+from shardconv_runtime.packed.packed_format import Part
 from shardconv_runtime.packed.stored_weights import WeightSlice
-from shardconv_runtime.parallel.packed_values import Part, can_be_joined, is_repacked, joined_parts
+from shardconv_runtime.parallel.packed_joins import joined_parts
 from torch import Tensor
 
 COLUMNS = 64
@@ -72,7 +73,7 @@ def four_bits(rows: int, nested: bool = False, size: int = 32) -> Part:
         tensors["0.weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
     said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     checkpoint = MemoryCheckpoint(tensors | {"0.weight.quant_state.bitsandbytes__nf4": said})
-    (found,) = BnbScheme().find(checkpoint).values()
+    (found,) = Bnb4Bit().find(checkpoint).values()
     return Part(found.packing, checkpoint.stored(found), WeightSlice.whole((rows, COLUMNS)), torch.float32)
 
 
@@ -178,11 +179,11 @@ def test_a_module_that_moves_its_weight_when_it_is_called() -> None:
     module = torch.nn.Module()
     for moves in (True, False):
         module.support_avx512bf16_for_cpu = moves  # type: ignore[assignment]
-        assert is_repacked(module, four_bits(2)) == moves
-        assert not is_repacked(module, eight_bits(2))
+        assert Bnb4Bit().is_repacked(module, four_bits(2)) == moves
+        assert not Bnb8Bit().is_repacked(module, eight_bits(2))
 
 
 def test_which_methods() -> None:
-    assert can_be_joined("fp8")
-    assert not can_be_joined("gptq")
-    assert not can_be_joined("awq")
+    assert format_of("fp8").can_be_joined
+    assert not format_of("gptq").can_be_joined
+    assert not format_of("awq").can_be_joined

@@ -24,8 +24,9 @@ from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf, Product
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, parameter_plans
+from shardconv_runtime.packed.formats import fill_module
+from shardconv_runtime.packed.packed_format import Part
 from shardconv_runtime.packed.stored_weights import WeightSlice
-from shardconv_runtime.parallel.packed_values import Part, fill_module
 
 from shardconv.simulation.rank_threads import run_ranks
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from counted_graphs import compiled_and_counted
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
+from shardconv_runtime.packed.formats import fill_module
+from shardconv_runtime.packed.packed_format import Part
 from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.fused_products import MAX_ROWS, fused_products, refresh_fused
 from shardconv_runtime.parallel.packed_modules import fuse_packed
-from shardconv_runtime.parallel.packed_values import Part, fill_module
 from torch import Tensor, nn
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.finegrained_fp8 import FP8Linear

@@ -8,6 +8,7 @@ import pytest
 import torch
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
+from shardconv_runtime.packed.fp8 import Fp8
 from shardconv_runtime.parallel import quantizers
 from shardconv_runtime.parallel.quantizers import Quantized, require_computable
 
@@ -36,7 +37,7 @@ def test_transformers_does_not_dequantize_quietly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(quantizers, "_is_installed", lambda package: True)
     with pytest.raises(PlanError, match=r"fp8.*this is a cpu device; pass dequantize=True"):
         check("fp8", FP8)
-    monkeypatch.setattr(quantizers, "ON_GPUS", frozenset())
+    monkeypatch.setattr(Fp8, "on_gpus_only", False)
     with pytest.raises(PlanError, match=r"fp8.*no kernels for that on this cpu device; pass dequantize=True"):
         check("fp8", FP8)
 

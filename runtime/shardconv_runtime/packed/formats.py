@@ -1,0 +1,150 @@
+"""The registry of packed formats, and functions for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, PlanError, SourceError
+from ..format.plan import Packing
+from .awq import Awq
+from .bnb import Bnb4Bit, Bnb8Bit
+from .compressed_tensors import CompressedTensors
+from .fbgemm_fp8 import FbgemmFp8
+from .fp8 import Fp8
+from .gptq import Gptq
+from .mxfp4 import Mxfp4
+from .packed_format import PackedFormat, Part
+from .stored_weights import WeightSlice, stored_shape
+from .torchao import Torchao
+
+FORMATS: tuple[PackedFormat, ...] = (
+    Awq(),
+    Bnb4Bit(),
+    Bnb8Bit(),
+    CompressedTensors(),
+    FbgemmFp8(),
+    Fp8(),
+    Gptq(),
+    Mxfp4(),
+    Torchao(),
+)
+
+QUANT_METHODS = {name: each for each in FORMATS for name in each.quant_methods}
+"""``quant_method`` of a checkpoint -> the format that finds its packed weights."""
+
+_BY_METHOD = {each.method: each for each in FORMATS}
+
+
+def format_of(method: str) -> PackedFormat:
+    """Return the format of a packing's method, or raise ``PlanError`` if this version has none."""
+    if method not in _BY_METHOD:
+        raise PlanError(f"weights are packed by {method!r}; {', '.join(sorted(_BY_METHOD))} are known")
+    return _BY_METHOD[method]
+
+
+def format_of_checkpoint(
+    settings: Mapping[str, Any], where: str, *, dequantize: bool = False
+) -> PackedFormat:
+    """Return the format of a quantized checkpoint; ``dequantize``: its cache is a plain one, too."""
+    method = _quant_method(settings)
+    if method not in QUANT_METHODS:
+        raise SourceError(
+            f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
+            f"unquantized model, or one that is quantized with {', '.join(sorted(QUANT_METHODS))}"
+        )
+    left_out = ("kv_cache_scheme",) if dequantize else ()
+    read = {name: value for name, value in settings.items() if name not in left_out}
+    return QUANT_METHODS[method].configured({**read, "quant_method": method}, where)
+
+
+def scales_tokens(settings: Mapping[str, Any]) -> bool:
+    """Return whether each token's activations are scaled by a factor from that token.
+
+    Each rank of a row-parallel layer then takes it from its own part of the token.
+    """
+    method = _quant_method(settings)
+    return method in QUANT_METHODS and QUANT_METHODS[method].scales_tokens(settings)
+
+
+def _quant_method(settings: Mapping[str, Any]) -> str:
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    return str(getattr(method, "value", method) or "")
+
+
+def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
+    """Give a module of a format's library its part of the weight ``attribute``."""
+    format_of(part.packing.method).fill(module, attribute, part)
+
+
+# Dequantizes the stored tensors of a weight, or of a part of it.
+#
+# The part of a dequantized weight and the dequantized part have the same bits: each value depends on its
+# own code and factors only.
+
+VALUES_AT_ONCE = 2**22
+"""Values that are computed together, so that about 100 MB are needed in addition to the result."""
+
+
+def dequantize(
+    packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, dtype: torch.dtype
+) -> Tensor:
+    """Compute the local weight; no collective runs.
+
+    Args:
+        packing: the packing of the parameter.
+        tensors: local stored tensors by the names of the packing, in the shape of its dims.
+        held: the part of the weight that they are.
+        dtype: the dtype of the result. It is computed as the format's library does, and rounded to this
+            dtype.
+    """
+    packed_format, first = format_of(packing.method), next(iter(tensors.values()))
+    out = torch.empty(held.local_shape, dtype=dtype, device=first.device)
+    if out.numel():
+        # Stored tensors are cut between steps only, so a whole number of steps is computed at once.
+        step = math.lcm(*(dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0))
+        count = max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
+        for start in range(0, len(out), count):
+            rows = out[start : start + count]
+            stop = start + len(rows)
+            cut = _rows(packing, tensors, held, start, stop)
+            rows.copy_(packed_format.dequantized(packing, cut, held.rows(start, stop)))
+    return out
+
+
+def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+    """Check local stored tensors, with their values, if ``dequantize`` could not."""
+    packed_format = format_of(packing.method)
+    for stored in packing.tensors:
+        if stored.name not in tensors:
+            raise CheckpointError(f"{name}: its stored tensor {stored.name} is missing")
+        tensor, shape = tensors[stored.name], stored_shape(stored, held)
+        if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{stored.dtype}":
+            raise CheckpointError(
+                f"{name}: its stored tensor {stored.name} is {tensor.dtype} {list(tensor.shape)}, and should "
+                f"be {stored.dtype} {list(shape)} for its part {list(held.local_shape)} of {list(held.shape)}"
+            )
+        is_factor = stored.name not in packed_format.values and tensor.is_floating_point()
+        if is_factor and not bool(tensor.float().isfinite().all()):
+            raise CheckpointError(f"{name}: its stored tensor {stored.name} has values that are not finite")
+    if 0 not in held.local_shape:
+        packed_format.check(packing, tensors, held, name)
+
+
+def _rows(
+    packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, start: int, stop: int
+) -> dict[str, Tensor]:
+    """Return the stored tensors for local positions of the first dim."""
+    out = dict(tensors)
+    for stored in packing.tensors:
+        for place, dim in enumerate(stored.dims):
+            if dim.of == 0:
+                steps = held.local_steps(0, dim.step)[[start, stop - 1]].tolist()
+                out[stored.name] = out[stored.name].narrow(place, steps[0], steps[1] - steps[0] + 1)
+    return out
