@@ -22,7 +22,7 @@ from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.layers import without_logits_gather
 from shardconv_runtime.parallel.local_modules import local_view
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
@@ -496,7 +496,7 @@ def _with_its_logits(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Mod
 
 
 def _for_training(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:
-    return parallelize_for_training(model, plan, comm, gather_logits=True)
+    return parallelize_for_training(model, plan, comm, TrainingForm(gather_logits=True))
 
 
 def _gradient_scales(gradients: Mapping[str, Tensor], precision: Precision) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,20 +88,28 @@ WHY_NO_STATES = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingForm:
+    """The form of a rank's model beyond plain inference; see ``load``."""
+
+    training: bool = True
+    sequence_parallel: bool = False
+    regather: bool | None = False
+    gather_logits: bool | None = None
+
+
 def parallelize_for_training(
     model: nn.Module,
     plan: Plan,
     comm: Communicator,
-    gather_logits: bool | None = None,
+    form: TrainingForm,
     packed: PackedModules | None = None,
     *,
-    training: bool = True,
-    sequence_parallel: bool = False,
-    regather: bool | None = False,
     absent: Sequence[Collection[str]] = (frozenset(),),
     heads: Collection[str] = (),
 ) -> nn.Module:
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism."""
+    training, sequence_parallel, gather_logits = form.training, form.sequence_parallel, form.gather_logits
     if training:
         require_training(plan)
     sequence = plan.training.sequence if plan.training is not None else None
@@ -136,8 +145,8 @@ def parallelize_for_training(
         # With stages, positions would be picked only on the head's stage.
         head = None if plan.logits is None or plan.stages else submodule(model, plan.logits.module)
         attach_sequence(model, plan.tp, may_pad, head, comm)
-        if training and regather is not False:
-            attach_regather(model, comm, 0 if regather else MIN_BYTES)
+        if training and form.regather is not False:
+            attach_regather(model, comm, 0 if form.regather else MIN_BYTES)
     return model
 
 
