@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from textwrap import shorten
 
@@ -47,21 +48,13 @@ class _Shrunk:
     complete: Callable[[Plan], Plan]
 
     def case(self, plan: Plan) -> Case:
-        """Translate the plan to this model.
-
-        Raises:
-            PlanError: if the plan cannot be translated.
-        """
+        """Translate the plan to this model."""
         plan = self.complete(small_plan(plan, self.small, self.skipped))
         return Case(plan, self.small.model, self.small.inputs)
 
 
 def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) -> _Shrunk:
-    """Find the smaller model for a plan.
-
-    Raises:
-        PlanError: if the plan does not fit.
-    """
+    """Find the smaller model for a plan."""
 
     def case(small: SmallModel) -> Case:
         return _Shrunk(small, shrinking.skipped, complete).case(plan)
@@ -69,17 +62,17 @@ def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) 
     return _Shrunk(shrinking.run(case, lambda small: runs(case(small))), shrinking.skipped, complete)
 
 
-class NumericCheck:
-    """Simulate the ranks of plans of a traced model, on a smaller model of the same code.
+@contextmanager
+def _naming_the_module() -> Iterator[None]:
+    """Add the module in which a wrong result begins to an error."""
+    try:
+        yield
+    except RanksWrong as error:
+        raise error.located() from error
 
-    Args:
-        full: the model at its true size.
-        bypassed: layers to leave out if their plan equals the plan of the layers that represent them.
-        tell: is called with a description of the next simulation.
-        with_fewer_positions: returns a model of the same code for smaller images or sounds, with its layers
-            to leave out, or None. It is called if the activations of the full model are large.
-        complete: adds entries to the plan of a smaller model that will also be added to the plan.
-    """
+
+class NumericCheck:
+    """Simulate the ranks of plans of a traced model, on a smaller model of the same code."""
 
     def __init__(
         self,
@@ -99,11 +92,7 @@ class NumericCheck:
         """Index into ``other_numbers`` of the numbers on which the unsharded model runs."""
 
     def checked(self, plan: Plan) -> Plan:
-        """Return the plan, proven on numbers. It becomes inference-only if a gradient is wrong.
-
-        Raises:
-            SolveError: if the ranks compute something else.
-        """
+        """Return the plan, proven on numbers. It becomes inference-only if a gradient is wrong."""
         case = self._case_that_fits(plan)
         if case is None:
             training = plan.training and replace(plan.training, parallel_loss=False)
@@ -112,8 +101,8 @@ class NumericCheck:
         if plan.training is not None:
             plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
         if proof.wrong_gradient:
-            first = proof.case.simulation.first_wrong_gradient(proof.case.inputs)
-            plan = inference_only(plan, with_module(proof.wrong_gradient, first))
+            find = partial(proof.case.simulation.first_wrong_gradient, proof.case.inputs)
+            plan = inference_only(plan, with_module(proof.wrong_gradient, find))
         labels = ", ".join(proof.labels.names)
         if proof.labels.wrong:
             notes = (*notes, f"{labels}: a loaded model refuses labels: with them, {proof.labels.wrong}")
@@ -131,11 +120,6 @@ class NumericCheck:
     def _proof(self, case: Case) -> tuple[Proof, tuple[str, ...]]:
         """Return the proof on the first numbers on which the unsharded model runs, with a note if others
         failed.
-
-        Raises:
-            Unprovable: if it runs on none of the numbers.
-            SourceError: if ids of the config lie beyond the vocabulary.
-            SolveError: if the ranks compute something else.
         """
         failed: list[str] = []
         without_gradients: tuple[int, str, Proof] | None = None
@@ -173,67 +157,42 @@ class NumericCheck:
         return proof, (note,) if failed else ()
 
     def require_right_when_disabled(self, plan: Plan) -> None:
-        """Compare calls in which the adapters of the model are disabled.
-
-        Raises:
-            SolveError: if the ranks compute something else.
-        """
+        """Compare calls in which the adapters of the model are disabled."""
         case = self._case_that_fits(plan)
         if case is not None:
             model = copy.deepcopy(case.model)
             enable_adapters(model, enabled=False)
-            try:
+            with _naming_the_module():
                 simulate(case.with_model(model), logits=Logits.GATHERED)
-            except RanksWrong as error:
-                raise error.located() from error
 
     def wrong_sequence_form(self, plan: Plan) -> str | None:
         """Return the error of the sequence-parallel form, for example in a gradient; None if it was not
         compared.
-
-        Raises:
-            SolveError: if the ranks' results are wrong in that form.
         """
         case = self._case_that_fits(of_sequence(plan))
         if case is None:
             return None
         if case.simulation.changes_without_cache(case.inputs):
             return "the model's results change where no cache is filled, which that form does not do"
-        try:
+        with _naming_the_module():
             problem = simulate(case, gradients=True).gradients
-        except RanksWrong as error:
-            raise error.located() from error
-        return with_module(problem, case.simulation.first_wrong_gradient(case.inputs)) if problem else ""
+        find = partial(case.simulation.first_wrong_gradient, case.inputs)
+        return with_module(problem, find) if problem else ""
 
     def with_right_stages(self, plan: Plan) -> Plan:
         """Check the stages of a plan in a prefill and a decoding step.
 
         The plan becomes inference-only if a gradient is wrong.
-
-        Raises:
-            SolveError: if the outputs of the last stage are wrong.
         """
         problem = self._wrong_stages(plan, calls=2)
         return inference_only(plan, f"with stages, {problem}") if problem else plan
 
     def wrong_sequence_stages(self, plan: Plan) -> str:
-        """Return the error of the stages' gradients in the sequence-parallel form; empty without stages.
-
-        Raises:
-            SolveError: if the outputs of the last stage are wrong.
-        """
+        """Return the error of the stages' gradients in the sequence-parallel form; empty without stages."""
         return "" if plan.stages is None else self._wrong_stages(of_sequence(plan), calls=1)
 
     def _wrong_stages(self, plan: Plan, calls: int) -> str:
-        """Return the error of the stages' gradients; empty if they are right.
-
-        Args:
-            plan: the plan in one form.
-            calls: number of calls. With 2, a decoding step follows the prefill.
-
-        Raises:
-            SolveError: if the outputs of the last stage are wrong.
-        """
+        """Return the error of the stages' gradients; empty if they are right."""
         case = self._case_that_fits(plan)
         if case is None:
             return ""
@@ -288,13 +247,7 @@ class NumericCheck:
 
 
 def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Plan:
-    """Enable the loss of sharded logits if it may equal the model's own. The numerical check decides.
-
-    Args:
-        plan: the plan of the model.
-        model: the global model, on meta.
-        inputs: the inputs of the trace.
-    """
+    """Enable the loss of sharded logits if it may equal the model's own. The numerical check decides."""
     takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
     one_sequence = "input_ids" in inputs.tensors and "decoder_input_ids" not in inputs.tensors
     if (

@@ -17,7 +17,7 @@ from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.parallel.default_modes import in_one_thread
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from .adapted_plan import Adaptation, AdaptedModel
 from .arguments import SolveOptions
@@ -98,13 +98,22 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _validates() -> bool:
+    """Return whether distributions check their arguments, which only shows when they do."""
+    try:
+        Normal(0.0, -1.0)
+    except ValueError:
+        return True
+    return False
+
+
 @contextmanager
 def _without_validation() -> Iterator[None]:
     """Disable checks of arguments of distributions, which torch disables when it first compiles something.
 
     Attention may compile itself, and traces before and after would differ in the operators of these checks.
     """
-    before = Distribution._validate_args  # nothing public reads it
+    before = _validates()
     Distribution.set_default_validate_args(False)
     try:
         yield

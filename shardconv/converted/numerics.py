@@ -53,15 +53,7 @@ from .shards import Converted
 def dequantized_rows(
     name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: WeightSlice, dtype: str
 ) -> LazyTensor:
-    """Make a weight that is dequantized when it is read. Stacks are dequantized matrix by matrix.
-
-    Args:
-        name: name of the parameter, for messages.
-        packing: how it is stored.
-        stored: its stored tensors, which are local if ``held`` is a part.
-        held: the part of the weight.
-        dtype: dtype of the weight.
-    """
+    """Make a weight that is dequantized when it is read. Stacks are dequantized matrix by matrix."""
 
     def compute(span: Range) -> Tensor:
         part = held.rows(*span)
@@ -92,29 +84,15 @@ KEPT_BYTES = 1 << 28
 def run_numerics(
     converted: Converted, spec: ModelSpec, weights: Mapping[str, LazyTensor] | None, progress: Progress
 ) -> Numerics:
-    """Compare the ranks of a converted model with the unsharded model.
-
-    Args:
-        converted: the weights of the ranks.
-        spec: the spec of the converted directory. Only its config and its code are used.
-        weights: global weights of the unsharded model, by name in the files. By default, they are assembled
-            from ``converted``.
-        progress: where to report progress.
-
-    Raises:
-        CheckpointError: if the outputs differ, or the ranks fail. The message names the first module that
-            differs.
-        SolveError: if the unsharded model cannot be traced or run.
-        ShardconvError: if there is not enough memory, or weights cannot be read.
-    """
+    """Compare the ranks of a converted model with the unsharded model."""
     progress.stage("tracing")
     plan = converted.plan
     model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype), dict(plan.tied))
     inputs, tape = trace_inputs(model, RULES, example=stored_example(spec.directory))
-    sources = _Sources(converted)
-    unsharded = sources.usable(converted.weights() if weights is None else weights)
-    runs = _Runs(converted, model, inputs, tape, unsharded, sources.of_ranks())
-    precision, worst = runs.compare(progress)
+    unsharded = _dequantized(converted, converted.weights() if weights is None else weights)
+    stored = converted.tensors
+    ranks = [_dequantized(converted, {**stored[None], **stored[rank]}, rank) for rank in range(plan.tp)]
+    precision, worst = _Runs(converted, model, inputs, tape, unsharded, ranks).compare(progress)
     return Numerics(
         worst=worst,
         tolerance=precision.tolerance,
@@ -123,42 +101,23 @@ def run_numerics(
     )
 
 
-class _Sources:
-    """The weights in files, in the form in which the runtime gives them to a model."""
-
-    def __init__(self, converted: Converted) -> None:
-        self._converted = converted
-        self._entries = parameter_plans(converted.plan)
-
-    def usable(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Return the weights of the unsharded model. Packed ones are dequantized when they are read."""
-        return self._usable(tensors, None)
-
-    def of_ranks(self) -> list[dict[str, LazyTensor]]:
-        """Return the weights of each rank."""
-        tensors = self._converted.tensors
-        return [
-            self._usable({**tensors[None], **tensors[rank]}, rank) for rank in range(self._converted.plan.tp)
-        ]
-
-    def _usable(self, tensors: Mapping[str, LazyTensor], rank: int | None) -> dict[str, LazyTensor]:
-        found = {}
-        for name, entry in self._entries.items():
-            if entry.packing is None:
-                if name in tensors:
-                    found[name] = tensors[name]
-                continue
-            names = {t.name: tensor_name(name, t.name) for t in entry.packing.tensors}
-            if all(stored in tensors for stored in names.values()):
-                parts = {part: tensors[stored] for part, stored in names.items()}
-                plan = self._converted.plan
-                held = (
-                    WeightSlice.whole(global_shape(entry))
-                    if rank is None
-                    else held_part(entry, plan.mesh, rank)
-                )
-                found[name] = dequantized_rows(name, entry.packing, parts, held, entry.dtype)
-        return found
+def _dequantized(
+    converted: Converted, tensors: Mapping[str, LazyTensor], rank: int | None = None
+) -> dict[str, LazyTensor]:
+    """Return the weights of a rank, or of the unsharded model, dequantized when they are read."""
+    weights = {}
+    for name, entry in parameter_plans(converted.plan).items():
+        if entry.packing is None:
+            if name in tensors:
+                weights[name] = tensors[name]
+            continue
+        names = {t.name: tensor_name(name, t.name) for t in entry.packing.tensors}
+        if all(stored in tensors for stored in names.values()):
+            parts = {part: tensors[stored] for part, stored in names.items()}
+            whole = WeightSlice.whole(global_shape(entry))
+            held = whole if rank is None else held_part(entry, converted.plan.mesh, rank)
+            weights[name] = dequantized_rows(name, entry.packing, parts, held, entry.dtype)
+    return weights
 
 
 @dataclass(frozen=True)
@@ -174,24 +133,14 @@ class _Runs:
     ranks: Sequence[Mapping[str, LazyTensor]]
 
     def compare(self, progress: Progress) -> tuple[Precision, float]:
-        """Run in the best precision for which there is memory, and that the model supports.
-
-        Returns:
-            The precision, and the largest difference of an output, relative to its largest value.
-
-        Raises:
-            CheckpointError: if the outputs differ, or the ranks fail.
-            SolveError: if the unsharded model cannot be run.
-            ShardconvError: if there is not enough memory.
-        """
+        """Run in the best precision for which there is memory, and that the model supports."""
         problem: TooLargeToRead | Unprovable | None = None
         for precision in PRECISIONS:
             try:
                 return precision, self._compare_in(precision, progress)
             except (TooLargeToRead, Unprovable) as error:
-                problem = problem or error.with_traceback(
-                    None
-                )  # a traceback would keep the weights in memory
+                # A traceback would keep the weights in memory.
+                problem = problem or error.with_traceback(None)
         where = f"{self.converted.directory}: its files are as they should be, but"
         if isinstance(problem, Unprovable):
             raise SolveError(
@@ -203,7 +152,7 @@ class _Runs:
     def _compare_in(self, precision: Precision, progress: Progress) -> float:
         plan, num_bytes = self.converted.plan, sum(tensor.num_bytes for tensor in self.unsharded.values())
         reads = self._reads(precision)
-        comparison = ModuleComparison(plan, module_plans(plan), precision.tolerance)
+        comparison = ModuleComparison(plan, module_plans(plan), precision)
         with progress.bar(f"running all ranks in {dtype_name(precision.dtype)}", num_bytes) as advance:
             weights = FileWeights(self.unsharded, self.ranks, reads, advance)
             want, ranks = Simulation(plan, self.model, weights, precision).in_lockstep(
@@ -211,29 +160,22 @@ class _Runs:
             )
         if not all(t.isfinite().any() for t in want if t.numel()):
             raise Unprovable("an output has no finite value")
-        where = self.converted.directory
-        first = comparison.first or comparison.failure
+        worst = max(math.inf if outputs is None else largest_difference(outputs, want) for outputs in ranks)
+        if worst <= precision.tolerance:
+            return worst
+        problem = (
+            f"simulated ranks differ from the unsharded model by {worst:.1e} of its largest output (allowed: "
+            f"{precision.tolerance:.0e}) on the real weights"
+        )
         if comparison.failure is not None:
-            problem = with_module("the plan failed when its ranks were simulated", first)
-            raise CheckpointError(f"{where}: {problem}; convert the model again")
-        worst = max(largest_difference(outputs, want) for outputs in ranks if outputs is not None)
-        if not worst <= precision.tolerance:
-            problem = with_module(
-                f"simulated ranks differ from the unsharded model by {worst:.1e} of its largest output "
-                f"(allowed: {precision.tolerance:.0e}) on the real weights",
-                first,
-            )
-            raise CheckpointError(
-                f"{where}: {problem}; compare the directory with --against MODEL, or convert the model again"
-            )
-        return worst
+            problem = "the plan failed when its ranks were simulated"
+        raise CheckpointError(
+            f"{self.converted.directory}: {with_module(problem, comparison.found)}; compare the directory "
+            "with --against MODEL, or convert the model again"
+        )
 
     def _reads(self, precision: Precision) -> RecentReads:
-        """Return a reader that keeps as many weights as fit in the free memory.
-
-        Raises:
-            TooLargeToRead: if the largest weight does not fit.
-        """
+        """Return a reader that keeps as many weights as fit in the free memory."""
         activations = _activation_bytes(self.tape, precision) * (self.converted.plan.tp + 1)
         free = int(available_bytes() * MEMORY_SHARE)
         largest, name = max((largest_read(t, precision.dtype), name) for name, t in self.unsharded.items())

@@ -223,7 +223,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The operator that returns the values that another one writes to its first argument, or None.
         name = func._schema.name.partition("::")[2]
         packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-        compute = getattr(packet, func._overloadname, None)
+        compute = getattr(packet, str(func).rpartition(".")[2], None)
         try:
             if func.overloadpacket is aten.copy_:
                 source = self._as_lazy(args[1])

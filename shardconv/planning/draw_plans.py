@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import DrawPlan
+from shardconv_runtime.parallel.build import DROPOUTS
 from torch import nn
 
 from ..dim_analysis.dim_trees import leaves
@@ -122,7 +123,7 @@ def _note(
 def _is_dropout(solution: Solution, model: nn.Module, mark: Mark) -> bool:
     """Return whether a tensor leaves a dropout (for example of channels) that has no operator on the tape."""
     fqn = solution.analysis.tape.calls[mark.call].fqn
-    return mark.is_output and isinstance(model.get_submodule(fqn), nn.modules.dropout._DropoutNd)
+    return mark.is_output and isinstance(model.get_submodule(fqn), DROPOUTS)
 
 
 def _of_op(solution: Solution, op: Op) -> Kind:

@@ -259,18 +259,12 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Conflict:
 
 
 def _module_plan(entry: _Entry) -> ModulePlan:
-    reduces = any(isinstance(b, AllReduceStep | ReduceScatterStep) for b in entry.outputs)
-    gathers = any(isinstance(b, AllGatherStep) for b in entry.outputs)
-    slices_input = any(isinstance(b, SliceStep) for b in entry.inputs)
     return ModulePlan(
         names=(),
         category=entry.category,
         inputs=tuple(entry.inputs),
         outputs=tuple(entry.outputs),
         edits=tuple(entry.edits),
-        gather_output=gathers and entry.category in ("column", "vocab"),
-        input_is_parallel=entry.category == "row" and not slices_input,
-        reduce_output=reduces and entry.category in ("row", "vocab", "experts"),
         norm=entry.norm,
         flags=entry.flags,
     )

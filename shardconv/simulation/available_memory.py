@@ -25,11 +25,7 @@ _OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|can't start
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that is free or can be freed, within the limits of schedulers and containers.
-
-    Args:
-        root: root of the file system with the kernel's files.
-    """
+    """Return the memory that is free or can be freed, within the limits of schedulers and containers."""
     try:  # MemAvailable includes caches that can be dropped
         lines = (root / "proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -78,11 +74,7 @@ def return_freed_memory() -> None:
 
 
 def require_memory(error: Exception) -> None:
-    """Raise a ``MemoryError`` if an error says that memory ran out, which is not the model's fault.
-
-    Args:
-        error: any error; the caller handles the others.
-    """
+    """Raise a ``MemoryError`` if an error says that memory ran out, which is not the model's fault."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _OUT_OF_MEMORY.search(str(error)):
         raise MemoryError(str(error)) from error
 

@@ -38,13 +38,6 @@ def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, 
     """Find the outermost modules in each layer of which only the results are read.
 
     They are called once, get no cache, return only tensors, and have many events.
-
-    Args:
-        tape: the tape of all layers, not folded.
-        layers: FQNs of the layers.
-
-    Returns:
-        For each layer the names of such modules, relative to it.
     """
     last = last_calls(tape)
     # Calls of which more than the results is read, and calls with a cache.
@@ -113,12 +106,7 @@ def _around(tape: Tape, call: int) -> Iterator[int]:
 
 
 def repeat_results(model: nn.Module, modules: Mapping[str, str]) -> None:
-    """Replace modules, in place, by placeholders that return tensors like the results of other modules.
-
-    Args:
-        model: the model on meta.
-        modules: FQN -> FQN of the module of another layer, which is run.
-    """
+    """Replace modules, in place, by placeholders that return tensors like the results of other modules."""
     for like in set(modules.values()):
         recorded = _RecordedResult()
         model.get_submodule(like).register_forward_hook(recorded.note)
@@ -175,13 +163,7 @@ class Bypass:
 
 
 def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
-    """Find out how to bypass layers. Layers of a stack are bypassed together or not at all.
-
-    Args:
-        tape: the tape of all layers, not folded.
-        layers: FQNs of layers of a stack, each with the layer that represents it. Each one follows another
-            layer of that stack.
-    """
+    """Find out how to bypass layers. Layers of a stack are bypassed together or not at all."""
     returned: dict[int, Mark] = {}
     entries: dict[str, list[Mark]] = {}
     exits: dict[str, list[Mark]] = {}
@@ -228,12 +210,6 @@ def working_bypasses(
     bypasses.
 
     For example, a model that collects a list with an item for each layer may fail when it finds too few.
-
-    Args:
-        model: the model on meta; it is copied.
-        inputs: the inputs of its trace.
-        tape: the tape of all layers, not folded.
-        layers: see ``find_bypasses``.
     """
     found = find_bypasses(tape, layers)
     try:

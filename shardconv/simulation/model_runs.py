@@ -89,11 +89,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: 
 
 
 class ReusedModel:
-    """A model that begins each run as it was built, even if runs change attributes, hooks and buffers.
-
-    Args:
-        model: the model, with numbers. Its buffers are never written to, since each run gets copies.
-    """
+    """A model that begins each run as it was built, even if runs change attributes, hooks and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -130,13 +126,15 @@ class Precision:
     dtype: torch.dtype
     tolerance: float
     """The largest difference that is allowed, relative to the largest output."""
+    least_gradient: float
+    """Fraction of the largest gradient; differences of smaller gradients are relative to it."""
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context that leaves out casts to float32 if the dtype is float64."""
         return Float64() if self.dtype == torch.float64 else nullcontext()
 
 
-PRECISIONS = (Precision(torch.float64, TOLERANCE), Precision(torch.float32, 1e-4))
+PRECISIONS = (Precision(torch.float64, TOLERANCE, 1e-4), Precision(torch.float32, 1e-4, 1e-2))
 """float32 is for the few models whose code insists on it."""
 
 
@@ -156,13 +154,7 @@ def raw_output_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -
 
 
 def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> list[Tensor]:
-    """Return all tensors that a model returns in evaluation.
-
-    Args:
-        model: unsharded, or of one rank, in the dtype of ``precision``.
-        inputs: global, as ``input_ids [B, S]``.
-        precision: the precision to compute in.
-    """
+    """Return all tensors that a model returns in evaluation."""
     return outputs_of_calls(model, inputs, precision, 1)[0]
 
 
@@ -194,14 +186,6 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
 
     The token comes from another row. If code picks keys by their values (``topk``), a token that the row
     already contains would tie with itself, and rounding would decide.
-
-    Args:
-        model: the model that was called.
-        inputs: the inputs of the first call; ids ``[B, S]`` or embeddings ``[B, S, H]``.
-        result: the result of the first call.
-
-    Raises:
-        ValueError: if it handed nothing back, or takes no tokens.
     """
     known = inspect.signature(model.forward).parameters
     back = (
@@ -225,16 +209,7 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
 def usable_gradients(
     new_model: Callable[[], nn.Module], inputs: TraceInputs, precision: Precision
 ) -> tuple[TraceInputs, dict[str, Tensor], str]:
-    """Return the gradients of the unsharded model, and why they cannot be used (empty if they can).
-
-    Args:
-        new_model: makes the unsharded model, in the dtype of ``precision``.
-        inputs: global.
-        precision: the precision to compute in.
-
-    Returns:
-        The inputs, without a cache if the model has no backward pass with one; gradients; the problem.
-    """
+    """Return the gradients of the unsharded model, and why they cannot be used (empty if they can)."""
     try:
         gradients = gradients_of(new_model(), inputs, precision)
         infinite = [name for name, g in gradients.items() if not g.isfinite().all()]
@@ -254,17 +229,7 @@ def usable_gradients(
 def gradients_of(
     model: nn.Module, inputs: TraceInputs, precision: Precision, call: Callable[..., Any] | None = None
 ) -> dict[str, Tensor]:
-    """Run forward in training mode, without noise, and backward from a random gradient of every output.
-
-    Args:
-        model: unsharded, or of one rank.
-        inputs: global.
-        precision: the precision to compute in.
-        call: is called instead of the model, with its arguments.
-
-    Returns:
-        Gradients by FQN, in the shapes of the model's parameters, which are local on a rank.
-    """
+    """Run forward in training mode, without noise, and backward from a random gradient of every output."""
     inputs = inputs.to(precision.dtype)
     model.train()
     with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]), host_seed(0):

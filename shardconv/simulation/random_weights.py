@@ -127,13 +127,7 @@ def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:
-    """Set parameters (under all tied names) and buffers, and return ``model``.
-
-    Args:
-        model: the model on meta.
-        tensors: tensors by name.
-        gradients: keep ``requires_grad`` of the parameters. By default no parameter requires a gradient.
-    """
+    """Set parameters (under all tied names) and buffers, and return ``model``."""
     aliases: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():

@@ -64,13 +64,7 @@ class Unprovable(SolveError):
 
 
 class RanksWrong(SolveError):
-    """The ranks compute something else than the unsharded model, or fail.
-
-    Args:
-        problem: the problem, without a period.
-        worst: see ``Outcome``; infinite if the ranks fail.
-        find: runs the ranks again, and returns the first module that differs.
-    """
+    """The ranks compute something else than the unsharded model, or fail."""
 
     def __init__(
         self,
@@ -85,11 +79,16 @@ class RanksWrong(SolveError):
 
     def located(self) -> RanksWrong:
         """Return the error with the module in which it begins."""
-        return RanksWrong(with_module(self.problem, self._find()), self.worst)
+        return RanksWrong(with_module(self.problem, self._find), self.worst)
 
 
-def with_module(problem: str, first: ModuleDifference | None) -> str:
-    """Add the first module that differs to a problem; there may be none whose tensors can be compared."""
+def with_module(problem: str, find: Callable[[], ModuleDifference | None]) -> str:
+    """Add the first module that differs to a problem, if one is found."""
+    try:
+        first = find()
+    except Exception as error:  # the problem itself is what must be said
+        require_memory(error)
+        return problem
     return problem if first is None else f"{problem}; {first}"
 
 
@@ -114,26 +113,10 @@ class Logits(Enum):
     BOTH = "both"
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradients:
-    """Gradients of the unsharded model, and the scales to which differences are relative."""
-
-    values: Mapping[str, Tensor]
-    """Name of a parameter -> its global gradient."""
-    scales: Mapping[str, float]
-    """Name of a parameter -> see ``_gradient_scales``."""
-
-
 class Simulation:
     """The unsharded model and the ranks of one plan, on the same weights.
 
-    SimulatedWeights are drawn and models are built once for all runs.
-
-    Args:
-        plan: the plan to prove.
-        model: the global model, on meta; it is copied.
-        weights: weights of both sides. By default they are drawn.
-        precision: the precision to compute in, until the unsharded model fails in it.
+    Weights are drawn and models are built once for all runs.
     """
 
     def __init__(
@@ -155,18 +138,7 @@ class Simulation:
         """The largest error of a gradient in the last comparison, relative as in ``Outcome``."""
 
     def evaluate(self, inputs: TraceInputs, *, calls: int = 1, logits: Logits = Logits.BOTH) -> Outcome:
-        """Run the unsharded model, then all ranks.
-
-        Args:
-            inputs: the inputs of the first call.
-            calls: number of calls. With 2, a second call gets the cache, if the unsharded model allows it.
-            logits: the logits to compare. With ``BOTH``, a rank's own logits are compared in one call.
-
-        Raises:
-            Unprovable: if the unsharded model fails.
-            RanksWrong: if the ranks fail.
-            ShardconvError: if the plan does not fit the model.
-        """
+        """Run the unsharded model, then all ranks."""
         want = self._reference(inputs, calls)
         collect_garbage()
         if self.plan.logits is None or "labels" in inputs.tensors:
@@ -201,9 +173,9 @@ class Simulation:
         if logits != Logits.GATHERED:
             kinds.append((_with_its_logits, without_logits_gather(modules, self.plan.logits, ())))
         for make, used in kinds:
-            comparison = ModuleComparison(self.plan, used, precision.tolerance)
+            comparison = ModuleComparison(self.plan, used, precision)
             self.in_lockstep(comparison, make, run)
-            if first := comparison.first or comparison.failure:
+            if first := comparison.found():
                 return first
         return None
 
@@ -216,34 +188,21 @@ class Simulation:
         modules, training = module_plans(self.plan), self.plan.training
         if training is not None and training.parallel_loss:
             modules = without_logits_gather(modules, self.plan.logits, ())
-        comparison = ModuleComparison(self.plan, modules, precision.tolerance, gradients=True)
+        comparison = ModuleComparison(self.plan, modules, precision, gradients=True)
         run = partial(gradients_of, inputs=inputs, precision=precision)
         self.in_lockstep(comparison, _for_training, run)
-        return comparison.first or comparison.failure
+        return comparison.found()
 
     def in_lockstep(
         self, comparison: ModuleComparison, make: Parallelize, run: Callable[[nn.Module], T]
     ) -> tuple[T, list[T | None]]:
-        """Run the unsharded model and all ranks in turns, and compare the tensors of their modules.
-
-        Args:
-            comparison: gets the tensors, and the error of a rank that fails.
-            make: makes the model of a rank.
-            run: runs a model.
-
-        Returns:
-            The results of the unsharded model, and of each rank; None of a rank that fails.
-
-        Raises:
-            Unprovable: if the unsharded model fails.
-            ShardconvError: if weights cannot be read, or a rank's model cannot be made.
-        """
+        """Run the unsharded model and all ranks in turns, and compare the tensors of their modules."""
         results: list[T] = []
 
         def unsharded(turn: Turn) -> None:
             try:
                 model = self._new_unsharded(self._precision)
-                Follower(model, turn, comparison)
+                Follower(model, turn.number, comparison, turn.wait_for_others)
                 results.append(run(model))
             except ShardconvError:
                 raise
@@ -253,7 +212,7 @@ class Simulation:
 
         def rank(comm: ThreadCommunicator) -> T | None:
             model = self._new_rank(comm, make)
-            follower = Follower(model, comm.turn, comparison)
+            follower = Follower(model, comm.rank, comparison, comm.turn.wait_for_others)
             try:
                 return run(model)
             except Exception as error:
@@ -267,16 +226,7 @@ class Simulation:
         return results[0], ranks
 
     def evaluate_stages(self, inputs: TraceInputs, *, calls: int = 2) -> float:
-        """Run the unsharded model, then all ranks of one stage after the other.
-
-        Args:
-            inputs: the inputs of the first call.
-            calls: see ``evaluate``.
-
-        Raises:
-            Unprovable: if the unsharded model fails.
-            SolveError: if a stage fails.
-        """
+        """Run the unsharded model, then all ranks of one stage after the other."""
         want = self._reference(inputs, calls)
         precision, mail = self._precision, Mail()
         model = copy.deepcopy(self.model).to(precision.dtype)
@@ -309,10 +259,6 @@ class Simulation:
 
         Backward runs from a random gradient of everything that the model returns, in the precision of the
         last evaluation.
-
-        Args:
-            inputs: the inputs of the call. The cache is left out if the unsharded model has no backward pass
-                with it.
         """
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
@@ -344,28 +290,26 @@ class Simulation:
         )
         if problem:
             return problem
-        want = _Gradients(gradients, _gradient_scales(gradients))
+        scales = _gradient_scales(gradients, self._precision)
         collect_garbage()
         shared = SharedActivations()
 
-        def run(comm: ThreadCommunicator) -> _GradientDifference:
+        def run(comm: ThreadCommunicator) -> tuple[float, str]:
             with shared.of_a_rank():
-                return self._compare_gradients(gradients_on(comm, inputs), want, comm.rank)
+                local = gradients_on(comm, inputs)
+            return self._worst_gradient(local, gradients, scales, comm.rank)
 
         try:
-            found = self._run_ranks(run)
+            self.gradient_error, name = max(self._run_ranks(run))
         except Exception as error:
             require_memory(error)
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
-        self.gradient_error = max(found).error
-        return max(found).text(self._precision.tolerance)
+        if self.gradient_error <= self._precision.tolerance:
+            return ""
+        return f"the gradient of {name} differs from that of the unsharded model by {self.gradient_error:.1e}"
 
     def run_unsharded(self, inputs: TraceInputs) -> list[Tensor]:
-        """Return the outputs of the unsharded model.
-
-        Raises:
-            Unprovable: if it fails.
-        """
+        """Return the outputs of the unsharded model."""
         return self._reference(inputs)[0]
 
     def returned(self, inputs: TraceInputs) -> tuple[dict[str, Tensor], nn.Module]:
@@ -373,9 +317,6 @@ class Simulation:
 
         Tensors inside of containers (states of layers, caches) are left out. The model is a copy of its own,
         since calls with labels may write to the config.
-
-        Raises:
-            Unprovable: if it fails.
         """
         model = self._new_unsharded(self._precision)
         try:
@@ -389,9 +330,6 @@ class Simulation:
     def agrees_when_padded(self, inputs: TraceInputs) -> bool:
         """Return whether the unsharded model computes the same for each token with and without padding at the
         end.
-
-        Raises:
-            Unprovable: if the unsharded model fails.
         """
         (want,) = self._reference(inputs)
         padded = self._new_unsharded(self._precision)
@@ -404,11 +342,7 @@ class Simulation:
         return largest_difference(found, want) <= self._precision.tolerance
 
     def changes_without_cache(self, inputs: TraceInputs) -> bool:
-        """Return whether the first output of the unsharded model changes if no cache is filled.
-
-        Raises:
-            Unprovable: if the unsharded model fails.
-        """
+        """Return whether the first output of the unsharded model changes if no cache is filled."""
         if not inputs.options.get("use_cache"):
             return False
         (want,) = self._reference(inputs)
@@ -422,14 +356,6 @@ class Simulation:
         Changes in the last digits of the weights then visibly change its results. Ranks that sum in another
         order may differ from it by as much, and a comparison shows nothing. It happens if random weights
         drive activations apart: softmax saturates, layers repeat. A far larger error is an error.
-
-        Args:
-            inputs: the inputs of the call.
-            error: the error of the ranks, relative as in ``Outcome``.
-            gradients: look at the gradients instead of the outputs.
-
-        Raises:
-            Unprovable: if the unsharded model fails.
         """
         if not math.isfinite(error):
             return False
@@ -453,7 +379,7 @@ class Simulation:
             if problem:
                 return False
             found = gradients_of(changed, inputs, precision)
-            scales = _gradient_scales(exact)
+            scales = _gradient_scales(exact, precision)
             errors = ((found[n] - exact[n]).abs().max() / scales[n] for n in exact.keys() & found.keys())
             difference = max(map(float, errors), default=0.0)
         return difference > precision.tolerance * VISIBLE and error <= MOST_AMPLIFIED * difference
@@ -542,17 +468,16 @@ class Simulation:
         local = make(copy.deepcopy(self.model).to(dtype), self.plan, comm)
         return self.weights.put_into(local, comm.rank, dtype, gradients=make is _for_training)
 
-    def _compare_gradients(
-        self, got: Mapping[str, Tensor], want: _Gradients, rank: int
-    ) -> _GradientDifference:
-        """Find the worst parameter of a rank."""
-        worst = _GradientDifference(0.0, "")
-        for name, value in want.values.items():
-            mine = local_view(self.entries[name], value, self.plan.mesh, rank)
-            found = got.get(name)
-            difference = mine if found is None else found - mine
-            error = float(difference.abs().max()) / want.scales[name] if mine.numel() else 0.0
-            worst = max(worst, _GradientDifference(error if error == error else math.inf, name))
+    def _worst_gradient(
+        self, local: Mapping[str, Tensor], want: Mapping[str, Tensor], scales: Mapping[str, float], rank: int
+    ) -> tuple[float, str]:
+        """Return the largest error of a rank's gradients, relative to the scales, and its parameter."""
+        worst = 0.0, ""
+        for name, value in want.items():
+            part = local_view(self.entries[name], value, self.plan.mesh, rank)
+            difference = part if name not in local else local[name] - part
+            error = float(difference.abs().max()) / scales[name] if part.numel() else 0.0
+            worst = max(worst, (math.inf if math.isnan(error) else error, name))
         return worst
 
     def _with_own_logits(self, want: list[Tensor], rank: int) -> list[Tensor]:
@@ -574,7 +499,7 @@ def _for_training(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module
     return parallelize_for_training(model, plan, comm, gather_logits=True)
 
 
-def _gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+def _gradient_scales(gradients: Mapping[str, Tensor], precision: Precision) -> dict[str, float]:
     """Return the sizes to which differences of gradients are relative, by the names of parameters.
 
     They are the largest elements. Where that is tiny compared with other parameters (zero up to rounding), it
@@ -582,26 +507,9 @@ def _gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """
     largest = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
     of_all = max(largest.values(), default=0.0)
-    return {
-        name: max(largest[name], (1e-4 if g.dtype == torch.float64 else 1e-2) * of_all, 1e-30)
-        for name, g in gradients.items()
-    }
+    return {name: max(size, precision.least_gradient * of_all, 1e-30) for name, size in largest.items()}
 
 
 def _largest(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
     """Return the largest difference of several calls."""
     return max(largest_difference(x, y) for x, y in zip(got, want, strict=True))
-
-
-@dataclass(frozen=True, order=True)
-class _GradientDifference:
-    """The parameter whose gradient differs most."""
-
-    error: float
-    name: str
-
-    def text(self, tolerance: float) -> str:
-        """Return a description; empty if the difference is within rounding error."""
-        if self.error <= tolerance:
-            return ""
-        return f"the gradient of {self.name} differs from that of the unsharded model by {self.error:.1e}"

@@ -244,16 +244,6 @@ def run_ranks(
 
     Each thread has the caller's grad and inference mode and random state. ``function`` must not change
     anything that the ranks share, such as a model.
-
-    Args:
-        mesh: the mesh of the ranks.
-        function: runs on each rank.
-        beside: runs in another thread that takes turns with the ranks, and takes part in no collective.
-        ranks: communicators of an earlier run, or none.
-
-    Raises:
-        RanksDisagree: if ranks ran different collectives, or some ran fewer.
-        Exception: the error of the lowest failing thread, ``beside`` first. The other threads are stopped.
     """
     num_ranks = torch.Size(mesh).numel()
     numbers = range(num_ranks) if beside is None else range(BESIDE, num_ranks)

@@ -28,13 +28,7 @@ Mail = dict[tuple[int, int, int], deque[Tensor]]
 
 
 class MailTransport(Transport):
-    """Keep tensors for stages that run later. Results of the last stage are dropped.
-
-    Args:
-        stage: the stage that sends and receives.
-        rank: rank within the stage.
-        mail: tensors between all stages.
-    """
+    """Keep tensors for stages that run later. Results of the last stage are dropped."""
 
     def __init__(self, stage: int, rank: int, mail: Mail) -> None:
         self._stage = stage
@@ -47,11 +41,7 @@ class MailTransport(Transport):
             self._mail.setdefault((self._rank, self._stage, stage), deque()).append(x.detach().clone())
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Take the oldest tensor from a stage.
-
-        Raises:
-            RanksDisagree: if nothing is there, or a tensor of another shape or dtype.
-        """
+        """Take the oldest tensor from a stage."""
         left = self._mail.get((self._rank, source, self._stage))
         if not left:
             raise RanksDisagree(f"stage {self._stage} waits for a tensor that stage {source} does not send")
@@ -77,17 +67,7 @@ def stage_of_rank(
     *,
     training: bool = False,
 ) -> nn.Module:
-    """Build the model of one rank of a stage, on numbers.
-
-    Args:
-        model: unsharded, on meta; it is copied.
-        plan: a plan with stages.
-        comm: the communicator of this rank within the stage.
-        stage: number of the stage.
-        weights: local weights of the rank, of all stages.
-        transport: the transport to and from the other stages.
-        training: build the model for a backward pass.
-    """
+    """Build the model of one rank of a stage, on numbers."""
     names, local = argument_names(model, plan), copy.deepcopy(model)
     if training:
         absent = absent_modules(plan, stage)
@@ -113,11 +93,6 @@ def gradients_of_stages(
     """Return the gradients of one rank's parameters in all stages, by the first of their names.
 
     A tied parameter that several stages hold gets the sum of its gradients.
-
-    Args:
-        model, plan, comm, weights: see ``stage_of_rank``.
-        inputs: the inputs of the call, see ``gradients_of``.
-        precision: the precision to compute in.
     """
     handover, stages = Handover({}), range(num_stages(plan))
     models = [stage_of_rank(model, plan, comm, stage, weights, handover, training=True) for stage in stages]

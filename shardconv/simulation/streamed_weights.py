@@ -52,12 +52,7 @@ class TooLargeToRead(ShardconvError):
 
 
 class RecentReads:
-    """Read lazy tensors, and keep the recently read ones.
-
-    Args:
-        kept_bytes: most bytes of all kept tensors, unless the last one is larger.
-        max_bytes: most bytes of one tensor.
-    """
+    """Read lazy tensors, and keep the recently read ones."""
 
     def __init__(self, kept_bytes: int, max_bytes: int) -> None:
         self._kept_bytes = kept_bytes
@@ -65,12 +60,7 @@ class RecentReads:
         self._kept: OrderedDict[LazyTensor, Tensor] = OrderedDict()
 
     def read(self, name: str, lazy: LazyTensor) -> Tensor:
-        """Return the numbers of a tensor, in its shape and dtype. They must not be written to.
-
-        Raises:
-            TooLargeToRead: if it has more than ``max_bytes``.
-            SourceError: if a file cannot be read.
-        """
+        """Return the numbers of a tensor, in its shape and dtype. They must not be written to."""
         found = self._kept.pop(lazy, None)
         if found is None:
             if lazy.num_bytes > self._max_bytes:
@@ -146,20 +136,12 @@ class StreamedTensor(Tensor):
         return self.numbers().tolist()
 
     def numbers(self) -> Tensor:
-        """Return a real tensor, which must not be written to.
-
-        Raises:
-            ShardconvError: see ``RecentReads.read``.
-        """
+        """Return a real tensor, which must not be written to."""
         return self._parameter.reads.read(self._parameter.fqn, self.lazy)
 
     @property
     def lazy(self) -> LazyTensor:
-        """Return the elements as a lazy tensor.
-
-        Raises:
-            ShardconvError: if the parameter was written to since this view of it was taken.
-        """
+        """Return the elements as a lazy tensor."""
         if self._view is None:
             return self._parameter.lazy
         if self._num_writes != self._parameter.num_writes:
@@ -195,14 +177,7 @@ class StreamedTensor(Tensor):
 def fill_streamed(
     model: nn.Module, tensors: Mapping[str, LazyTensor], dtype: torch.dtype, reads: RecentReads
 ) -> nn.Module:
-    """Replace the parameters of a model by streamed tensors, read its buffers, and return ``model``.
-
-    Args:
-        model: the model on meta. A tied parameter is replaced under each name.
-        tensors: its parameters and persistent buffers, in its shapes.
-        dtype: the dtype to compute in.
-        reads: reads the parameters.
-    """
+    """Replace the parameters of a model by streamed tensors, read its buffers, and return ``model``."""
     found: dict[str, Tensor] = {}
     for name, lazy in tensors.items():
         owner, attribute = owner_of(model, name)
@@ -218,15 +193,7 @@ def fill_streamed(
 
 
 class FileWeights:
-    """Weights in files, which are read when an operator needs them.
-
-    Args:
-        unsharded: global parameters and persistent buffers of the unsharded model, by FQN.
-        ranks: local ones of each rank.
-        reads: reads the parameters.
-        advance: is called with the stored bytes of a module's own weights when the unsharded model first
-            calls it.
-    """
+    """Weights in files, which are read when an operator needs them."""
 
     own_copies = False
 
@@ -288,14 +255,7 @@ def computing(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def computed_rows(
     name: str, dtype: str, shape: Sequence[int], compute: Callable[[tuple[int, int]], Tensor]
 ) -> LazyTensor:
-    """Make a tensor that is computed when it is read. Stacks are computed matrix by matrix.
-
-    Args:
-        name: the name for messages.
-        dtype: the dtype of the tensor.
-        shape: the shape of the tensor.
-        compute: returns a span of the first dim, or all of a tensor without dims.
-    """
+    """Make a tensor that is computed when it is read. Stacks are computed matrix by matrix."""
     if len(shape) <= 2:
         return computed(name, dtype, shape, partial(compute, (0, shape[0] if shape else 1)))
     rows = [computed(name, dtype, (1, *shape[1:]), partial(compute, (i, i + 1))) for i in range(shape[0])]

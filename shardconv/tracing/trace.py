@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -438,14 +439,8 @@ def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     )
     return (
         module.__dict__,
-        *(value for value in values if type(value) is dict),
+        *(value for value in values if type(value) in (dict, OrderedDict)),
         *(value.__dict__ for value in objects),
-        module._buffers,
-        module._parameters,
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_pre_hooks_with_kwargs,
     )
 
 

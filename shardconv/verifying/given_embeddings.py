@@ -31,10 +31,6 @@ def proven_arguments(case: Case, *, gradients: bool) -> tuple[str, ...]:
     """Return the arguments for embeddings with which the ranks compute the same, tested one at a time.
 
     Arguments with which the unsharded model fails are not proven.
-
-    Args:
-        case: proven for ids; its plan allows these arguments.
-        gradients: also require right gradients.
     """
     return tuple(
         name
@@ -47,10 +43,6 @@ def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]
     """Yield the inputs with random embeddings (for example of a trained prompt) in place of ids.
 
     The other inputs are kept first. If there are images or sounds, the second inputs keep only integers.
-
-    Args:
-        case: the model and its inputs.
-        names: the names of the arguments for embeddings.
     """
     rng = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)

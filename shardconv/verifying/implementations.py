@@ -61,11 +61,7 @@ def with_implementations(case: Case, names: Mapping[str, str]) -> Case | None:
 
 
 def wrong_eager(case: Case) -> tuple[Wrong, ...]:
-    """Find the eager implementations for which the plan is wrong.
-
-    Args:
-        case: proven for the implementations of the model's config.
-    """
+    """Find the eager implementations for which the plan is wrong."""
     kinds = other_kinds(case.model)
     if not kinds or _problem(case, dict.fromkeys(kinds, EAGER), calls=2) is None:
         return ()

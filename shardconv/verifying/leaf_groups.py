@@ -42,10 +42,6 @@ def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> 
 
     They are the dims of a parameter whose name differs only in numbers. If there is none, each size gets the
     dim of this size that has most elements of parameters.
-
-    Args:
-        analysis: the analysis of the folded tape.
-        stand_ins: layer -> the layer that represents it; the parameters of the first are left out.
     """
     tensors = analysis.tape.tensors
     alike: dict[tuple[str, tuple[int, ...]], tuple[Node, ...]] = {}
@@ -127,13 +123,7 @@ class LeafGroup:
 def leaf_groups(
     analysis: Analysis, ties: Sequence[tuple[int, int]], token_tables: Collection[int]
 ) -> list[LeafGroup]:
-    """Return the groups that may shrink.
-
-    Args:
-        analysis: the analysis of the model.
-        ties: pairs of tensors whose dims are alike.
-        token_tables: parameters and buffers that are looked up only by token ids.
-    """
+    """Return the groups that may shrink."""
     union = _Union()
     marks = ((e.source, e.target) for e in analysis.tape.events if isinstance(e, Mark))
     for a, b in (*marks, *ties, *analysis.repeats):

@@ -8,62 +8,20 @@ wrong.
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError
-from torch import Tensor
 
-from ..inputs.label_forms import LabelForm, forms_with_a_loss, loss_arguments, problem_type
+from ..inputs.label_forms import loss_arguments
 from ..inputs.trace_inputs import TraceInputs
-from ..simulation.rank_simulation import Logits, RanksWrong, Unprovable
+from ..simulation.rank_simulation import Logits, Unprovable
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
 from .implementations import EAGER, Wrong, other_kinds, with_implementations, wrong_eager, wrong_others
+from .labelled_calls import LabelsProof, prove_labels
 from .proof_case import Case, simulate
 
 Tell = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class LabelsProof:
-    """The results of calls with labels."""
-
-    names: tuple[str, ...] = ()
-    """Arguments that must be refused, or that were not compared; empty if all is right."""
-    wrong: str = ""
-    """Why a call with them is wrong; empty if it was not compared, since its code takes no known form of
-    labels."""
-
-
-def _with_labels(case: Case) -> Iterator[tuple[Case, LabelForm]]:
-    """Yield calls of the unsharded model that return a loss: one form of labels for each loss of its code."""
-    try:
-        returned, _ = case.simulation.returned(case.inputs)
-    except Unprovable:
-        return
-    cases: dict[str | None, Case] = {}
-
-    def loss_of(kind: str | None, inputs: TraceInputs) -> tuple[Tensor | None, str | None]:
-        if kind not in cases:
-            cases[kind] = case if kind is None else _with_problem_type(case, kind)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # for example, of labels that are broadcast
-                outputs, model = cases[kind].simulation.returned(inputs)
-        except Unprovable:
-            return None, None
-        return outputs.get("loss"), problem_type(model)
-
-    for kind, form in forms_with_a_loss(case.model, case.inputs, returned, loss_of):
-        yield cases[kind], form
-
-
-def _with_problem_type(case: Case, kind: str) -> Case:
-    model = copy.deepcopy(case.model)
-    model.config.problem_type = kind  # type: ignore[union-attr]
-    return case.with_model(model)
 
 
 @dataclass(frozen=True)
@@ -87,16 +45,7 @@ class Proof:
 
 
 def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
-    """Compare everything that a plan is used for with the unsharded model.
-
-    Args:
-        case: the case of the plan; its parallel loss may be the model's own.
-        tell: is called with a description of the next runs.
-
-    Raises:
-        Unprovable: if the unsharded model fails.
-        SolveError: if the ranks compute something else.
-    """
+    """Compare everything that a plan is used for with the unsharded model."""
     arguments = embedding_arguments(case.model, case.inputs) if case.plan.tp > 1 else ()
     plan = replace(case.plan, proven_arguments=arguments)
     return _Proof(replace(case, plan=plan), arguments, tell).run()
@@ -126,7 +75,10 @@ class _Proof:
         if not loss or self.calls == 1:  # some models return no cache in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
-        labels = LabelsProof() if loss else self._compare_labels(self.has_gradients and not problem)
+        labels = LabelsProof()
+        if not loss and self.case.plan.tp > 1 and loss_arguments(self.case.model):
+            self.tell("labels")
+            labels = prove_labels(self.case, gradients=self.has_gradients and not problem)
         self.tell("other implementations and inputs")
         inputs = self._shown_at_once()
         is_new = loss or inputs is not self.case.inputs
@@ -148,35 +100,6 @@ class _Proof:
             return False  # the loss needs full logits, or the model cannot compute one
         self.calls = outcome.calls
         return not outcome.gradients
-
-    def _compare_labels(self, gradients: bool) -> LabelsProof:
-        """Compare the model's own loss, from gathered logits, in every form of labels that its code takes.
-
-        Args:
-            gradients: compare its gradients too.
-
-        Code that runs with labels only is not on the tape. It may ask a layer for its size, for example.
-        """
-        names = tuple(loss_arguments(self.case.model))
-        if self.case.plan.tp == 1 or not names:
-            return LabelsProof()
-        self.tell("labels")
-        compared: list[str] = []
-        for case, form in _with_labels(self.case):
-            try:
-                outcome = simulate(case, form.inputs, gradients=gradients, logits=Logits.GATHERED)
-                wrong = outcome.gradients or ""
-            except Unprovable:
-                continue  # it fails in the precision of the comparison
-            except RanksWrong as error:
-                wrong = error.located().problem
-            except ShardconvError as error:
-                wrong = str(error)
-            if wrong:
-                given = {**form.inputs.tensors, **form.inputs.options}
-                return LabelsProof(names=tuple(n for n in names if n in given), wrong=wrong)
-            compared.append(form.name)
-        return LabelsProof(names=() if compared else names)
 
     def _shown_at_once(self) -> TraceInputs | None:
         """Return the inputs with which eager implementations, embeddings and local logits passed one run.

@@ -6,17 +6,20 @@ Every shape and every position must be the expected one, and every number the sa
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan import Plan, module_plans
 from shardconv_runtime.format.slices import local_size
 from shardconv_runtime.format.slot_steps import layout_of
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..dim_analysis import view_rules
@@ -27,6 +30,8 @@ from ..inputs.trace_inputs import TraceInputs
 from ..planning.conflict import Conflict
 from ..planning.layout import Layouts, Shapes
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike, repeat_results
+from ..simulation.model_runs import PRECISIONS
+from ..simulation.module_comparison import Follower, ModuleComparison, Observation
 from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
 from ..tracing.trace import trace
@@ -77,25 +82,8 @@ def compare_tapes(
     left_out: Collection[str] = (),
     pass_on: bool = False,
 ) -> Conflict | None:
-    """Return the first difference between a tape and the expected one; None if there is none.
-
-    Args:
-        shapes: expected shapes of the tensors of the global tape.
-        other: the tape of the model on these shapes.
-        changed: FQNs of modules that the other model computes in another way inside.
-        rank: the rank of the shapes.
-        numbers: also compare the numbers that operators are given. Positions are always compared.
-        left_out: FQNs of modules whose own operators are not compared (modules in them are).
-        pass_on: the other model has layers that return their arguments, so one tensor may be several results.
-
-    Returns:
-        A conflict with the changed leaves of the tensors at the difference, which may be empty.
-    """
+    """Return the first difference between a tape and the expected one; None if there is none."""
     return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
-
-
-_Events = Mapping[tuple[str, int], list[Op | Mark]]
-"""FQN of a module and number of its call -> its events."""
 
 
 class _Comparison:
@@ -128,16 +116,17 @@ class _Comparison:
                 continue
             conflict = self._align(key[0], events, found.get(key, []))
             if conflict is not None:
-                return replace(conflict, where=self._innermost(key[0], conflict.where, expected, found))
+                return conflict
         return None
 
-    def _innermost(self, fqn: str, where: str, expected: _Events, found: _Events) -> str:
+    def innermost(self, fqn: str, where: str) -> str:
         """Say where the first module in this one differs, if any: its code may have made the problem."""
+        expected, found = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
             if key[0].startswith(f"{fqn}." if fqn else "") and key[0] != fqn:
                 conflict = self._align(key[0], events, found.get(key, []))
                 if conflict is not None:
-                    return self._innermost(key[0], conflict.where, expected, found)
+                    return self.innermost(key[0], conflict.where)
         return where
 
     def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> Conflict | None:
@@ -189,7 +178,7 @@ class _Comparison:
             return self.unsharded.tensors[op.inputs[0]].shape == self.unsharded.tensors[op.outputs[0]].shape
         return base in view_rules.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
-    def _by_call(self, tape: Tape) -> _Events:
+    def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
         """Group the events by module call; of replaced modules, only their outputs are events.
 
         Calls are counted among the calls on the tape: a module that several layers share is also called by
@@ -302,23 +291,7 @@ def retrace(
     inputs: TraceInputs,
     bypassed: Mapping[str, Bypass] | None = None,
 ) -> Conflict | None:
-    """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
-
-    Args:
-        plan: the plan of the ranks' models.
-        layouts: expected dims of every tensor of the global tape.
-        model: the global model, on meta; it is copied.
-        inputs: the inputs of the global trace.
-        bypassed: layers that are not on the global tape. They are bypassed if their plan equals the plan of
-            the layer that represents them. If they are read elsewhere, only their closed modules are not run.
-
-    Returns:
-        A conflict where a shape or a position differs, with the leaves that are sharded there; None if the
-        tapes of all ranks agree.
-
-    Raises:
-        PlanError: if a parameter has another dtype in the plan than in the model.
-    """
+    """Compare the tapes of ranks' models, one for each kind of rank, with the global one."""
     alike = planned_alike(plan, bypassed or {})
     left_out = {fqn: how for fqn, how in alike.items() if not how.is_read_elsewhere}
     repeated = {f"{fqn}.{name}": f"{how.like}.{name}" for fqn, how in alike.items() for name in how.closed}
@@ -344,11 +317,7 @@ class _RankRun:
     rank: int
 
     def conflict(self, repeated: Mapping[str, str]) -> Conflict | None:
-        """Return the first difference from the global tape.
-
-        Args:
-            repeated: modules that return results like others, see ``repeat_results``.
-        """
+        """Return the first difference from the global tape."""
         plan, layouts = self.plan, self.layouts
         local = parallelize(copy.deepcopy(self.model), plan, MetaCommunicator(self.rank, plan.mesh))
         # The numerical check does not see dtypes, since simulated ranks have all parameters in one.
@@ -363,13 +332,49 @@ class _RankRun:
         try:
             tape = trace(local, self.inputs.tensors, RULES, self.inputs.options, layouts.analysis.tape)
         except SolveError as error:
-            where = str(error).partition(":")[0]
-            return Conflict(_to_blame(layouts, plan, where), str(error))
-        found = compare_tapes(layouts, tape, changed, self.rank, pass_on=bool(self.left_out))
+            where, problem = str(error).partition(":")[0], str(error)
+            if earlier := self._first_wrong_shape(local):
+                problem = f"{earlier}; then {problem}"
+            return Conflict(_to_blame(layouts, plan, where), problem)
+        comparison = _Comparison(layouts, tape, changed, self.rank, numbers=True, pass_on=bool(self.left_out))
+        found = comparison.run(())
         if found is None:
             return None
         fqn = found.where.partition(" ")[0]
-        return replace(found, nodes=tuple(found.nodes) or _to_blame(layouts, plan, fqn))
+        nodes = tuple(found.nodes) or _to_blame(layouts, plan, fqn)
+        return replace(found, nodes=nodes, where=comparison.innermost(fqn, found.where))
+
+    def _first_wrong_shape(self, local: nn.Module) -> str:
+        """Say which module's code has made the first tensor of another shape at a boundary."""
+        comparison = _ShapeComparison(self.plan, self.layouts, self.rank)
+        Follower(local, self.rank, comparison)
+        with suppress(SolveError):  # it fails as it did before
+            trace(local, self.inputs.tensors, RULES, self.inputs.options, self.layouts.analysis.tape)
+        return f"{comparison.first.fqn}: {comparison.first.what}" if comparison.first is not None else ""
+
+
+class _ShapeComparison(ModuleComparison):
+    """The shapes of the tensors of one rank's modules, compared with those that are expected."""
+
+    def __init__(self, plan: Plan, layouts: Layouts, rank: int) -> None:
+        super().__init__(plan, module_plans(plan), PRECISIONS[0])
+        tape = layouts.analysis.tape
+        self._expected: dict[tuple[str, int, str], list[tuple[int, ...]]] = {}
+        for event in tape.events:
+            if isinstance(event, Mark):
+                call = tape.calls[event.call]
+                # An input is seen before the steps of its module as well.
+                tids = (event.target,) if event.is_output else (event.target, event.source)
+                shapes = [layouts.local_shape(tid, rank) for tid in tids]
+                self._expected |= {(call.fqn, call.index, slot): shapes for slot in event.slots}
+
+    def report(self, run: int, observed: Observation, tensor: Tensor) -> None:
+        """Compare the shape of a tensor."""
+        with torch._C.DisableTorchFunction():  # reading a shape is no part of the trace
+            shape = tuple(map(int, tensor.shape))
+        shapes = self._expected.get((observed.fqn, observed.call, observed.slot), [shape])
+        if self.first is None and shape not in shapes:
+            self.first = self._blame(observed, math.inf)
 
 
 def _unlike_ranks(plan: Plan) -> list[int]:

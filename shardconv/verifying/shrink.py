@@ -33,12 +33,7 @@ from .token_tables import TokenUse, token_use
 
 
 def resized_tensors(full: nn.Module, fewer: nn.Module) -> Mapping[str, Resized] | None:
-    """Return the stored tensors whose shapes differ; None if the models have different tensors.
-
-    Args:
-        full: the full model on meta.
-        fewer: built from another config.
-    """
+    """Return the stored tensors whose shapes differ; None if the models have different tensors."""
     before, after = (dict(stored_tensors(model)) for model in (full, fewer))
     if list(before) != list(after) or any(t.dim() != after[n].dim() for n, t in before.items()):
         return None
@@ -136,15 +131,6 @@ class Shrinking:
         large, equal
         sizes may differ until that fails, if this leaves less: a width may by chance equal a size that cannot
         shrink.
-
-        Args:
-            fits: raises a PlanError if the plan cannot be translated to a smaller model.
-            runs: whether a smaller model runs on numbers. It is called if there are fewer experts or fewer
-                rows for hashes, whose ids are not known before the run. If it does not run, these keep their
-                size.
-
-        Raises:
-            PlanError: if the plan does not fit the full model either.
         """
         analysis, copies = self.full.analysis, self.copies
         left = stored_elements(analysis, self._first_sizes, copies)

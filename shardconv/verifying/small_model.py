@@ -212,11 +212,7 @@ class Attempt:
     # The model -------------------------------------------------------------------------------
 
     def _apply(self, model: nn.Module, changes: Changes) -> None:
-        """Set attributes and parameters to their smaller values and shapes, in place.
-
-        Raises:
-            ShardconvError: if an attribute cannot be set.
-        """
+        """Set attributes and parameters to their smaller values and shapes, in place."""
         by_module: dict[str, list[Edit]] = {}
         for (fqn, attribute), change in changes.items():
             by_module.setdefault(fqn, []).append(Edit(attribute, change.value, (change.local,)))
@@ -275,9 +271,6 @@ class Attempt:
         size.
 
         If dims of this size have different smaller sizes, these are tried one after the other.
-
-        Returns:
-            Whether there was a size that was not tried.
         """
         new: dict[Attribute, Change] = {}
         for fqn, module in model.named_modules():

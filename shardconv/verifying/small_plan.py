@@ -41,16 +41,7 @@ class Misfit(Exception):
 
 
 def resized(dim: Dim, node: Node, shapes: SmallShapes) -> Dim:
-    """Return a dim of a plan with the sizes of the smaller model.
-
-    Args:
-        dim: dim of the plan.
-        node: dim of the traced tensor.
-        shapes: the shapes of the smaller model.
-
-    Raises:
-        Misfit: if the sizes differ, or a part that shrinks does not correspond to parts of the dim.
-    """
+    """Return a dim of a plan with the sizes of the smaller model."""
     return _along(dim, _part(node, shapes))
 
 
@@ -87,11 +78,7 @@ def _along(dim: Dim, part: _Part) -> Dim:
 
 
 def _taken(parts: list[_Part], sizes: Sequence[int], kind: int) -> list[_Part]:
-    """Join neighboring parts so that they have these sizes.
-
-    Raises:
-        Misfit: if a part that shrinks would have to be divided.
-    """
+    """Join neighboring parts so that they have these sizes."""
     pending, out = list(parts), []
     for wanted in sizes:
         taken: list[_Part] = []
@@ -176,16 +163,7 @@ _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
 
 def small_plan(plan: Plan, small: SmallModel, skipped: Mapping[str, object]) -> Plan:
-    """Translate a plan of the full model to the smaller model.
-
-    Args:
-        plan: the plan of the full model.
-        small: the smaller model.
-        skipped: layers that the smaller model lacks.
-
-    Raises:
-        PlanError: if the plan does not fit the traced model.
-    """
+    """Translate a plan of the full model to the smaller model."""
     return _Translation(plan, small, skipped).plan()
 
 
@@ -355,11 +333,7 @@ class _Translation:
 
 
 def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, ...]:
-    """Return the dims of a parameter of which some have other sizes in the model that is proven.
-
-    Raises:
-        PlanError: if a dim that is partially sharded has another size, or the plan is for another shape.
-    """
+    """Return the dims of a parameter of which some have other sizes in the model that is proven."""
     if tuple(map(size, dims)) != resized.before:
         raise PlanError(f"{name}: the plan is for {tuple(map(size, dims))}, the model has {resized.before}")
     return tuple(

@@ -154,15 +154,6 @@ def choose_sizes(
     A size keeps its remainder modulo the number of ranks, so that uneven shares stay uneven. Equal sizes stay
     equal, also to sums and products of others. Different sizes stay different, and new sizes differ from the
     sizes that are kept if possible.
-
-    Args:
-        analysis: the analysis of the model.
-        groups: groups that may shrink.
-        tp: number of ranks.
-        copies: stored tensor -> number of such tensors in the smaller model, if more than one.
-        kept: groups that must keep their size.
-        equal: sizes that stay equal wherever they occur, also to sums and products of others. With None, all
-            do, but products count only if their factors have shrunk before.
     """
     return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, equal).sizes()
 

@@ -283,19 +283,7 @@ def fewer_tokens(
     alone: Collection[int] = (),
     fixed: Collection[int] = (),
 ) -> FewerTokens | None:
-    """Map the tokens in use, to different ones as far as there are enough.
-
-    Args:
-        used: token ids.
-        size: the size of the vocabulary.
-        small: the size of the smaller vocabulary.
-        parts: the number of ranks among which both are divided.
-        alone: tokens to which no other one may be mapped.
-        fixed: tokens that are not mapped.
-
-    Returns:
-        The map, or None if there is none.
-    """
+    """Map the tokens in use, to different ones as far as there are enough."""
     alone = {*alone, *fixed}
     tokens = sorted({i for i in (*used, *alone) if 0 <= i < size})
     out: dict[int, int] = {}

@@ -244,17 +244,7 @@ def _step_changed(
     side, index = pick(random, places)
     steps = list(getattr(entry, side))
     change(steps, index)
-    return _flagged(replace(entry, **{side: tuple(steps)}))
-
-
-def _flagged(entry: ModulePlan) -> ModulePlan:
-    """Flags that would be refused at once for lack of their step are taken back."""
-    ops = {b.op for b in entry.outputs}
-    return replace(
-        entry,
-        gather_output=entry.gather_output and "all_gather" in ops,
-        reduce_output=entry.reduce_output and "all_reduce" in ops,
-    )
+    return replace(entry, **{side: tuple(steps)})
 
 
 def step_dropped(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
@@ -336,16 +326,10 @@ def steps_of_another(entry: ModulePlan, random: Random, plan: Plan) -> ModulePla
     )
 
 
-def flag(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
-    """A flag is the other way round."""
-    name = pick(random, ("gather_output", "input_is_parallel", "reduce_output"))
-    return replace(entry, **{name: not getattr(entry, name)})
-
-
 def category(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """A module is taken for another kind."""
     kind = pick(random, ("column", "row", "vocab", "experts", "boundary"))
-    return replace(entry, category=kind, gather_output=False, input_is_parallel=False, reduce_output=False)
+    return replace(entry, category=kind)
 
 
 def _edit_changed(entry: ModulePlan, random: Random, change: Callable[[Edit], Edit | None]) -> ModulePlan:
@@ -491,7 +475,6 @@ MUTATIONS: tuple[Mutation, ...] = (
             step_slot,
             step_added,
             steps_of_another,
-            flag,
             category,
             edit_dropped,
             edit_value,

@@ -40,7 +40,6 @@ NAMES = {
     # torch: tensors, operators
     "torch.Tensor._backward_hooks": "whether a user has put a hook on a sharded embedding",
     "torch.Tensor._cdata": "also of storages: which memory tensors share",
-    "torch.Tensor._is_view": "whether a hook was given a view",
     "torch.Tensor._make_wrapper_subclass": "tensors without bytes",
     "torch._foreach_mul_": "gradients are scaled at once",
     "torch._neg_view": "a conjugate's imaginary part, when initial weights are recorded",
@@ -48,7 +47,6 @@ NAMES = {
     "torch.ops.aten._scaled_mm": "products of FP8 are kept by activation checkpointing",
     "torch.ops.aten._unsafe_view": "a view that matmul makes",
     "torch._ops.OpOverload._can_decompose": "whether an operator is other operators",
-    "torch.ops.aten.add.Tensor._overloadname": "to find the kernel of an operator",
     # torch: modes, autograd
     "torch._C.DisableTorchFunction": "code that a trace does not see",
     "torch._C._disabled_torch_function_impl": "a subclass without functions",
@@ -62,20 +60,15 @@ NAMES = {
     # torch: modules
     "torch.nn.Module._call_impl": "what a compiled model compiles",
     "torch.nn.Module._compiled_call_impl": "whether the user has compiled a model",
-    "torch.nn.Module()._forward_hooks": "hooks keep their order",
-    "torch.nn.Module()._forward_hooks_with_kwargs": "the same",
+    "torch.nn.Module()._forward_hooks": "hooks of a user come after the steps of the plan",
     "torch.nn.Module()._forward_pre_hooks": "the same",
-    "torch.nn.Module()._forward_pre_hooks_with_kwargs": "the same",
     "torch.nn.Module()._non_persistent_buffers_set": "buffers that are in no checkpoint",
     "torch.nn.init._no_grad_trunc_normal_": "initial weights are recorded",
-    "torch.nn.modules.dropout._DropoutNd": "all dropout modules",
     "torch.nn.utils.clip_grad._get_total_norm": "accelerate and Trainer compute norms with it",
-    "torch.distributions.Distribution._validate_args": "is restored when a plan was made",
     # torch: process groups
     "torch.distributed.ProcessGroup._device_types": "the backends of a group",
     "torch.distributed.ProcessGroup._get_backend": "its time limit",
     "torch.distributed.distributed_c10d._get_default_store": "notes between ranks without a collective",
-    "torch.distributed.distributed_c10d._get_default_timeout": "the time limit of a backend",
     "torch.distributed.distributed_c10d._new_process_group_helper": "a group that not all processes make",
     "torch.distributed.distributed_c10d._world.pg_group_ranks": "the same",
     "torch._dynamo.eval_frame._debug_get_cache_entry_list": "how many graphs were recorded",
@@ -95,7 +88,6 @@ NAMES = {
     "transformers.GenerationMixin._prefill": "the same",
     "transformers.GenerationMixin._prepare_generation_config": "the same",
     "transformers.GenerationMixin._sample": "the same",
-    "transformers.GenerationMixin._supports_logits_to_keep": "whether logits can be for some positions",
     "transformers.GenerationMixin._update_model_kwargs_for_generation": "the same",
     "transformers.GenerationMixin:_pad_token_tensor": "the same",
     # transformers: continuous batching

@@ -70,7 +70,7 @@ def evil_plan() -> Plan:
             ParameterPlan((f"{EVIL}.{EVIL}",), dims, "float32"),
             ParameterPlan((f"{EVIL}.scale",), (Leaf(32),), "float32", reason=EVIL),
         ),
-        modules=(*plan.modules, ModulePlan((EVIL,), "row", outputs=(reduce,), reduce_output=True)),
+        modules=(*plan.modules, ModulePlan((EVIL,), "row", outputs=(reduce,))),
         training=None,
         inference_only=EVIL,
         notes=(EVIL,),

@@ -90,20 +90,15 @@ def hand_plan(config: transformers.LlamaConfig, tp: int, dtype: str = "float32")
             "vocab",
             inputs=(ids,),
             outputs=(boundary("output", "zero_out_of_shard"), reduce),
-            reduce_output=True,
         ),
         ModulePlan(names(attn + "q_proj", attn + "k_proj", attn + "v_proj"), "column"),
-        ModulePlan(
-            names(attn + "o_proj"), "row", outputs=(reduce,), input_is_parallel=True, reduce_output=True
-        ),
+        ModulePlan(names(attn + "o_proj"), "row", outputs=(reduce,)),
         ModulePlan(names(ffn + "gate_proj", ffn + "up_proj"), "column"),
-        ModulePlan(
-            names(ffn + "down_proj"), "row", outputs=(reduce,), input_is_parallel=True, reduce_output=True
-        ),
+        ModulePlan(names(ffn + "down_proj"), "row", outputs=(reduce,)),
         ModulePlan(
             names("self_attn"), "boundary", edits=(Edit("num_heads", HEADS, (math.ceil(HEADS / tp),)),)
         ),
-        ModulePlan(("lm_head",), "vocab", outputs=(gather,), gather_output=True),
+        ModulePlan(("lm_head",), "vocab", outputs=(gather,)),
     )
     return Plan(
         tp=tp,

@@ -109,10 +109,8 @@ def with_gathered_mlp(plan: Plan) -> Plan:
     gather = boundary("output", "all_gather", dim=-1, layout=layout, per_token=MLP)
     cut = boundary("input.input", "slice", dim=-1, layout=layout, per_token=MLP)
     for name in ("gate_proj", "up_proj"):
-        plan = change_modules(
-            plan, f"mlp.{name}", lambda m: replace(m, outputs=(gather,), gather_output=True)
-        )
-    return change_modules(plan, "mlp.down_proj", lambda m: replace(m, inputs=(cut,), input_is_parallel=False))
+        plan = change_modules(plan, f"mlp.{name}", lambda m: replace(m, outputs=(gather,)))
+    return change_modules(plan, "mlp.down_proj", lambda m: replace(m, inputs=(cut,)))
 
 
 def on_two_axes(plan: Plan, axes: tuple[int, int] = (0, 1)) -> Plan:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SourceError, missing
 from ..format.plan import Plan, parameter_plans
-from ..parallel.build import stored_tensors
+from ..parallel.build import DROPOUTS, stored_tensors
 from .adapter_names import naming_errors, peft
 
 
@@ -186,7 +186,7 @@ def _why_not_trained(adapter: Adapter, added: Collection[nn.Module]) -> str:
         return why
     # Masks of dropout modules are right on shards. Code of the library that draws itself may choose rows of a
     # local weight, or whether a layer takes part at all.
-    known = {module.p for module in added if isinstance(module, nn.modules.dropout._DropoutNd)}
+    known = {module.p for module in added if isinstance(module, DROPOUTS)}
     for name, value in adapter.config.to_dict().items():
         if "dropout" in name and isinstance(value, float) and value and value not in known:
             return (

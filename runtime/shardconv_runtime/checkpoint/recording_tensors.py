@@ -269,7 +269,7 @@ def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
     def record(meta: torch.Tensor) -> RecordedTensor:
         nonlocal count
         dtype = dtype_name(meta.dtype)
-        compute = RecordedOperator(namespace, name, func._overloadname, *given, count)
+        compute = RecordedOperator(namespace, name, str(func).rpartition(".")[2], *given, count)
         leaf = ComputedLeaf(str(func), compute, dtype, meta.numel())
         count += 1
         return RecordedTensor(from_leaf(leaf, meta.shape), computed=True)

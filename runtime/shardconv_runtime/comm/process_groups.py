@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 # Private: only here can a group be given a name, see ``_new_group``. No other file knows of it.
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from ..errors import LaunchError
 
@@ -150,10 +151,10 @@ def calm_gloo() -> None:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of collectives of a group, which groups of its ranks would not inherit."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    found: timedelta = getattr(options, "_timeout", None) or _c10d._get_default_timeout(
-        dist.Backend(dist.get_backend(group))
-    )
-    return found
+    is_nccl = dist.get_backend(group) == "nccl"
+    default = (is_nccl and default_pg_nccl_timeout) or default_pg_timeout
+    timeout: timedelta = getattr(options, "_timeout", None) or default
+    return timeout
 
 
 def abort_groups(group: dist.ProcessGroup) -> None:

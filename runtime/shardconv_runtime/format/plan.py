@@ -8,7 +8,6 @@ parts of a plan. Entries get their names when they are put into a plan; before t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,9 +31,9 @@ from .measured import MemoryPlan
 from .names import FORBIDDEN, MAX_NAMES, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .slices import Mesh, local_size
-from .slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ZeroOutOfShardStep
+from .slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, SliceStep, ZeroOutOfShardStep
 
-VERSION = 5
+VERSION = 6
 FORMAT = "shardconv.plan"
 
 MAX_SOURCES = 4096
@@ -55,21 +54,9 @@ NORM_KINDS = ("rms", "layer", "l2")
 WHOLE = "*"
 """In the name of a stored tensor: the parameter's own name."""
 
-CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
-    "column": frozenset({"gather_output"}),
-    "row": frozenset({"input_is_parallel", "reduce_output"}),
-    "vocab": frozenset({"gather_output", "reduce_output"}),
-    "experts": frozenset({"reduce_output", "flags"}),
-    "norm": frozenset({"norm"}),
-    "boundary": frozenset(),
-}
-"""Category -> optional fields of a module that may be set in it."""
-
-FLAG_STEPS: Mapping[str, tuple[str, ...]] = {
-    "gather_output": ("all_gather",),
-    "reduce_output": ("all_reduce", "reduce_scatter"),
-}
-"""The ops of which one is among the outputs if a flag is set."""
+CATEGORIES = ("column", "row", "vocab", "experts", "norm", "boundary")
+CATEGORY_OF_FIELD = {"norm": "norm", "flags": "experts"}
+"""Optional field of a module -> the category in which it may be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,26 +297,16 @@ class ModulePlan:
     inputs: tuple[Boundary, ...] = ()
     outputs: tuple[Boundary, ...] = ()
     edits: tuple[Edit, ...] = ()
-    gather_output: bool = False
-    """Column, vocab: the output is gathered here."""
-    input_is_parallel: bool = False
-    """Row: the input arrives sharded."""
-    reduce_output: bool = False
-    """Row, vocab, experts: the Partial output is reduced here."""
     norm: NormInfo | None = None
     flags: tuple[str, ...] = ()
     """Experts: bool attributes to set, so that the module skips ids past the last expert."""
 
     def __post_init__(self) -> None:
-        if self.category not in CATEGORY_FIELDS:
-            fail("category", one_of(self.category, CATEGORY_FIELDS))
-        for field in ("gather_output", "input_is_parallel", "reduce_output", "norm", "flags"):
-            if getattr(self, field) and field not in CATEGORY_FIELDS[self.category]:
+        if self.category not in CATEGORIES:
+            fail("category", one_of(self.category, CATEGORIES))
+        for field, category in CATEGORY_OF_FIELD.items():
+            if getattr(self, field) and self.category != category:
                 fail(field, f'a module of the category "{self.category}" cannot have it')
-        made = {step.op for step in self.outputs}
-        for field, ops in FLAG_STEPS.items():
-            if getattr(self, field) and made.isdisjoint(ops):
-                fail(field, f"needs a step {' or '.join(ops)} among the outputs")
         # A step that zeroes positions needs the ids that an earlier step found to be out-of-shard.
         remembers = False
         for index, step in enumerate(self.inputs):
@@ -350,6 +327,25 @@ class ModulePlan:
             edited.add(edit.attribute)
         if self.category == "norm" and self.norm is None:
             fail("", 'the key "norm" is missing')
+
+    @property
+    def gather_output(self) -> bool:
+        """Column, vocab: whether the output is gathered here."""
+        return self.category in ("column", "vocab") and self._has_output("all_gather")
+
+    @property
+    def input_is_parallel(self) -> bool:
+        """Row: whether the input arrives sharded."""
+        return self.category == "row" and not any(isinstance(step, SliceStep) for step in self.inputs)
+
+    @property
+    def reduce_output(self) -> bool:
+        """Row, vocab, experts: whether the Partial output is reduced here."""
+        sums = self._has_output("all_reduce") or self._has_output("reduce_scatter")
+        return self.category in ("row", "vocab", "experts") and sums
+
+    def _has_output(self, op: str) -> bool:
+        return any(step.op == op for step in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)

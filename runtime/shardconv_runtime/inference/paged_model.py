@@ -174,7 +174,7 @@ def _prompts(inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _ordinary_logits(model: Any, ids: Tensor) -> Tensor:
     """Return the logits of the last token of ``ids: [1, S]``, float32 ``[V]``."""
-    keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in forward_signature(model).parameters else {}
     with ordinary_attention(model):
         logits: Tensor = model._call_impl(input_ids=ids, use_cache=False, **keep).logits
     return logits[0, -1].float()

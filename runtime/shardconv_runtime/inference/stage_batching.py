@@ -8,6 +8,7 @@ one is ended: its tokens come from the last stage.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ class StagedBatchingManager(RankBatchingManager):
                 else:
                     inputs_and_outputs = self.batch_processor.inputs_and_outputs
                     inputs = inputs_and_outputs.get_model_kwargs()
-                    if self._model._supports_logits_to_keep():
+                    if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
                         inputs["logits_to_keep"] = inputs["logits_indices"]
                     with torch.no_grad(), torch.cuda.stream(inputs_and_outputs.compute_stream):
                         self._model(**inputs)

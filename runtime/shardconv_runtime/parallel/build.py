@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from .packed_modules import PackedModules
 
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""All dropout modules of torch."""
+
+
 def parallelize(
     model: nn.Module,
     plan: Plan,

@@ -56,7 +56,7 @@ def without_logits_gather(
     found = dict(modules)
     for name in {module, *heads}:
         outputs = tuple(step for step in modules[name].outputs if step != gather)
-        found[name] = replace(modules[name], outputs=outputs, gather_output=False)
+        found[name] = replace(modules[name], outputs=outputs)
     return found
 
 

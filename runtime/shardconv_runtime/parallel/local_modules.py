@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..comm.steps import Slice
 from ..errors import PlanError
 from ..format.dims import size
 from ..format.plan import ModulePlan, ParameterPlan, Plan, local_shape
@@ -165,16 +164,12 @@ def _row(target: _Target) -> nn.Module:
     is_summed = any(isinstance(each, AllReduceStep | ReduceScatterStep) for each in target.entry.outputs)
     if has_bias and not bias_is_partial and not is_summed:
         raise PlanError("each rank would add the bias to its partial output; make the bias partial")
-    inputs = target.steps("input")
-    if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
-        grad_axes = () if target.training else None
-        inputs.append(Slice(target.comm, -1, target.parameter("weight").dims[1], grad_axes))
     module = RowParallelLinear(
         in_features,
         out_features,
         has_bias,
         bias_is_partial=bias_is_partial,
-        steps=Steps(inputs, target.steps("output")),
+        steps=Steps(target.steps("input"), target.steps("output")),
         device=torch.device("meta"),
     )
     return _as_planned(module, target)

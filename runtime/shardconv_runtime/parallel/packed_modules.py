@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..errors import CheckpointError, PlanError
 from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Packing, ParameterPlan, local_shape
 from ..format.slices import coordinates
-from ..format.slot_steps import SliceStep
 from ..packed.formats import fill_module, format_of
 from ..packed.packed_format import Part
 from ..packed.stored_weights import WeightSlice
@@ -251,11 +249,7 @@ class PackedModules:
         is_first = all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
         if bias is not None and not bias.partial and not is_first:  # of the terms of the sum one has the bias
             self._without_bias.append(module)
-        # With the slice of a replicated input, which plans leave out if a parallel class does it.
-        if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
-            return entry
-        step = SliceStep("input.input", dim=-1, layout=weight.dims[1])
-        return replace(entry, inputs=(*entry.inputs, step))
+        return entry
 
     def fuse(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Have modules compute their products as one, if their formats allow it; before they are filled."""

@@ -28,6 +28,7 @@ from ..format.names import expand_all
 from ..format.plan import DrawPlan
 from ..format.slices import coordinates
 from ..parallel.boundary import renumber
+from ..parallel.build import DROPOUTS
 
 _RANDOM_NAMES = ("drop", "jitter", "noise")
 """Parts of the names of attributes that are probabilities of dropout or scales of noise."""
@@ -277,7 +278,7 @@ def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
     """Return the owners and names of the attributes of a module that are probabilities."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}  # by identity: configs cannot be hashed
     for child in module.modules():
-        if isinstance(child, nn.modules.dropout._DropoutNd):
+        if isinstance(child, DROPOUTS):
             found[id(child), "p"] = child, "p"
         for owner in (child, getattr(child, "config", None)):
             for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():

@@ -259,7 +259,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         lambda p: change_modules(
             p,
             "o_proj",
-            lambda m: replace(m, category="experts", input_is_parallel=False, flags=("x",)),
+            lambda m: replace(m, category="experts", flags=("x",)),
         ),
         "more than steps",
     ),

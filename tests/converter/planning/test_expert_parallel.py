@@ -557,7 +557,7 @@ def test_a_plan_that_says_ep_has_experts() -> None:
         plan_json.loads(text.replace('"experts": "ep"', '"experts": "both"'))
     with pytest.raises(PlanError, match='no module has the category "experts"'):
         plan_json.loads(
-            text.replace('"category": "experts"', '"category": "boundary"')
-            .replace('"reduce_output": true', '"reduce_output": false')
-            .replace(', "flags": ["_is_expert_parallel"]', "")
+            text.replace('"category": "experts"', '"category": "boundary"').replace(
+                ', "flags": ["_is_expert_parallel"]', ""
+            )
         )

@@ -72,7 +72,7 @@ def test_a_wrong_plan_is_wrong_with_small_images_too(seeing: tuple[Plan, Numeric
     plan, check = seeing
     (projection,) = (m for m in plan.modules if "model.multi_modal_projector.linear_2" in m.names)
     assert projection.outputs
-    unsummed = replace(projection, outputs=(), reduce_output=False)
+    unsummed = replace(projection, outputs=())
     modules = tuple(unsummed if m is projection else m for m in plan.modules)
     with pytest.raises(SolveError, match="the plan is wrong"):
         simulate(check.case(replace(plan, modules=modules)))

@@ -12,15 +12,9 @@ from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, SliceStep
 from torch import Tensor
 
-from shardconv.simulation.module_comparison import (
-    BEFORE,
-    UNKNOWN,
-    UNSHARDED,
-    Explanations,
-    ModuleComparison,
-    Observation,
-    Placement,
-)
+from shardconv.simulation.explanations import UNKNOWN, Explanations, Placement
+from shardconv.simulation.model_runs import PRECISIONS
+from shardconv.simulation.module_comparison import BEFORE, UNSHARDED, ModuleComparison, Observation
 from shardconv.simulation.rank_threads import BESIDE, ThreadCommunicator, Turn, run_ranks
 
 WANT = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -195,7 +189,7 @@ def entry(text: str) -> ModulePlan:
     ],
 )
 def test_what_a_step_says(step: str, observed: Observation, gradients: bool, placed: Placement) -> None:
-    comparison = ModuleComparison(plan((2,)), {"a": entry(step)}, 1e-9, gradients=gradients)
+    comparison = ModuleComparison(plan((2,)), {"a": entry(step)}, PRECISIONS[0], gradients=gradients)
     assert comparison.placement(observed) == placed
 
 
@@ -203,7 +197,7 @@ class TestTheFirst:
     """Modules are compared in the order in which the unsharded model reports them."""
 
     def test_the_innermost(self) -> None:
-        modules = ModuleComparison(plan((1,)), {}, 1e-9)
+        modules = ModuleComparison(plan((1,)), {}, PRECISIONS[0])
         order = [
             Observation("a.b", 0, "output"),
             Observation("a.b", 1, "output"),
@@ -227,14 +221,14 @@ class TestTheFirst:
             (True, Observation("a.b", 0, "output", BEFORE, caller="a"), "a.b"),
             (True, Observation("a.b", 0, "input.x", BEFORE, caller="a"), "a.b"),
         ):
-            modules = ModuleComparison(plan((1,)), {}, 1e-9, gradients=gradients)
+            modules = ModuleComparison(plan((1,)), {}, PRECISIONS[0], gradients=gradients)
             modules.report(UNSHARDED, observed, WANT)
             modules.report(0, observed, 2 * WANT)
             assert modules.first is not None
             assert modules.first.fqn == blamed
 
     def test_tensors_are_those_at_the_end_of_the_call(self) -> None:
-        modules = ModuleComparison(plan((1,)), {}, 1e-9)
+        modules = ModuleComparison(plan((1,)), {}, PRECISIONS[0])
         output = WANT.clone()
         modules.report(UNSHARDED, Observation("a", 0, "output"), WANT)
         modules.report(0, Observation("a", 0, "output"), output)
@@ -242,7 +236,7 @@ class TestTheFirst:
         assert modules.first is None
 
     def test_calls_that_a_rank_leaves_out_are_dropped(self) -> None:
-        modules = ModuleComparison(plan((1,)), {}, 1e-9)
+        modules = ModuleComparison(plan((1,)), {}, PRECISIONS[0])
         for fqn in ("a", "b"):
             modules.enter(UNSHARDED, (fqn, 0))
             modules.report(UNSHARDED, Observation(fqn, 0, "output"), WANT)

@@ -428,7 +428,7 @@ def test_a_layer_is_run_if_its_plan_is_not_that_of_the_layer_that_stands_for_it(
         if name in names:
             rest = tuple(n for n in names if n != name)
             entries += [replace(entry, names=rest)] if rest else []
-            entry = replace(entry, names=(name,), outputs=(), reduce_output=False)
+            entry = replace(entry, names=(name,), outputs=())
         entries.append(entry)
     wrong = replace(right.plan, modules=tuple(entries))
     assert right.reason_against(wrong) == "_simulate"

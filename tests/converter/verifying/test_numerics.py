@@ -192,7 +192,7 @@ def test_a_wrong_plan_is_found(out: Path, capsys: pytest.CaptureFixture[str]) ->
     def without_sums(entry: ModulePlan) -> ModulePlan:
         if not entry.names[0].endswith("down_proj"):
             return entry
-        return dataclasses.replace(entry, outputs=(), reduce_output=False)
+        return dataclasses.replace(entry, outputs=())
 
     def change(plan: Plan) -> Plan:
         return dataclasses.replace(plan, modules=tuple(map(without_sums, plan.modules)))

@@ -96,8 +96,7 @@ def without(entry: ModulePlan, op: str) -> ModulePlan:
     """Leave a step out."""
     inputs = tuple(b for b in entry.inputs if b.op != op)
     outputs = tuple(b for b in entry.outputs if b.op != op)
-    flags = {"reduce_output": False} if op == "all_reduce" else {"gather_output": False}
-    return replace(entry, inputs=inputs, outputs=outputs, **flags)
+    return replace(entry, inputs=inputs, outputs=outputs)
 
 
 def with_edit(entry: ModulePlan, attribute: str, local: tuple[int, ...]) -> ModulePlan:

@@ -178,10 +178,10 @@ def test_another_plan_is_refused(converted: Path) -> None:
 
 
 def test_plan_of_another_version_or_tp(converted: Path) -> None:
-    newer = PLAN_TEXT.replace('"version": 5', '"version": 6')
+    newer = PLAN_TEXT.replace('"version": 6', '"version": 7')
     (converted / "plan.json").write_text(newer, "utf-8")
     found = replace(manifest.read(converted), plan_sha256=plan_json.sha256(newer))
-    with pytest.raises(PlanError, match="reads version 5, the file has 6; convert the model again"):
+    with pytest.raises(PlanError, match="reads version 6, the file has 7; convert the model again"):
         manifest.read_plan(converted, found)
     (converted / "plan.json").write_text(PLAN_TEXT, "utf-8")
     with pytest.raises(CheckpointError, match=r"tp is 4 in plan\.json and 2 in manifest\.json"):

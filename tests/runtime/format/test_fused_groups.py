@@ -56,10 +56,8 @@ PLAN = Plan(
     modules=(
         ModulePlan(("{0..2}.a", "{0..2}.b", "plain"), "column"),
         ModulePlan(("row",), "row"),
-        ModulePlan(
-            ("gathered",), "column", outputs=(AllGatherStep("output", -1, SHARDED),), gather_output=True
-        ),
-        ModulePlan(("summed",), "row", outputs=(AllReduceStep("output", (0,)),), reduce_output=True),
+        ModulePlan(("gathered",), "column", outputs=(AllGatherStep("output", -1, SHARDED),)),
+        ModulePlan(("summed",), "row", outputs=(AllReduceStep("output", (0,)),)),
     ),
     fused=(group("{0..2}.a", "{0..2}.b"),),
 )

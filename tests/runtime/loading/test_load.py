@@ -274,7 +274,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 def test_a_plan_of_another_version(tmp_path: Path) -> None:
     path, _ = converted(tmp_path)
-    rewrite(path, **{'"version": 5': '"version": 99'})
+    rewrite(path, **{'"version": 6': '"version": 99'})
     for error in errors_of(path):
         assert isinstance(error, PlanError)
         assert "99" in str(error)

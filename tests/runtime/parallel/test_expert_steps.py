@@ -52,7 +52,6 @@ def entry(layout: Leaf, op: str, local: tuple[int, ...]) -> ModulePlan:
         inputs=(boundary("input.ids", op, layout=layout), boundary("input.weights", "zero_out_of_shard")),
         outputs=(boundary("output", "all_reduce", axes=layout.axes),),
         edits=(Edit("count", layout.size, local),),
-        reduce_output=True,
         flags=("lenient",) if op == "local_rows_or_end" else (),
     )
 
@@ -153,11 +152,11 @@ def test_a_plan_with_sharded_experts_on_disk() -> None:
         ({"flags": ("a.b",)}, "flags: not the name of an attribute"),
         ({"flags": ("lenient", "lenient")}, "flags: an attribute is named twice"),
         (
-            {"category": "boundary", "reduce_output": False},
+            {"category": "boundary"},
             'flags: a module of the category "boundary" cannot have it',
         ),
         (
-            {"category": "boundary", "reduce_output": False, "flags": ()},
+            {"category": "boundary", "flags": ()},
             'no module has the category "experts"',
         ),
     ],

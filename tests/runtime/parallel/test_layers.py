@@ -144,7 +144,7 @@ def test_column_parallel(mesh: Mesh, gather: bool, bias: bool) -> None:
         held(nn.Linear(6, 10, bias)),
         mesh,
         parameters,
-        [ModulePlan(("inner",), "column", outputs=outputs, gather_output=gather)],
+        [ModulePlan(("inner",), "column", outputs=outputs)],
         randn(2, 3, 6),
         local_output=None if gather else lambda y, rank: local(y, (*replicated(2, 3), layout), mesh, rank),
     )
@@ -156,6 +156,7 @@ def test_column_parallel(mesh: Mesh, gather: bool, bias: bool) -> None:
 def test_row_parallel(mesh: Mesh, input_is_parallel: bool, bias: str) -> None:
     axes = all_axes(mesh)
     layout = Leaf(9, axes)
+    cut = boundary("input.input", "slice", dim=-1, layout=layout)
     parameters = [parameter("inner.weight", Leaf(5), layout)]
     if bias != "none":
         parameters.append(parameter("inner.bias", Leaf(5), partial=axes if bias == "partial" else ()))
@@ -167,9 +168,8 @@ def test_row_parallel(mesh: Mesh, input_is_parallel: bool, bias: str) -> None:
             ModulePlan(
                 ("inner",),
                 "row",
+                inputs=() if input_is_parallel else (cut,),
                 outputs=(boundary("output", "all_reduce", axes=axes),),
-                input_is_parallel=input_is_parallel,
-                reduce_output=True,
             )
         ],
         randn(2, 3, 9),
@@ -189,7 +189,14 @@ def test_a_linear_layer_may_be_sharded_on_both_dims() -> None:
         held(nn.Linear(4, 6)),
         mesh,
         [parameter("inner.weight", out, inner), parameter("inner.bias", out)],
-        [ModulePlan(("inner",), "row", outputs=steps, reduce_output=True)],
+        [
+            ModulePlan(
+                ("inner",),
+                "row",
+                inputs=(boundary("input.input", "slice", dim=-1, layout=inner),),
+                outputs=steps,
+            )
+        ],
         randn(3, 4),
     )
 
@@ -198,7 +205,7 @@ def test_a_bias_that_nothing_reduces_is_refused() -> None:
     plan = plan_of(
         (2,),
         {"w": parameter("inner.weight", Leaf(4), Leaf(4, (0,))), "b": parameter("inner.bias", Leaf(4))},
-        {"m": ModulePlan(("inner",), "row", input_is_parallel=True)},
+        {"m": ModulePlan(("inner",), "row")},
     )
     with pytest.raises(PlanError, match="inner: each rank would add the bias"):
         run_ranks((2,), lambda comm: parallelize(Holder(nn.Linear(4, 4)), plan, comm))
@@ -249,7 +256,6 @@ def test_vocab_parallel_embedding(mesh: Mesh, text: str, padding_idx: int | None
                     boundary("output", "zero_out_of_shard"),
                     boundary("output", "all_reduce", axes=all_axes(mesh)),
                 ),
-                reduce_output=True,
             )
         ],
         torch.tensor([[0, 1, 12, 6], [7, 5, 11, 0]]),
@@ -581,11 +587,10 @@ def block_plan() -> Plan:
             "vocab",
             inputs=(boundary("input.input", "local_rows", layout=vocab),),
             outputs=(boundary("output", "zero_out_of_shard"), reduce),
-            reduce_output=True,
         ),
         ModulePlan(("up",), "column"),
         ModulePlan(("norm",), "norm", norm=rms_info((0,), 8)),
-        ModulePlan(("down",), "row", outputs=(reduce,), input_is_parallel=True, reduce_output=True),
+        ModulePlan(("down",), "row", outputs=(reduce,)),
         ModulePlan(
             ("last",),
             "boundary",

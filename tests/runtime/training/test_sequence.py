@@ -12,8 +12,7 @@ import torch
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.parallel.build import stored_tensors
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
@@ -39,14 +38,13 @@ def solved(model_type: str) -> tuple[Plan, nn.Module, RandomWeights]:
     plan = solve_plan(spec, SolveOptions(RANKS, sequence_parallel=True))
     meta = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
     weights = RandomWeights(plan)
-    known = parameter_plans(plan)
-    weights.unsharded({n: t for n, t in stored_tensors(meta) if n in known}, torch.float64)
+    weights.put_into(copy.deepcopy(meta), None, torch.float64, gradients=True)
     return plan, meta, weights
 
 
 def unsharded(model_type: str) -> nn.Module:
     _, meta, weights = solved(model_type)
-    return fill(copy.deepcopy(meta), weights.unsharded({}, torch.float64), gradients=True).eval()
+    return weights.put_into(copy.deepcopy(meta), None, torch.float64, gradients=True).eval()
 
 
 def on_ranks(model_type: str, call: Callable[[nn.Module], Any], plan: Plan | None = None) -> list[Any]:
