@@ -25,7 +25,7 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from synthetic import Shape
 
 from shardconv.arguments import SolveOptions
@@ -64,7 +64,7 @@ def saved_bytes(tp: int, layers: int, form: dict[str, Any]) -> int:
     ids = torch.randint(SHAPE.vocab, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
     def rank(comm: Communicator) -> int:
-        model = parallelize_for_training(copy.deepcopy(full), plan, comm, **form)
+        model = parallelize_for_training(copy.deepcopy(full), plan, comm, TrainingForm(**form))
         fill(model, weights.local(comm.rank, DTYPE), gradients=True).train()
         saved = Saved([*model.parameters(), *model.buffers(), ids])
         with saved.watching():

@@ -11,7 +11,7 @@ import torch
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.model_directory import remarks
-from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
+from shardconv_runtime.checkpoint.packed_plan import flatten, grains_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
 from shardconv_runtime.errors import SourceError
@@ -105,7 +105,7 @@ def convert_model(
         origin = with_example(origin, options.example, spec.config)
     for note in notes:
         progress.stage(f"note: {note}")
-    solved = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
+    solved = solve_plan(spec, options, grains=grains_of(found), progress=progress.stage)
     solved = replace(solved, notes=(*solved.notes, *notes))
     solved, tensors = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     solved = with_packed_notes(solved, spec.quantization)

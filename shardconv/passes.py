@@ -41,7 +41,7 @@ from .plan_forms import (
     without_extra_outputs,
 )
 from .planning.expert_parallel import ExpertParallel, isolate_experts
-from .planning.parameter_plans import Steps
+from .planning.parameter_plans import Grains
 from .planning.solution import stand_in
 from .simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from .simulation.memory_measurement import NotMeasured, measure_memory
@@ -58,7 +58,7 @@ def solve_plan(
     spec: ModelSpec,
     options: SolveOptions,
     *,
-    steps: Steps | None = None,
+    grains: Grains | None = None,
     progress: Tell | None = None,
     adaptation: Adaptation | None = None,
 ) -> Plan:
@@ -67,7 +67,7 @@ def solve_plan(
         # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
         # while they wait. On two cores they double the CPU time.
         with _no_collection(), _without_validation(), in_one_thread():
-            return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
+            return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
     except MemoryError as error:
@@ -122,7 +122,7 @@ def _without_validation() -> Iterator[None]:
 
 
 def _solved(
-    spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell, adaptation: Adaptation | None
+    spec: ModelSpec, options: SolveOptions, grains: Grains, tell: Tell, adaptation: Adaptation | None
 ) -> Plan:
     run = _traced(spec, options, adaptation, tell)
 
@@ -131,7 +131,7 @@ def _solved(
         return _with_fewer_positions(run, spec, options, adaptation)
 
     used = run if options.check else run.as_in_training()
-    return _solved_run(spec, options, steps, used, tell, with_fewer_positions)
+    return _solved_run(spec, options, grains, used, tell, with_fewer_positions)
 
 
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
@@ -219,7 +219,7 @@ class _Run:
 def _solved_run(
     spec: ModelSpec,
     options: SolveOptions,
-    steps: Steps,
+    grains: Grains,
     run: _Run,
     tell: Tell,
     with_fewer_positions: Callable[[], Source | None],
@@ -238,7 +238,7 @@ def _solved_run(
     analysis = replace(analysis, read_in_training=training.reads_whole)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = run.bypasses
-    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
+    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, grains, given, bypassed)
     plan, solution = plain_form(problem)
     if adapted is not None:
         plan = adapted.planned(plan)
@@ -278,7 +278,7 @@ def _solved_run(
         if plan.inference_only and not tape.not_in_training:
             other = run.as_in_training()
             if other.tape.not_in_training:
-                return _solved_run(spec, options, steps, other, tell, with_fewer_positions)
+                return _solved_run(spec, options, grains, other, tell, with_fewer_positions)
         if plan.stages is not None:
             plan = check.with_right_stages(plan)
         if adapted is not None:

@@ -41,11 +41,11 @@ from .planning.layout import Layouts
 from .planning.localize import localize
 from .planning.module_plans import logits_info, module_plans, norm_plans
 from .planning.parameter_plans import (
-    Steps,
-    find_divided_step,
+    Grains,
+    find_divided_grain,
     gradient_plans,
     parameter_plans,
-    split_at_steps,
+    split_at_grains,
 )
 from .planning.solution import Solution
 from .planning.solve import Assignment, Given, Pins, pins_of, solve
@@ -73,7 +73,7 @@ class PlanProblem:
     folded: Folded
     analysis: Analysis
     expert_parallel: ExpertParallel | None
-    steps: Steps
+    grains: Grains
     given: Given | None
     """Layouts of parameters that are fixed, since the model already has shards (for adapters)."""
     bypassed: Mapping[str, Bypass]
@@ -89,13 +89,13 @@ class PlanProblem:
         norms = norm_plans(self.model, layouts)
         if isinstance(norms, Conflict):
             return norms
-        edits = localize(layouts)
-        if isinstance(edits, Conflict):
-            return edits
+        overrides = localize(layouts)
+        if isinstance(overrides, Conflict):
+            return overrides
         if self.expert_parallel:
-            edits |= self.expert_parallel.edits(layouts)
+            overrides |= self.expert_parallel.overrides(layouts)
         gradients = solve_gradients(self.analysis, assignment, self.folded)
-        return Solution(layouts, edits, norms, self.folded, reasons, gradients)
+        return Solution(layouts, overrides, norms, self.folded, reasons, gradients)
 
     def forbidden(self) -> list[Node]:
         """Return dims that no solution may shard."""
@@ -125,7 +125,7 @@ class RuledOut:
             if each.several_calls_of and each.several_calls_of not in alike:
                 alike.add(each.several_calls_of)
             elif not each.nodes:
-                raise SolveError(f"{each.where}: no attribute edit makes this call local")
+                raise SolveError(f"{each.where}: no attribute override makes this call local")
             else:
                 nodes += each.nodes
                 reasons |= {find(x): each.where for node in each.nodes for x in leaves(node)}
@@ -244,7 +244,7 @@ def plan_notes(solution: Solution) -> tuple[str, ...]:
 def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
     """Find the plan without sequence parallelism, and its solution."""
     forbidden = problem.forbidden()
-    forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
+    forbidden += split_at_grains(problem.analysis, problem.folded, problem.grains)
     layers = PeerLayers(problem.analysis)
     pins = pins_of(problem.analysis, problem.given) if problem.given is not None else None
 
@@ -270,7 +270,7 @@ def _attempt(
     plan = _assembled(problem, solution)
     if isinstance(plan, Conflict):
         return plan
-    conflict = find_divided_step(solution, plan.parameters, problem.steps)
+    conflict = find_divided_grain(solution, plan.parameters, problem.grains)
     if conflict is not None:
         return conflict
     if problem.expert_parallel:

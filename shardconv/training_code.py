@@ -114,4 +114,4 @@ def _compared(tape: Tape, other: Tape) -> list[tuple[str, int, int, int, int]]:
 
 def _key(tape: Tape, event: Event) -> tuple[str, object]:
     """Return the module and the operation of an event."""
-    return tape.calls[event.call].fqn, event.name if isinstance(event, Op) else event.slots
+    return tape.calls[event.call].fqn, event.name if isinstance(event, Op) else event.ports

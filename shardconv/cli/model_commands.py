@@ -126,12 +126,6 @@ def plan_command(
     output: str | None,
     check: bool | None,
     tokens: int,
-    device_memory: str | None,
-    reserve: str | None,
-    context: int | None,
-    batch: int | None,
-    quiet: bool,
-    verbose: bool,
     **options: Any,
 ) -> None:
     """Show how MODEL would be converted for N ranks. Needs only its config.
@@ -161,7 +155,8 @@ def plan_command(
         check = chosen == "json" or (chosen is None and output is not None)
     if options["pp"] > 1 and chosen == "tp_plan":
         raise click.UsageError("--format tp_plan does not support stages; leave out --pp or --format")
-    load = _load(tp, device_memory, reserve, context, batch)
+    load = _load(tp, *(options.pop(name) for name in ("device_memory", "reserve", "context", "batch")))
+    quiet, verbose = options.pop("quiet"), options.pop("verbose")
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:

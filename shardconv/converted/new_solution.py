@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import (
     packings_of,
-    planned_steps,
+    planned_grains,
     shard,
     with_packed_notes,
     with_packings,
@@ -29,7 +29,7 @@ from .shards import Converted
 
 def solved_again(spec: ModelSpec, old: Plan, options: SolveOptions, tell: Callable[[str], None]) -> Plan:
     """Return a new plan of a model whose weights stay packed like in the old plan."""
-    solved = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
+    solved = solve_plan(spec, options, grains=planned_grains(old), progress=tell)
     return with_packed_notes(with_packings(solved, packings_of(old)), spec.quantization)
 
 

@@ -34,7 +34,7 @@ class Verified:
     """Number of files, including manifest and plan."""
     num_bytes: int
     remarks: tuple[str, ...]
-    """Differences that may be intended: other files in the directory, an edited ``config.json``."""
+    """Differences that may be intended: other files in the directory, an overridden ``config.json``."""
     num_tensors: int | None = None
     """Number of tensors that were compared with the source; None if there was no comparison."""
     numerics: Numerics | None = None

@@ -61,11 +61,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TableLookup:
-    """Rows of ``table`` are looked up by ids that enter module call ``call`` at ``slot``, and returned."""
+    """Rows of ``table`` are looked up by ids that enter module call ``call`` at ``port``, and returned."""
 
     call: int
-    slot: str
-    output_slot: str
+    port: str
+    output_port: str
     table: int
     output: int
 
@@ -100,7 +100,7 @@ class Analysis:
     frozen: list[Node] = field(default_factory=list)
     """Dims of the model's inputs (batch, sequence). They, and dims linked to them, are never sharded."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of tensors at one slot of a module, in its first call and in another. All calls have the same
+    """Pairs of tensors at one port of a module, in its first call and in another. All calls have the same
     boundary steps."""
     handed_back: list[tuple[int, int]] = field(default_factory=list)
     """(tensor that the code made, tensor that the call returns for it). The next call reads the second
@@ -201,7 +201,7 @@ def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
         if match := re.match(r"(.*?\b\d+\.)(.*)", fqn):  # stars for all numbers behind the layer's
             fqn = match[1] + starred(match[2])
         info = tape.tensors[mark.source]
-        shapes[fqn, mark.slots, info.shape] = info.dtype
+        shapes[fqn, mark.ports, info.shape] = info.dtype
     return (shape for (_, _, shape), dtype in shapes.items() if shape and dtype.is_floating_point)
 
 

@@ -119,7 +119,7 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     if "encoder_outputs" in forward_signature(model).parameters:
         first = ("output", "output.0", "output.last_hidden_state")
         encoder = model.get_encoder()  # type: ignore[operator]  # a method of transformers' models
-        handed_out += [m.target for m in _marks_of(analysis, model, encoder) if m.slots[0] in first]
+        handed_out += [m.target for m in _marks_of(analysis, model, encoder) if m.ports[0] in first]
     read = tensors_read(analysis.tape).union(analysis.tape.handed_back)
     for mark in _marks_of(analysis, model, getattr(model, "base_model", model)):
         if mark.is_output and mark.target not in read:
@@ -160,7 +160,7 @@ def _link_repeats(result: Analysis, fqns: Collection[str]) -> None:
     first: dict[tuple[str, tuple[str, ...]], Mark] = {}
     for event in tape.events:
         if isinstance(event, Mark) and event.target in result.dims and tape.calls[event.call].fqn in fqns:
-            other = first.setdefault((tape.calls[event.call].fqn, event.slots), event)
+            other = first.setdefault((tape.calls[event.call].fqn, event.ports), event)
             if other is not event:
                 result.repeats += [(other.source, event.source), (other.target, event.target)]
     for a, b in result.repeats:

@@ -31,13 +31,13 @@ class ExpertCall:
     call: int
     fqn: str
     x: str
-    """Slot of the activations ``[..., H]``."""
+    """Port of the activations ``[..., H]``."""
     ids: str
-    """Slot of the chosen experts ``[..., K]``, or ``[...]`` if each token has one."""
+    """Port of the chosen experts ``[..., K]``, or ``[...]`` if each token has one."""
     weights: str
-    """Slot of their weights, in the shape of ``ids``, or with a last dim of 1."""
+    """Port of their weights, in the shape of ``ids``, or with a last dim of 1."""
     inputs: tuple[int, int, int]
-    """The tensors of these slots, behind their marks."""
+    """The tensors of these ports, behind their marks."""
     output: int
     """The tensor that it returns, before its mark."""
     parameters: tuple[int, ...]
@@ -54,7 +54,7 @@ class ExpertSharding:
     zero."""
     flags: tuple[str, ...]
     """Bool attributes to set, so that the module skips ids past the end."""
-    edits: tuple[tuple[str, str], ...]
+    overrides: tuple[tuple[str, str], ...]
     """(path of a module from this one, int attribute) that become the local number of experts."""
 
 
@@ -84,8 +84,8 @@ def find_experts(tape: Tape) -> list[ExpertCall]:
 def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     entries = [m for m in marks if not m.is_output]
     exits = [m for m in marks if m.is_output]
-    plain = all(len(m.slots) == 1 for m in marks) and all(m.slots[0].count(".") == 1 for m in entries)
-    if len(entries) != 3 or len(exits) != 1 or exits[0].slots != ("output",) or not plain:
+    plain = all(len(m.ports) == 1 for m in marks) and all(m.ports[0].count(".") == 1 for m in entries)
+    if len(entries) != 3 or len(exits) != 1 or exits[0].ports != ("output",) or not plain:
         return None
     fqn = tape.calls[call].fqn
     parameters = tuple(
@@ -112,7 +112,7 @@ def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     x, ids, weights = roles
     inputs = x.target, ids.target, weights.target
     return ExpertCall(
-        call, fqn, x.slots[0], ids.slots[0], weights.slots[0], inputs, exits[0].source, parameters
+        call, fqn, x.ports[0], ids.ports[0], weights.ports[0], inputs, exits[0].source, parameters
     )
 
 

@@ -85,7 +85,7 @@ def find_norms(tape: Tape) -> list[NormSite]:
 def _site(tape: Tape, call: int, indices: list[int], marks: list[Mark]) -> NormSite | None:
     entries = [m for m in marks if not m.is_output]
     exits = [m for m in marks if m.is_output]
-    if len(entries) not in (1, 2) or len(exits) != 1 or any(len(m.slots) > 1 for m in entries):
+    if len(entries) not in (1, 2) or len(exits) != 1 or any(len(m.ports) > 1 for m in entries):
         return None
     sources, result = [m.target for m in entries], exits[0].source
     shape = tape.tensors[result].shape
@@ -103,7 +103,7 @@ def _site(tape: Tape, call: int, indices: list[int], marks: list[Mark]) -> NormS
         return None
     if result not in made or not set(sources) <= {t for op in operators for t in op.inputs}:
         return None
-    names = tuple(m.slots[0].partition(".")[2] for m in entries)
+    names = tuple(m.ports[0].partition(".")[2] for m in entries)
     fqn, parameters = tape.calls[call].fqn, tuple(sorted(outside))
     return NormSite(call, fqn, tuple(indices), tuple(sources), names, result, parameters, groups)
 

@@ -132,7 +132,7 @@ class Builder:
     def lookup(self, mark: Mark, table: int, output: int) -> None:
         """Note that rows of a table are looked up by ids that enter a module at ``mark``."""
         returned = self.lookup_calls[mark.call]
-        self.result.lookups.append(TableLookup(mark.call, mark.slots[0], returned, table, output))
+        self.result.lookups.append(TableLookup(mark.call, mark.ports[0], returned, table, output))
 
     def free_partial(self) -> Partial:
         """Return the state of zeros, which may be partial or not."""
@@ -232,8 +232,8 @@ def passive_calls(tape: Tape) -> frozenset[int]:
         if isinstance(event, Mark):
             fqn, shape = tape.calls[event.call].fqn, tape.tensors[event.source].shape
             form = shape[1:] if fqn in identities and len(shape) == 2 else shape
-            forms.setdefault(fqn, {}).setdefault(event.slots, set()).add(form)
-    several = {fqn for fqn, slots in forms.items() if any(len(shapes) > 1 for shapes in slots.values())}
+            forms.setdefault(fqn, {}).setdefault(event.ports, set()).add(form)
+    several = {fqn for fqn, ports in forms.items() if any(len(shapes) > 1 for shapes in ports.values())}
     passive = (several - owning_modules(tape) - {""}) | tape.not_in_training
     return frozenset(i for i, call in enumerate(tape.calls) if call.fqn in passive)
 
@@ -250,9 +250,9 @@ def returned_inputs(tape: Tape) -> list[Mark]:
 
 
 def pure_lookups(tape: Tape) -> dict[int, str]:
-    """Map module calls that only return rows of a table times scalars to the slots where they return them.
+    """Map module calls that only return rows of a table times scalars to the ports where they return them.
 
-    Out-of-shard rows are zeroed at these slots.
+    Out-of-shard rows are zeroed at these ports.
     """
     ops: dict[int, list[Op]] = {}
     results: dict[int, list[Mark]] = {}
@@ -263,7 +263,7 @@ def pure_lookups(tape: Tape) -> dict[int, str]:
             results.setdefault(event.call, []).append(event)
     parents = {c.parent for c in tape.calls}
     return {
-        call: results[call][0].slots[0]
+        call: results[call][0].ports[0]
         for call, mine in ops.items()
         if call not in parents
         and len(results.get(call, ())) == 1

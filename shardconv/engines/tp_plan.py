@@ -18,6 +18,7 @@ import torch
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, axes_of, size, to_text
+from shardconv_runtime.format.module_steps import AllReduceStep, layout_of
 from shardconv_runtime.format.plan import (
     ModulePlan,
     ParameterPlan,
@@ -28,7 +29,6 @@ from shardconv_runtime.format.plan import (
     parameter_plans,
 )
 from shardconv_runtime.format.slices import Range, ranges
-from shardconv_runtime.format.slot_steps import AllReduceStep, layout_of
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -168,19 +168,21 @@ class _Translation:
     def _planned(self, path: str, module: nn.Module) -> PlannedModule:
         entry = self._entries.get(path, _UNPLANNED)
         # Styles add steps and shard parameters, and can do nothing else.
-        if entry.edits:
-            edit = entry.edits[0]
-            local = " or ".join(map(str, sorted(set(edit.local))))
-            raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
+        if entry.overrides:
+            override = entry.overrides[0]
+            local = " or ".join(map(str, sorted(set(override.local))))
+            raise Inexpressible(
+                f"its {override.attribute} must be {local} on a rank, and stays {override.value}"
+            )
         if entry.norm is not None:
             raise Inexpressible("it normalizes a sharded dim, and the ranks must share a statistic")
         if entry.flags:
             raise Inexpressible("it needs more than steps and slices")
         first = next(iter(forward_signature(module).parameters), "")
         for step in (*entry.inputs, *entry.outputs):
-            if step.slot not in ("output", "input.0", f"input.{first}"):
+            if step.port not in ("output", "input.0", f"input.{first}"):
                 raise Inexpressible(
-                    f"{step.op} at {step.slot}, and styles act on the first input and the output"
+                    f"{step.op} at {step.port}, and styles act on the first input and the output"
                 )
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         plans = {name: self._parameter(_joined(path, name), p) for name, p in parameters.items()}
@@ -189,11 +191,11 @@ class _Translation:
         for step in (*entry.inputs, *entry.outputs):
             # Check that a step is over all ranks, and about the dim in which the parameters are sharded.
             if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
-                raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
+                raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.port}")
             layout = layout_of(step)
             if layout is not None and ("?" in to_text(layout) or self._held(layout) not in sharded):
                 raise Inexpressible(
-                    f"the {step.op} at {step.slot} is of a dim that none of its parameters has"
+                    f"the {step.op} at {step.port} is of a dim that none of its parameters has"
                 )
         for name, sharding in shardings.items():
             if sharding is not None:

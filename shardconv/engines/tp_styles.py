@@ -61,7 +61,7 @@ class Style:
     sharding: Sharding
     """Sharding of the module's own parameters."""
     inputs: tuple[str, ...] = ()
-    """Ops (of ``Boundary``) on the first input."""
+    """Ops (of ``ModuleStep``) on the first input."""
     outputs: tuple[str, ...] = ()
     """Ops on the output."""
 
@@ -155,7 +155,7 @@ class PlannedModule:
         raise self._unmatched()
 
     def _unmatched(self) -> Inexpressible:
-        steps = [f"{step.op} at {step.slot}" for step in (*self.entry.inputs, *self.entry.outputs)]
+        steps = [f"{step.op} at {step.port}" for step in (*self.entry.inputs, *self.entry.outputs)]
         sharded = ", ".join(
             f"{name} sharded in {'halves of ' if shards.of_halves else ''}dim {-shards.from_end}"
             for name, shards in self.shardings.items()

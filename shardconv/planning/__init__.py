@@ -1,1 +1,1 @@
-"""From an assignment to a plan: the shards of each rank, and the edits and steps with which its code runs."""
+"""From an assignment to a plan: the shards of each rank, and the overrides and steps of its code."""

@@ -24,7 +24,7 @@ from ..simulation.expert_sums import NotProven, prove_experts
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Tape
 from .layout import Layouts
-from .localize import Attribute, AttributeEdit
+from .localize import Attribute, SolvedOverride
 
 REMEDY = "use --experts tp, the default, which shards each expert"
 
@@ -67,18 +67,18 @@ class ExpertParallel:
         """Return the dims inside of experts."""
         return [dim for tid in self.dense for dim in self.analysis.dims[tid][1:]]
 
-    def edits(self, layouts: Layouts) -> dict[Attribute, AttributeEdit]:
+    def overrides(self, layouts: Layouts) -> dict[Attribute, SolvedOverride]:
         """Return the numbers of experts that become local."""
-        out: dict[Attribute, AttributeEdit] = {}
+        out: dict[Attribute, SolvedOverride] = {}
         for site, count in self.analysis.experts:
             layout = layouts.dim(count)
             ranks = range(math.prod(layouts.mesh))
             local = tuple(slices.local_size(layout, layouts.mesh, rank) for rank in ranks)
             if axes_of(layout):
-                for path, attribute in site.sharding.edits:
+                for path, attribute in site.sharding.overrides:
                     fqn = f"{site.where.fqn}.{path}" if path else site.where.fqn
                     shown = local[:1] if len(set(local)) == 1 else local
-                    out[fqn, attribute] = AttributeEdit(site.sharding.num_experts, shown)
+                    out[fqn, attribute] = SolvedOverride(site.sharding.num_experts, shown)
         return out
 
     def notes(self, layouts: Layouts) -> tuple[str, ...]:

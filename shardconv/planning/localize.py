@@ -1,4 +1,4 @@
-"""Find the attribute edits with which the model's own code runs on local shapes.
+"""Find the attribute overrides with which the model's own code runs on local shapes.
 
 Every torch call whose arguments come from attributes or tensor sizes is recorded in the trace. On meta
 tensors of the local shapes, it must return the local shapes. If it does not, attributes that it reads have to
@@ -28,19 +28,19 @@ from .layout import Layouts, Shapes
 Attribute = tuple[str, str]
 """(module FQN, attribute)."""
 MAX_TRIALS = 4096
-"""Most sets of edits that are tried for attributes that must be chosen together."""
+"""Most sets of overrides that are tried for attributes that must be chosen together."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttributeEdit:
+class SolvedOverride:
     """An attribute's global value and its local ones: one for all ranks, or one for each."""
 
     value: int
     local: tuple[int, ...]
 
 
-def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Conflict:
-    """Find the edits for all ranks; a conflict if no edits make some call right."""
+def localize(layouts: Layouts) -> dict[Attribute, SolvedOverride] | Conflict:
+    """Find the overrides for all ranks; a conflict if no overrides make some call right."""
     ranks = range(math.prod(layouts.mesh)) if layouts.ranks_differ() else range(1)
     per_rank: list[dict[Attribute, Change]] = []
     for rank in ranks:
@@ -52,7 +52,7 @@ def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Conflict:
     out = {}
     for attribute, value in values.items():
         local = tuple(c[attribute].local if attribute in c else value for c in per_rank)
-        out[attribute] = AttributeEdit(value, local[:1] if len(set(local)) == 1 else local)
+        out[attribute] = SolvedOverride(value, local[:1] if len(set(local)) == 1 else local)
     return out
 
 
@@ -94,7 +94,7 @@ class _Localizer:
         ]
         self.calls = [_Call(r, _attributes(r, given)) for r in known if self._matters(r)]
         self.others = [_Call(r, a) for r in known if not self._matters(r) and (a := _attributes(r, given))]
-        """Calls whose tensors keep their shapes. Edits must not break them."""
+        """Calls whose tensors keep their shapes. Overrides must not break them."""
         self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
         self.num_trials = 0
         self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
@@ -142,7 +142,7 @@ class _Localizer:
         return any(self.shapes.is_changed(t) for t in touched)
 
     def _concerned(self, group: set[Attribute]) -> list[_Call]:
-        """Return the calls that read some of these attributes. They may be right only without edits."""
+        """Return the calls that read some of these attributes. They may be right only without overrides."""
         return [call for call in (*self.calls, *self.others) if group & call.attributes.keys()]
 
     # Search ----------------------------------------------------------------------------------
@@ -150,10 +150,10 @@ class _Localizer:
     def _search(self, group: Sequence[Attribute], calls: Sequence[_Call]) -> dict[Attribute, int] | Conflict:
         """Return the fewest changes that make every call right, among the first ``MAX_TRIALS``."""
         candidates = {attribute: self._candidates(attribute, calls) for attribute in group}
-        for edits in itertools.islice(_trials(candidates), MAX_TRIALS):
+        for overrides in itertools.islice(_trials(candidates), MAX_TRIALS):
             self.num_trials += 1
-            if all(self._holds(call, edits) for call in calls):
-                return edits
+            if all(self._holds(call, overrides) for call in calls):
+                return overrides
         return self._conflict(next(call for call in calls if not self._holds(call, {})))
 
     def _candidates(self, attribute: Attribute, calls: Sequence[_Call]) -> list[int]:
@@ -175,19 +175,19 @@ class _Localizer:
         found.pop(value, None)
         return [v for v in found if v > 0]
 
-    def _holds(self, call: _Call, edits: Mapping[Attribute, int]) -> bool:
-        """Return whether the call returns the local shapes with these edits."""
-        key = (call, tuple((a, edits[a]) for a in call.attributes if a in edits))
+    def _holds(self, call: _Call, overrides: Mapping[Attribute, int]) -> bool:
+        """Return whether the call returns the local shapes with these overrides."""
+        key = (call, tuple((a, overrides[a]) for a in call.attributes if a in overrides))
         known = self.memo.get(key)
         if known is None:
-            known = self.memo[key] = self._run(call.replay, edits)
+            known = self.memo[key] = self._run(call.replay, overrides)
         return known
 
-    def _run(self, replay: TracedIntCall, edits: Mapping[Attribute, int]) -> bool:
+    def _run(self, replay: TracedIntCall, overrides: Mapping[Attribute, int]) -> bool:
         def lookup(source: Expr) -> int:
             if source[0] == "attr":
                 attribute = (source[1], source[2])
-                return edits.get(attribute, self.given.get(attribute, int(source[3])))
+                return overrides.get(attribute, self.given.get(attribute, int(source[3])))
             return self.shapes.local_shape(source[1], self.rank)[source[2]]
 
         def load(ref: Ref) -> torch.Tensor:

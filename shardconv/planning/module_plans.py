@@ -1,4 +1,4 @@
-"""Plan modules: the steps at their boundaries, their edits, and the category of each.
+"""Plan modules: the steps at their boundaries, their overrides, and the category of each.
 
 Modules are recognized by their computation: a product with a sharded parameter is column-parallel if its
 output is sharded, and row-parallel if its output is partial; a lookup in sharded rows is vocab-parallel.
@@ -13,23 +13,23 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardconv_runtime.format.dims import Dim, axes_of
-from shardconv_runtime.format.names import compress
-from shardconv_runtime.format.plan import Edit, LogitsInfo, ModulePlan, NormInfo
-from shardconv_runtime.format.slices import local_size
-from shardconv_runtime.format.slot_steps import (
+from shardconv_runtime.format.module_steps import (
     AllGatherStep,
     AllReduceStep,
-    Boundary,
     GradAllReduceStep,
     GradDivideStep,
     KeepOnFirstStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
+    ModuleStep,
     ReduceScatterStep,
     ReshardingStep,
     SliceStep,
     ZeroOutOfShardStep,
 )
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import AttributeOverride, LogitsInfo, ModulePlan, NormInfo
+from shardconv_runtime.format.slices import local_size
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis, NormUse
@@ -43,7 +43,7 @@ from .layout import Layouts
 from .solution import Solution
 
 
-def steps_at(solution: Solution, mark: Mark) -> list[Boundary]:
+def steps_at(solution: Solution, mark: Mark) -> list[ModuleStep]:
     """Return the steps of a mark, where a tensor passes the boundary of a module.
 
     In this order, they reduce, gather, slice, or keep the tensor on one rank. There are none if the placement
@@ -51,7 +51,7 @@ def steps_at(solution: Solution, mark: Mark) -> list[Boundary]:
     """
     analysis, layouts = solution.analysis, solution.layouts
     width = solution.per_token(mark.source)
-    out: list[Boundary] = []
+    out: list[ModuleStep] = []
     reduced, kept = solution.reduced_axes(mark), solution.kept_axes(mark)
     before_axes, after_axes = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     pairs = [
@@ -61,40 +61,40 @@ def steps_at(solution: Solution, mark: Mark) -> list[Boundary]:
     changed = [(i, before, after) for i, before, after in pairs if before != after]
     gathered = [(i, before) for i, before, _ in changed if axes_of(before)]
     sliced = [(i, after) for i, _, after in changed if axes_of(after)]
-    for slot in mark.slots:
+    for port in mark.ports:
         if reduced and not gathered and [axes_of(d) for _, d in sliced] == [frozenset(reduced)]:
-            out.append(ReduceScatterStep(slot, *sliced[0], width))
+            out.append(ReduceScatterStep(port, *sliced[0], width))
         else:
             if reduced:
                 grad_axes = _among(after_axes, reduced)
-                out.append(AllReduceStep(slot, reduced, width, grad_axes))
+                out.append(AllReduceStep(port, reduced, width, grad_axes))
             full = (*before_axes, *_among(after_axes, reduced))
-            out += [_step(AllGatherStep, slot, *each, width, after_axes, before_axes) for each in gathered]
-            out += [_step(SliceStep, slot, *each, width, full, after_axes) for each in sliced]
+            out += [_step(AllGatherStep, port, *each, width, after_axes, before_axes) for each in gathered]
+            out += [_step(SliceStep, port, *each, width, full, after_axes) for each in sliced]
         if kept:
-            out.append(KeepOnFirstStep(slot, kept, width))
-        out += _gradient_steps(solution, mark, slot, width)
+            out.append(KeepOnFirstStep(port, kept, width))
+        out += _gradient_steps(solution, mark, port, width)
     return out
 
 
 def _step(
     kind: type[AllGatherStep | SliceStep],
-    slot: str,
+    port: str,
     dim: int,
     layout: Dim,
     per_token: int,
     grad_axes: Collection[int],
     local_grad_axes: Collection[int],
-) -> Boundary:
+) -> ModuleStep:
     full, local = (_among(each, axes_of(layout)) for each in (grad_axes, local_grad_axes))
-    return kind(slot, dim, layout, per_token, full, local)
+    return kind(port, dim, layout, per_token, full, local)
 
 
 def _among(some: Collection[int], others: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(set(some) & set(others)))
 
 
-def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -> list[Boundary]:
+def _gradient_steps(solution: Solution, mark: Mark, port: str, per_token: int) -> list[ModuleStep]:
     """Return the steps of a tensor without other steps whose gradient is partial on one side only."""
     before, after = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     kept = [
@@ -105,8 +105,8 @@ def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -
     ]
     summed = _among([a for a in after if a not in before], kept)
     divided = _among([a for a in before if a not in after], kept)
-    out: list[Boundary] = [GradAllReduceStep(slot, summed, per_token)] if summed else []
-    return [*out, GradDivideStep(slot, divided)] if divided else out
+    out: list[ModuleStep] = [GradAllReduceStep(port, summed, per_token)] if summed else []
+    return [*out, GradDivideStep(port, divided)] if divided else out
 
 
 _Holders = defaultdict[Node, set[int]]
@@ -124,7 +124,7 @@ def logits_info(solution: Solution) -> LogitsInfo | None:
             continue
         gathered = [step.dim for step in steps_at(solution, event) if isinstance(step, AllGatherStep)]
         if len(gathered) == 1 and _may_stay_sharded(solution.analysis, holders, event, gathered[0]):
-            return LogitsInfo(solution.fqn(event), event.slots[0])
+            return LogitsInfo(solution.fqn(event), event.ports[0])
     return None
 
 
@@ -142,8 +142,8 @@ def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: in
     contracted = {x for c in analysis.contractions for d in c.dims for x in leaves(d)}
     blocked = any(x.blocked for x in reached)
     replayed = any(set(r.outputs) & region for r in tape.replays)
-    slots = {e.slots for e in tape.events if isinstance(e, Mark) and e.call == 0 and e.target in region}
-    return not blocked and not replayed and not contracted & reached and slots == {("output.logits",)}
+    ports = {e.ports for e in tape.events if isinstance(e, Mark) and e.call == 0 and e.target in region}
+    return not blocked and not replayed and not contracted & reached and ports == {("output.logits",)}
 
 
 def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[set[Node], set[int]]:
@@ -205,9 +205,9 @@ def _sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
 @dataclass
 class _Entry:
     category: str = "boundary"
-    inputs: list[Boundary] = field(default_factory=list)
-    outputs: list[Boundary] = field(default_factory=list)
-    edits: list[Edit] = field(default_factory=list)
+    inputs: list[ModuleStep] = field(default_factory=list)
+    outputs: list[ModuleStep] = field(default_factory=list)
+    overrides: list[AttributeOverride] = field(default_factory=list)
     norm: NormInfo | None = None
     flags: tuple[str, ...] = ()
 
@@ -216,9 +216,9 @@ class _Entry:
 class _Call:
     """The steps of one call of a module, and the dims of the tensors that they change."""
 
-    inputs: list[Boundary] = field(default_factory=list)
-    outputs: list[Boundary] = field(default_factory=list)
-    from_end: list[Boundary] = field(default_factory=list)
+    inputs: list[ModuleStep] = field(default_factory=list)
+    outputs: list[ModuleStep] = field(default_factory=list)
+    from_end: list[ModuleStep] = field(default_factory=list)
     """Inputs, then outputs, with dims counted from the end and without sizes, to compare calls."""
     nodes: list[Node] = field(default_factory=list)
 
@@ -245,8 +245,10 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Conflict:
     conflict = _collect_steps(solution, entries)
     if conflict is not None:
         return conflict
-    for (fqn, attribute), edit in sorted(solution.edits.items()):
-        entries.setdefault(fqn, _Entry()).edits.append(Edit(attribute, edit.value, edit.local))
+    for (fqn, attribute), override in sorted(solution.overrides.items()):
+        entries.setdefault(fqn, _Entry()).overrides.append(
+            AttributeOverride(attribute, override.value, override.local)
+        )
     for fqn, norm in solution.norms.items():
         entry = entries.setdefault(fqn, _Entry())
         entry.category, entry.norm = "norm", norm
@@ -264,7 +266,7 @@ def _module_plan(entry: _Entry) -> ModulePlan:
         category=entry.category,
         inputs=tuple(entry.inputs),
         outputs=tuple(entry.outputs),
-        edits=tuple(entry.edits),
+        overrides=tuple(entry.overrides),
         norm=entry.norm,
         flags=entry.flags,
     )
@@ -295,9 +297,9 @@ def _collect_lookups(solution: Solution, entries: dict[str, _Entry]) -> None:
             entry = entries.setdefault(analysis.tape.calls[lookup.call].fqn, _Entry())
             if entry.category != "vocab" or not entry.inputs:
                 entry.category = "vocab"
-                entry.inputs.append(LocalRowsStep(lookup.slot, rows, per_token=1))
+                entry.inputs.append(LocalRowsStep(lookup.port, rows, per_token=1))
                 width = solution.per_token(lookup.output)
-                entry.outputs.append(ZeroOutOfShardStep(lookup.output_slot, per_token=width))
+                entry.outputs.append(ZeroOutOfShardStep(lookup.output_port, per_token=width))
 
 
 def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
@@ -357,10 +359,10 @@ def _calls(solution: Solution) -> dict[int, _Call]:
     return out
 
 
-def _dim(step: Boundary) -> int:
+def _dim(step: ModuleStep) -> int:
     """Return the tensor dim of a step, or 0 if it has none."""
     return step.dim if isinstance(step, ReshardingStep) else 0
 
 
-def _at_dim(step: Boundary, dim: int) -> Boundary:
+def _at_dim(step: ModuleStep, dim: int) -> ModuleStep:
     return replace(step, dim=dim) if isinstance(step, ReshardingStep) else step

@@ -22,26 +22,26 @@ from ..tracing.tape import Mark, Op, prefixes, starred
 from .conflict import Conflict
 from .solution import Solution, stand_in
 
-# A solution must not cut packed parameters inside of their steps.
+# A solution must not cut packed parameters inside of their grains.
 #
 # If the tree of a dim allows it, the positions of a step become an inner factor that is not sharded, and the
-# solver distributes full steps, also unevenly. If there is no such factor (heads of one and a half steps),
+# solver distributes full grains, also unevenly. If there is no such factor (heads of one and a half grains),
 # the solution is checked.
 
-Steps = Mapping[str, tuple[int, ...]]
-"""FQN of each packed parameter -> the steps in which each dim may be cut."""
+Grains = Mapping[str, tuple[int, ...]]
+"""FQN of each packed parameter -> the positions of a dim that stay together, for each dim."""
 
 
-def split_at_steps(analysis: Analysis, folded: Folded, steps: Steps) -> list[Node]:
-    """Make steps a factor of the dims of packed parameters.
+def split_at_grains(analysis: Analysis, folded: Folded, grains: Grains) -> list[Node]:
+    """Make grains a factor of the dims of packed parameters.
 
     Returns:
-        The leaves inside of steps, which must stay replicated.
+        The leaves inside of grains, which must stay replicated.
     """
     forbidden: list[Node] = []
     by_name = {info.name: tid for tid, info in enumerate(analysis.tape.tensors) if info.name}
     stand_ins = folded.representatives()
-    kinds = {(by_name.get(stand_in(name, stand_ins)), sizes) for name, sizes in steps.items()}
+    kinds = {(by_name.get(stand_in(name, stand_ins)), sizes) for name, sizes in grains.items()}
     for tid, sizes in sorted((tid, sizes) for tid, sizes in kinds if tid is not None):
         if tid not in analysis.dims:
             continue
@@ -52,11 +52,11 @@ def split_at_steps(analysis: Analysis, folded: Folded, steps: Steps) -> list[Nod
     return forbidden
 
 
-def find_divided_step(
-    solution: Solution, parameters: Iterable[ParameterPlan], steps: Steps
+def find_divided_grain(
+    solution: Solution, parameters: Iterable[ParameterPlan], grains: Grains
 ) -> Conflict | None:
     """Return the first dim of a packed parameter in which a rank's shard begins or ends inside of a step."""
-    if not steps:
+    if not grains:
         return None
     analysis = solution.analysis
     by_name = {info.name: tid for tid, info in enumerate(analysis.tape.tensors) if info.name}
@@ -64,14 +64,14 @@ def find_divided_step(
     for entry in parameters:
         checked: set[tuple[int, ...]] = set()
         for name in expand_all(entry.names):
-            sizes = steps.get(name, ())
+            sizes = grains.get(name, ())
             if sizes in checked:
                 continue
             checked.add(sizes)
             for index, (dim, step) in enumerate(zip(entry.dims, sizes, strict=False)):
                 if not is_sharded_between(dim, step, solution.layouts.mesh):
                     tid = by_name[stand_in(name, stand_ins)]
-                    return Conflict((analysis.dims[tid][index],), f"{name} is packed in steps of {step}")
+                    return Conflict((analysis.dims[tid][index],), f"{name} is packed in grains of {step}")
     return None
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardconv_runtime.format.module_steps import AllGatherStep, AllReduceStep, ModuleStep, SliceStep
 from shardconv_runtime.format.plan import NormInfo, Plan
-from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep, Boundary, SliceStep
 from shardconv_runtime.parallel.boundary import in_use
 
 from ..dim_analysis.analysis import Analysis
@@ -16,7 +16,7 @@ from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Op, prefixes
 from .gradients import Gradients, placement
 from .layout import Layouts
-from .localize import Attribute, AttributeEdit
+from .localize import Attribute, SolvedOverride
 
 
 def inference_only(plan: Plan, why: str = "") -> Plan:
@@ -24,16 +24,16 @@ def inference_only(plan: Plan, why: str = "") -> Plan:
     modules = [
         replace(entry, inputs=_steps(entry.inputs), outputs=_steps(entry.outputs)) for entry in plan.modules
     ]
-    kept = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.edits]
+    kept = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.overrides]
     parameters = tuple(replace(entry, grad_axes=(), grad_levels=0) for entry in plan.parameters)
     return replace(plan, modules=tuple(kept), parameters=parameters, training=None, inference_only=why)
 
 
-def _steps(steps: Sequence[Boundary]) -> tuple[Boundary, ...]:
+def _steps(steps: Sequence[ModuleStep]) -> tuple[ModuleStep, ...]:
     return tuple(map(_without_gradient, in_use(steps, training=False)))
 
 
-def _without_gradient(step: Boundary) -> Boundary:
+def _without_gradient(step: ModuleStep) -> ModuleStep:
     if isinstance(step, AllReduceStep):
         return replace(step, grad_axes=())
     if isinstance(step, AllGatherStep | SliceStep):
@@ -43,10 +43,10 @@ def _without_gradient(step: Boundary) -> Boundary:
 
 @dataclass(frozen=True)
 class Solution:
-    """The placement of every tensor, and the edits with which the model's own code runs on it."""
+    """The placement of every tensor, and the overrides with which the model's own code runs on it."""
 
     layouts: Layouts
-    edits: Mapping[Attribute, AttributeEdit]
+    overrides: Mapping[Attribute, SolvedOverride]
     norms: Mapping[str, NormInfo]
     """FQN of each norm over a sharded dim."""
     folded: Folded

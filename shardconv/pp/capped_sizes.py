@@ -21,7 +21,7 @@ from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.pipeline_stages import (
     PlaceholderDim,
     PlaceholderItem,
-    SlotDim,
+    PortDim,
     StagedModule,
     StagesPlan,
 )
@@ -56,7 +56,7 @@ class _Call:
     """The shapes of the inputs and results of one module."""
 
     given: Mapping[str, tuple[int, ...]]
-    """Slot -> shape."""
+    """Port -> shape."""
     returned: tuple[tuple[int, ...] | None, ...]
     """Shape of each item, None if it is not a tensor."""
 
@@ -139,8 +139,8 @@ def _fitted_dim(
     """Return the dim of an item with its upper limit, checked against all calls."""
     sizes = [shape[index] for call in calls if (shape := call.returned[item]) is not None]
     most = max(sizes, default=0)
-    slots = [(slot, d) for slot, shape in calls[0].given.items() for d in range(len(shape))] if calls else []
-    tried = [dim.of] if dim.of else [(SlotDim(slot, d),) for slot, d in slots]
+    ports = [(port, d) for port, shape in calls[0].given.items() for d in range(len(shape))] if calls else []
+    tried = [dim.of] if dim.of else [(PortDim(port, d),) for port, d in ports]
     if not dim.of and set(sizes) <= {dim.size and size(dim.size)}:
         return dim
     for of in tried:
@@ -155,8 +155,8 @@ def _fitted_dim(
     )
 
 
-def _product(call: _Call, of: Sequence[SlotDim]) -> int | None:
+def _product(call: _Call, of: Sequence[PortDim]) -> int | None:
     """Multiply dims of a module's inputs; None if the module was not given one of them."""
-    if any(each.slot not in call.given for each in of):
+    if any(each.port not in call.given for each in of):
         return None
-    return math.prod(call.given[each.slot][each.dim] for each in of)
+    return math.prod(call.given[each.port][each.dim] for each in of)

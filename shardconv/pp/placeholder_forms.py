@@ -19,7 +19,7 @@ from shardconv_runtime.format.pipeline_stages import (
     PlaceholderDim,
     PlaceholderItem,
     PlaceholderTensor,
-    SlotDim,
+    PortDim,
 )
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -44,7 +44,7 @@ class SecondCall:
     """The inputs and results of modules in a second call of the model."""
 
     shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
-    """(FQN, slot) -> shape, in the first call of the module."""
+    """(FQN, port) -> shape, in the first call of the module."""
     returned: dict[str, Returned] = field(default_factory=dict)
     updates: dict[str, list[tuple[CacheUpdate, list[Shape]]]] = field(default_factory=dict)
     """FQN -> updates of the caches that the module was given, and the shapes of the tensors in each."""
@@ -99,9 +99,9 @@ def _read(tape: Tape) -> SecondCall:
     found = SecondCall()
     for event in tape.events:
         if isinstance(event, Mark) and event.call in names:
-            for slot in event.slots:
+            for port in event.ports:
                 tid = event.target if event.is_output else event.source
-                found.shapes[names[event.call], slot] = tape.tensors[tid].shape
+                found.shapes[names[event.call], port] = tape.tensors[tid].shape
     found.returned.update({fqn: tape.returned[i] for i, fqn in names.items() if i in tape.returned})
     for update in tape.cache_updates:
         for call in update.givers:
@@ -125,7 +125,7 @@ _KEPT_LAST = "update_conv_state"
 class _Argument:
     """A tensor that a unit is given."""
 
-    slot: str
+    port: str
     tid: int
     is_weighted: bool
     """Whether it depends on parameters. Such a tensor is always passed, while a mask may be left out."""
@@ -165,8 +165,8 @@ class UnitForms:
         outputs = self._outputs.get(unit.calls[0], {})
         items = []
         for index, item in enumerate(form.items):
-            slot = "output" if form.kind == "tensor" else f"output.{index}"
-            tensor = self._tensor(unit, slot, outputs[slot]) if item.is_tensor else None
+            port = "output" if form.kind == "tensor" else f"output.{index}"
+            tensor = self._tensor(unit, port, outputs[port]) if item.is_tensor else None
             items.append(PlaceholderItem(tensor, item.argument))
         return form.kind, tuple(items)
 
@@ -228,7 +228,7 @@ class UnitForms:
         first = self.tape.tensors[tid].shape
         arguments = self._arguments(unit)
         if second is None and self._second.called(unit.fqn):
-            arguments = [a for a in arguments if (unit.fqn, a.slot) not in self._second.shapes]
+            arguments = [a for a in arguments if (unit.fqn, a.port) not in self._second.shapes]
         dims = []
         for index, sizes in enumerate(_pairs(first, second)):
             is_kept = keeps_last and index == len(first) - 1
@@ -238,21 +238,21 @@ class UnitForms:
 
     # Shapes ----------------------------------------------------------------------------------
 
-    def _tensor(self, unit: Unit, slot: str, mark: Mark) -> PlaceholderTensor:
+    def _tensor(self, unit: Unit, port: str, mark: Mark) -> PlaceholderTensor:
         """Describe a result of a unit as its caller gets it."""
-        shown = self._marks.get((self._shown(unit.fqn), slot))
+        shown = self._marks.get((self._shown(unit.fqn), port))
         nodes = self._layouts.analysis.dims.get(shown.target) if shown is not None else None
         layouts = [self._layouts.dim(node) for node in nodes] if nodes else []
         shape = self.tape.tensors[mark.target].shape
         dims = []
-        for index, sizes in enumerate(_pairs(shape, self._second.shapes.get((unit.fqn, slot)))):
+        for index, sizes in enumerate(_pairs(shape, self._second.shapes.get((unit.fqn, port)))):
             layout = layouts[index] if layouts else Leaf(sizes.first)
             of = self._dims_of(self._arguments(unit), unit, sizes, index, layout)
             part = PlaceholderDim(of)
-            if not of and self._is_open(unit, slot, index):
+            if not of and self._is_open(unit, port, index):
                 part = self._part_of(unit, sizes, index, layout)
                 of = part.of
-            changes = sizes.second not in (None, sizes.first) or self._is_open(unit, slot, index)
+            changes = sizes.second not in (None, sizes.first) or self._is_open(unit, port, index)
             if not of and changes:
                 problem = (
                     f"returns a tensor {list(shape)} whose dim {index} is no product of dims of its inputs"
@@ -273,7 +273,7 @@ class UnitForms:
                 has, wants = axes_of(found), axes_of(layout)
                 times = math.prod(mesh[axis] for axis in has - wants)
                 over = math.prod(mesh[axis] for axis in wants - has)
-                return PlaceholderDim((SlotDim(given.slot, dim),), None, times, over)
+                return PlaceholderDim((PortDim(given.port, dim),), None, times, over)
         return PlaceholderDim()
 
     def _dims_of(
@@ -283,7 +283,7 @@ class UnitForms:
         wanted: _Sizes,
         index: int,
         layout: Dim | None = None,
-    ) -> tuple[SlotDim, ...]:
+    ) -> tuple[PortDim, ...]:
         """Return the dims of one argument whose product is the size in both calls, with the same layout.
 
         The result is empty if there are none. Tensors that depend on parameters are preferred, then dims at
@@ -299,35 +299,35 @@ class UnitForms:
                 if not is_meant or not _agree(sizes, wanted):
                     continue
                 if layout is None or (self._given_layout(unit, given, dim) or Leaf(size(layout))) == layout:
-                    candidates.append((not given.is_weighted, dim != index, SlotDim(given.slot, dim)))
+                    candidates.append((not given.is_weighted, dim != index, PortDim(given.port, dim)))
         if candidates:
             return (min(candidates, key=lambda c: c[:2])[2],)
         return self._pair_of_dims(arguments, unit, wanted)
 
     def _pair_of_dims(
         self, arguments: Sequence[_Argument], unit: Unit, wanted: _Sizes
-    ) -> tuple[SlotDim, ...]:
+    ) -> tuple[PortDim, ...]:
         """Return two dims of an argument that multiply to the size, and come from the model's inputs."""
         for given in arguments:
             dims = [(d, s) for d, s in enumerate(self._sizes(unit, given)) if s.first in self._input_sizes]
             for (d, a), (e, b) in itertools.combinations(dims, 2):
                 second = None if a.second is None or b.second is None else a.second * b.second
                 if _agree(_Sizes(a.first * b.first, second), wanted):
-                    return SlotDim(given.slot, d), SlotDim(given.slot, e)
+                    return PortDim(given.port, d), PortDim(given.port, e)
         return ()
 
     def _sizes(self, unit: Unit, given: _Argument) -> Sequence[_Sizes]:
-        return _pairs(self.tape.tensors[given.tid].shape, self._second.shapes.get((unit.fqn, given.slot)))
+        return _pairs(self.tape.tensors[given.tid].shape, self._second.shapes.get((unit.fqn, given.port)))
 
     def _given_layout(self, unit: Unit, given: _Argument, dim: int) -> Dim | None:
         """Return the layout of a dim of an argument on the caller's side; None if it was not analyzed."""
-        mark = self._marks.get((self._shown(unit.fqn), given.slot))
+        mark = self._marks.get((self._shown(unit.fqn), given.port))
         nodes = self._layouts.analysis.dims.get(mark.source) if mark is not None else None
         return self._layouts.dim(nodes[dim]) if nodes else None
 
-    def _is_open(self, unit: Unit, slot: str, index: int) -> bool:
+    def _is_open(self, unit: Unit, port: str, index: int) -> bool:
         """Return whether the inputs of the model determine the size of a dim."""
-        mark = self._marks.get((self._shown(unit.fqn), slot))
+        mark = self._marks.get((self._shown(unit.fqn), port))
         nodes = self._layouts.analysis.dims.get(mark.target) if mark is not None else None
         return nodes is not None and any(
             not leaf.size for leaf in dim_leaves(self._layouts.open_dim(nodes[index]))
@@ -349,7 +349,7 @@ class UnitForms:
         found: dict[int, list[_Argument]] = {}
         for mark in _marks_of(self.tape):
             if not mark.is_output:
-                argument = _Argument(mark.slots[0], mark.source, mark.source in weighted)
+                argument = _Argument(mark.ports[0], mark.source, mark.source in weighted)
                 found.setdefault(mark.call, []).append(argument)
         return found
 
@@ -358,16 +358,16 @@ class UnitForms:
         found: dict[int, dict[str, Mark]] = {}
         for mark in _marks_of(self.tape):
             if mark.is_output:
-                found.setdefault(mark.call, {}).update(dict.fromkeys(mark.slots, mark))
+                found.setdefault(mark.call, {}).update(dict.fromkeys(mark.ports, mark))
         return found
 
     @cached_property
     def _marks(self) -> Mapping[tuple[str, str], Mark]:
-        """The marks of the folded tape, by module and slot."""
+        """The marks of the folded tape, by module and port."""
         found: dict[tuple[str, str], Mark] = {}
         for mark in _marks_of(self._folded):
-            for slot in mark.slots:
-                found.setdefault((self._folded.calls[mark.call].fqn, slot), mark)
+            for port in mark.ports:
+                found.setdefault((self._folded.calls[mark.call].fqn, port), mark)
         return found
 
     def _shown(self, fqn: str) -> str:

@@ -245,7 +245,7 @@ class _Stages:
         sent = []
         for value in values:
             to = tuple(stage for stage, received in enumerate(self.received) if value in received)
-            item = int(value.slot.partition(".")[2] or 0)
+            item = int(value.port.partition(".")[2] or 0)
             per_token = math.ceil(math.prod(self.units.tape.tensors[value.tid].shape) / self.tokens)
             sent.append(SentValue(item, to, per_token, self.forms.is_called_again(value.unit)))
         takes_cache = any(call in self.units.tape.given_caches for call in unit.calls)

@@ -160,7 +160,7 @@ class Value:
     unit: str
     """FQN."""
     call: int
-    slot: str
+    port: str
 
 
 class Crossings:
@@ -178,7 +178,7 @@ class Crossings:
             if isinstance(event, Mark) and event.is_output and event.call in units.unit_of:
                 fqn, call = units.unit_of[event.call]
                 if call == event.call:
-                    self._results[event.target] = Value(event.target, fqn, call, event.slots[0])
+                    self._results[event.target] = Value(event.target, fqn, call, event.ports[0])
 
     def needed(self, start: int, stop: int) -> list[Value]:
         """Return the values that a stage needs from earlier ones, in the order in which they are computed."""
@@ -231,7 +231,7 @@ class Crossings:
         if not any(value.call in self.units.layers for value in values):
             return "nothing that a layer in front of it computes is needed behind it"
         if len(values) > MOST_VALUES:
-            return f"{len(values)} tensors would cross, e.g. {values[0].slot} of {values[0].unit}"
+            return f"{len(values)} tensors would cross, e.g. {values[0].port} of {values[0].unit}"
         return ""
 
     def unanswerable(self) -> str:

@@ -43,7 +43,7 @@ class Bar:
 
     path: str
     op: str
-    slot: str
+    port: str
     token_bytes: int
     """Bytes of the global tensor for each token, in one layer."""
     layers: frozenset[str]
@@ -51,7 +51,7 @@ class Bar:
     @property
     def look(self) -> Hashable:
         """Everything that a picture shows but the layers."""
-        return self.path, self.op, self.slot, self.token_bytes
+        return self.path, self.op, self.port, self.token_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -137,11 +137,11 @@ def outline(plan: Plan, summary: Summary) -> list[Block]:
                 tensors = (TensorLine("weight", parameters[source]),)
             bars = [Bar(path, *collective, layers) for collective in kind.collectives]
             for bar in bars:
-                if bar.slot.startswith("input"):
+                if bar.port.startswith("input"):
                     block.add(bar)
             for cell in _cells(path, tensors, layers, len(names) // len(layers), source):
                 block.add(cell)
-            results += [(block, bar) for bar in bars if not bar.slot.startswith("input")]
+            results += [(block, bar) for bar in bars if not bar.port.startswith("input")]
     for block, bar in results:  # the result of a module comes after everything in it
         inside = [n for n, item in enumerate(block.items, 1) if _is_in(item.path, bar.path)]
         block.add(bar, max(inside, default=len(block.items)))

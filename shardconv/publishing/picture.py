@@ -380,7 +380,7 @@ def _bar(bar: Bar, lane: Lane, block: Block) -> _Item:
     length, middle = max(92.0, text_width(bar.op, 11.5) + 16), BAR_WIDTH / 2
     where = ".".join(filter(None, (layer_names(bar.layers), bar.path))) or "the model"
     label = text(0, 4, bar.op, 11.5, text_anchor="middle", font_weight="650", class_="bar")
-    markup = title(f"{bar.op}: {where} {bar.slot}")
+    markup = title(f"{bar.op}: {where} {bar.port}")
     markup += rect(middle - 10, 0, 20, length, rx=10, fill=COLLECTIVE_COLORS[bar.op])
     markup += element("g", label, transform=f"translate({middle:g} {length / 2:g}) rotate(-90)")
     lines = [human_bytes(bar.token_bytes), "per token"]

@@ -17,7 +17,7 @@ from itertools import accumulate
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from shardconv_runtime.files.manifest import Manifest
-from shardconv_runtime.format.plan import Edit, Plan
+from shardconv_runtime.format.plan import AttributeOverride, Plan
 from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.stored_layout import is_common
 
@@ -131,14 +131,14 @@ def figures(plan: Plan, summary: Summary) -> list[tuple[str, str, str]]:
     ]
 
 
-def shown_names(names: Sequence[str], slot: str = "") -> list[str]:
-    """Return the names of modules, with the slot at them; the model itself is ``(the model)``."""
-    return [f"{name or '(the model)'} {slot}".rstrip() for name in names]
+def shown_names(names: Sequence[str], port: str = "") -> list[str]:
+    """Return the names of modules, with the port at them; the model itself is ``(the model)``."""
+    return [f"{name or '(the model)'} {port}".rstrip() for name in names]
 
 
-def local_text(edit: Edit) -> str:
+def local_text(override: AttributeOverride) -> str:
     """Return the value of an attribute on the first rank and, if it differs, on the last."""
-    return " … ".join(map(str, dict.fromkeys((edit.local[0], edit.local[-1]))))
+    return " … ".join(map(str, dict.fromkeys((override.local[0], override.local[-1]))))
 
 
 def memory_bars(plan: Plan, summary: Summary) -> list[MemoryBar]:

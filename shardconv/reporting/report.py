@@ -81,14 +81,14 @@ def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
         if plan.experts == "ep" and kind.category == "experts":
             yield f"{'':<12}expert parallel: experts are distributed, not sharded"
         yield from _aligned([tensor_cells(plan, line) for line in kind.tensors])
-        edits = []
-        for edit in kind.edits:
-            local = str(edit.local[0])
-            if len(set(edit.local)) > 1:
-                local = f"{local} … {edit.local[-1]}"
-            edits.append(f"{edit.attribute} {edit.value} → {local}")
-        if edits:
-            yield from _wrapped("edits  ", ", ".join(edits))
+        overrides = []
+        for override in kind.overrides:
+            local = str(override.local[0])
+            if len(set(override.local)) > 1:
+                local = f"{local} … {override.local[-1]}"
+            overrides.append(f"{override.attribute} {override.value} → {local}")
+        if overrides:
+            yield from _wrapped("overrides  ", ", ".join(overrides))
 
 
 def unplanned(kind: LayerKind) -> str:
@@ -153,14 +153,14 @@ def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator
     columns = "{:<13}{:<53}{:>7}{:>11}{:>16}"
     yield columns.format("COLLECTIVES", "in one forward pass", "count", "per token", f"{num_tokens:,} tokens")
     for item in collectives:
-        slots = [f"{name or '(the model)'} {item.slot}".strip() for name in item.names]
+        ports = [f"{name or '(the model)'} {item.port}".strip() for name in item.names]
         numbers = _collective_numbers(item.count, item.token_bytes, num_tokens)
-        if len(slots[0]) > 53:
-            yield f"  {item.op:<11}{slots[0]}"
+        if len(ports[0]) > 53:
+            yield f"  {item.op:<11}{ports[0]}"
             yield columns.format("", "", *numbers)
         else:
-            yield columns.format("  " + item.op, slots[0], *numbers)
-        yield from (f"{'':<13}{slot}" for slot in slots[1:])
+            yield columns.format("  " + item.op, ports[0], *numbers)
+        yield from (f"{'':<13}{port}" for port in ports[1:])
     count, token_bytes = sum(c.count for c in collectives), sum(c.token_bytes for c in collectives)
     yield columns.format("  total", "", *_collective_numbers(count, token_bytes, num_tokens))
 

@@ -11,7 +11,7 @@ from shardconv_runtime.files.manifest import FileEntry, Manifest
 from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
-    Edit,
+    AttributeOverride,
     ModulePlan,
     ParameterPlan,
     Plan,
@@ -47,11 +47,11 @@ class LayerKind:
     category: str
     """The plan's category; empty if the plan has no entry for the module."""
     tensors: tuple[TensorLine, ...]
-    edits: tuple[Edit, ...]
+    overrides: tuple[AttributeOverride, ...]
     rank_bytes: int
     """Bytes of all ``count`` modules together, on the rank that holds most."""
     collectives: tuple[tuple[str, str, int], ...]
-    """(op, slot, bytes of the global tensor for each token) of one module."""
+    """(op, port, bytes of the global tensor for each token) of one module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a forward pass, at the same slot of modules of one kind."""
+    """One collective of a forward pass, at the same port of modules of one kind."""
 
     op: str
     names: tuple[str, ...]
-    slot: str
+    port: str
     count: int
     token_bytes: int
     """Bytes of the global tensor for each token of the input, of all ``count`` together."""
@@ -110,9 +110,9 @@ def summarize(plan: Plan) -> Summary:
     found: list[Collective] = []
     for module in plan.modules:
         names = planned.get(module, [])
-        for op, slot, elements, dtype in collective_steps(module, plan.model.dtype):
+        for op, port, elements, dtype in collective_steps(module, plan.model.dtype):
             token_bytes = len(names) * elements * item_bytes(dtype)
-            found.append(Collective(op, module.names, slot, len(names), token_bytes))
+            found.append(Collective(op, module.names, port, len(names), token_bytes))
     return Summary(
         kinds=_kinds(plan, parameters),
         replicated=_replicated(plan, parameters),
@@ -191,11 +191,13 @@ def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKi
             sum(count * local_bytes(entry, plan, rank) for entry, count in counts.items())
             for rank in range(plan.tp)
         )
-        category, edits = (module.category, module.edits) if module else ("", ())
+        category, overrides = (module.category, module.overrides) if module else ("", ())
         steps = collective_steps(module, plan.model.dtype) if module else ()
-        collectives = tuple((op, slot, count * item_bytes(dtype)) for op, slot, count, dtype in steps)
+        collectives = tuple((op, port, count * item_bytes(dtype)) for op, port, count, dtype in steps)
         num_bytes = len(names) * max(held)
-        kinds.append(LayerKind(compress(names), len(names), category, tensors, edits, num_bytes, collectives))
+        kinds.append(
+            LayerKind(compress(names), len(names), category, tensors, overrides, num_bytes, collectives)
+        )
     return tuple(kinds)
 
 
@@ -233,10 +235,10 @@ def _replicated(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[Re
 
 
 def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:
-    """Yield (op, slot, elements per token, dtype) of each collective in one call of the module."""
+    """Yield (op, port, elements per token, dtype) of each collective in one call of the module."""
     for step in (*module.inputs, *module.outputs):
         if step.op in COMMUNICATING:
-            yield step.op, step.slot, step.per_token, dtype
+            yield step.op, step.port, step.per_token, dtype
     if module.norm is not None and module.norm.axes:
         statistics = {"layer": 2}.get(module.norm.kind, 1)
         kept = module.norm.compute_dtype

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.plan import Edit
+from shardconv_runtime.format.plan import AttributeOverride
+from shardconv_runtime.parallel.attribute_overrides import apply_overrides, raise_flags
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.build import owner_of
-from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from torch import Tensor, nn
 
 from ..dim_analysis.composite_modules import ExpertCall, ExpertSharding
@@ -121,19 +121,21 @@ def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int]
     for width in sorted(widths) if depth else ():
         for path, attribute in _attributes(module, width):
             if depth == 2 or "." not in attribute:
-                apply_edits(out.get_submodule(path), (Edit(attribute, width, (width // divisor,)),), 0)
+                apply_overrides(
+                    out.get_submodule(path), (AttributeOverride(attribute, width, (width // divisor,)),), 0
+                )
     return out
 
 
 def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
-    """Yield ways to shard: first ways that skip out-of-shard ids; of one kind, first ways with few edits."""
+    """Yield ways to shard: first those that skip out-of-shard ids, with few overrides."""
     attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
     unset = [k for k, v in vars(module).items() if v is False and k != "training"]
     ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]
     for past_end, flags in ways:
         for count in range(len(attributes) + 1):
-            for edits in itertools.combinations(attributes, count):
-                yield ExpertSharding(num_experts, past_end, flags, edits)
+            for overrides in itertools.combinations(attributes, count):
+                yield ExpertSharding(num_experts, past_end, flags, overrides)
 
 
 def _attributes(module: nn.Module, value: int) -> Iterator[tuple[str, str]]:
@@ -233,9 +235,9 @@ class _Trial:
         if implementation:
             local.config._experts_implementation = implementation  # type: ignore[union-attr]
         try:
-            for path, attribute in sharding.edits:
-                edit = Edit(attribute, self.num_experts, (len(part),))
-                apply_edits(local.get_submodule(path), (edit,), 0)
+            for path, attribute in sharding.overrides:
+                override = AttributeOverride(attribute, self.num_experts, (len(part),))
+                apply_overrides(local.get_submodule(path), (override,), 0)
             raise_flags(local, sharding.flags)
         except ShardconvError as error:
             raise _Failed(str(error)) from error
@@ -247,9 +249,9 @@ class _Trial:
         return local.eval()
 
     def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        slots = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
+        ports = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
         # Arguments are passed by position if possible: implementations of experts name them differently.
-        named = {slot.partition(".")[2]: value for slot, value in slots.items()}
+        named = {port.partition(".")[2]: value for port, value in ports.items()}
         args = []
         for position, name in enumerate(forward_signature(module).parameters):
             key = next((k for k in (name, str(position)) if k in named), None)

@@ -14,19 +14,19 @@ from itertools import chain, combinations, product
 
 import torch
 from shardconv_runtime.format.dims import Dim, Leaf, axes_of, is_partially_sharded, leaves, size
-from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.slices import Range, group_of, local_segments, ranges
-from shardconv_runtime.format.slot_steps import (
+from shardconv_runtime.format.module_steps import (
     AllGatherStep,
     AllReduceStep,
-    Boundary,
     GradAllReduceStep,
     GradDivideStep,
     KeepOnFirstStep,
+    ModuleStep,
     ReduceScatterStep,
     SliceStep,
     layout_of,
 )
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.slices import Range, group_of, local_segments, ranges
 from torch import Tensor
 
 from .model_runs import largest_difference
@@ -61,7 +61,7 @@ def _sum_over(summed: Iterable[int], axes: Iterable[int], dims: Mapping[int, Dim
     return Placement(dims, frozenset(summed), frozenset(axes).difference(summed))
 
 
-def around_step(step: Boundary) -> tuple[Placement, Placement, Placement]:
+def around_step(step: ModuleStep) -> tuple[Placement, Placement, Placement]:
     """Return the knowledge about a tensor after a step, and about its gradient before and after it."""
     match step:
         case AllReduceStep(axes=axes):

@@ -145,7 +145,7 @@ class Bypass:
     """How to bypass a layer: it returns some of its arguments."""
 
     arguments: tuple[tuple[str, str], ...]
-    """(slot of an output, name of the argument in the signature of its forward). ``output`` is a single
+    """(port of an output, name of the argument in the signature of its forward). ``output`` is a single
     result, ``output.1`` the second item of a tuple, whose other items are ``unread`` or None."""
     length: int
     """Number of items of the tuple that it returns."""
@@ -185,16 +185,16 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
         passed: dict[str, str] = {}
         for mark in entries.get(fqn, ()):
             before = returned.get(mark.source)
-            argument = mark.slots[0].partition(".")[2]
+            argument = mark.ports[0].partition(".")[2]
             if before and tape.calls[before.call].fqn.rpartition(".")[0] == stack and "." not in argument:
-                passed[before.slots[0]] = argument
-        results = [slot for mark in exits.get(fqn, ()) if mark.target in read for slot in mark.slots]
-        if results and all(slot in passed and _is_plain(slot) for slot in results):
-            slots = {slot: _index(slot) for mark in exits[fqn] for slot in mark.slots if _is_plain(slot)}
+                passed[before.ports[0]] = argument
+        results = [port for mark in exits.get(fqn, ()) if mark.target in read for port in mark.ports]
+        if results and all(port in passed and _is_plain(port) for port in results):
+            ports = {port: _index(port) for mark in exits[fqn] for port in mark.ports if _is_plain(port)}
             kind, length = tape.result_tuples.get(exits[fqn][0].call, (tuple, 0))
-            length = max(length, 1 + max(slots.values()))
-            arguments = tuple((slot, passed[slot]) for slot in results)
-            unread = tuple(index for slot, index in slots.items() if slot not in results and index >= 0)
+            length = max(length, 1 + max(ports.values()))
+            arguments = tuple((port, passed[port]) for port in results)
+            unread = tuple(index for port, index in ports.items() if port not in results and index >= 0)
             out[fqn] = Bypass(arguments, length, unread, like, kind, is_read_elsewhere=fqn in elsewhere)
         else:
             failed.add(stack)
@@ -243,15 +243,15 @@ def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
     return found.union(*(several for several in readers.values() if len(several) > 1))
 
 
-def _is_plain(slot: str) -> bool:
-    """Return whether an output slot is the result of a module, or an item of its tuple."""
-    name, _, index = slot.partition(".")
+def _is_plain(port: str) -> bool:
+    """Return whether an output port is the result of a module, or an item of its tuple."""
+    name, _, index = port.partition(".")
     return name == "output" and (not index or index.isdigit())
 
 
-def _index(slot: str) -> int:
+def _index(port: str) -> int:
     """Return the index of an item of a tuple; -1 for a single result."""
-    return int(slot.partition(".")[2] or -1)
+    return int(port.partition(".")[2] or -1)
 
 
 def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
@@ -290,8 +290,8 @@ def _passing_on(layer: nn.Module, how: Bypass) -> Results:
     results."""
     names = list(forward_signature(layer).parameters)
     outputs = [
-        (_index(slot), name, int(name) if name.isdigit() else names.index(name))
-        for slot, name in how.arguments
+        (_index(port), name, int(name) if name.isdigit() else names.index(name))
+        for port, name in how.arguments
     ]
     tuple_of = getattr(how.kind, "_make", tuple)  # of a named tuple
 

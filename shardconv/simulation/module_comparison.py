@@ -25,7 +25,7 @@ from shardconv_runtime.parallel.layers import (
 from shardconv_runtime.parallel.local_modules import local_view
 from torch import Tensor, nn
 
-from ..tracing.trace import tensor_slots
+from ..tracing.trace import tensor_ports
 from .explanations import UNKNOWN, Explanations, Placement, around_step
 from .model_runs import Precision
 from .rank_threads import BESIDE
@@ -34,7 +34,7 @@ UNSHARDED = BESIDE
 """Number of the unsharded run; the ranks have the numbers from 0."""
 
 BEFORE, AFTER = "before", "after"
-"""Whether a tensor is seen before or after the plan's steps at its slot."""
+"""Whether a tensor is seen before or after the plan's steps at its port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Observation:
 
     fqn: str
     call: int
-    slot: str
+    port: str
     side: str = AFTER
     caller: str = ""
     """The module whose code makes the call."""
 
     @property
     def is_input(self) -> bool:
-        return self.slot.startswith("input")
+        return self.port.startswith("input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class ModuleComparison:
     def _difference(self, observed: Observation, want: Tensor, ranks: Sequence[Tensor]) -> float:
         least = self.precision.least_gradient * self._largest if self.gradients else 0.0
         if observed.call < 0:
-            entry = self._entries[f"{observed.fqn}.{observed.slot}" if observed.fqn else observed.slot]
+            entry = self._entries[f"{observed.fqn}.{observed.port}" if observed.fqn else observed.port]
             scale = max(float(want.abs().max()) if want.numel() else 0.0, least, 1e-30)
             pairs = ((mine, local_view(entry, want, self.plan.mesh, r)) for r, mine in enumerate(ranks))
             errors = (float((mine - part).abs().max()) / scale for mine, part in pairs if part.numel())
@@ -176,7 +176,7 @@ class ModuleComparison:
                 sharded = [dim for dim in weight.dims if axes_of(dim)]
                 return Placement({-1: sharded[0]}) if len(sharded) == 1 else UNKNOWN
             return UNKNOWN
-        steps = [s for s in (entry.inputs if observed.is_input else entry.outputs) if s.slot == observed.slot]
+        steps = [s for s in (entry.inputs if observed.is_input else entry.outputs) if s.port == observed.port]
         which = (1 if is_before else 2) if self.gradients else 0
         placed = UNKNOWN
         for step in reversed(steps) if is_before else steps:
@@ -190,7 +190,7 @@ class ModuleComparison:
         )
         fqn = observed.caller if made_by_caller and observed.call >= 0 else observed.fqn
         owner = "its" if fqn == observed.fqn else f"{observed.fqn}'s"
-        what = f"{owner} {observed.slot.replace('.', ' ', 1)}"
+        what = f"{owner} {observed.port.replace('.', ' ', 1)}"
         if self.gradients:
             what = f"the gradient of {what}"
         size = "has another shape" if worst == math.inf else f"differs by {worst:.1e}"
@@ -289,8 +289,8 @@ class Follower:
 
     def _report(self, side: str, prefix: str, value: Any) -> None:
         caller = self.open[-2][0] if len(self.open) > 1 else ""
-        for slot, tensor in tensor_slots(prefix, value):
-            observed = Observation(*self.open[-1], slot, side, caller)
+        for port, tensor in tensor_ports(prefix, value):
+            observed = Observation(*self.open[-1], port, side, caller)
             if not self.comparison.gradients:
                 if tensor.is_floating_point():
                     self.comparison.report(self.run, observed, tensor)

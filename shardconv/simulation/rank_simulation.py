@@ -15,14 +15,14 @@ import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format.dims import axes_of, size
+from shardconv_runtime.format.module_steps import AllGatherStep
 from shardconv_runtime.format.plan import ModulePlan, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
-from shardconv_runtime.format.slot_steps import AllGatherStep
 from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.layers import without_logits_gather
 from shardconv_runtime.parallel.local_modules import local_view
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
@@ -485,7 +485,7 @@ class Simulation:
         logits = self.plan.logits
         assert logits is not None
         steps = module_plans(self.plan)[logits.module].outputs
-        layout = next(s.layout for s in steps if isinstance(s, AllGatherStep) and s.slot == logits.slot)
+        layout = next(s.layout for s in steps if isinstance(s, AllGatherStep) and s.port == logits.port)
         held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
         index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
         return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]
@@ -496,7 +496,7 @@ def _with_its_logits(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Mod
 
 
 def _for_training(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:
-    return parallelize_for_training(model, plan, comm, gather_logits=True)
+    return parallelize_for_training(model, plan, comm, TrainingForm(gather_logits=True))
 
 
 def _gradient_scales(gradients: Mapping[str, Tensor], precision: Precision) -> dict[str, float]:

@@ -15,7 +15,7 @@ from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.fused_products import refresh_fused
 from shardconv_runtime.pp.stage_link import Crossing, Handover, StageLink, Transport
 from shardconv_runtime.pp.stage_model import argument_names, keep_stage
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
@@ -71,7 +71,7 @@ def stage_of_rank(
     names, local = argument_names(model, plan), copy.deepcopy(model)
     if training:
         absent = absent_modules(plan, stage)
-        parallelize_for_training(local, plan, comm, gather_logits=True, absent=(absent,))
+        parallelize_for_training(local, plan, comm, TrainingForm(gather_logits=True), absent=(absent,))
     else:
         parallelize(local, plan, comm)
     link = StageLink(stage, num_stages(plan), transport)

@@ -200,7 +200,7 @@ class _LayerSignature:
         fqn = self._relative(self.tape.calls[event.call].fqn)
         if isinstance(event, Mark):
             source = self._tensor(event.source)
-            return (fqn, event.slots, source, self._make(event.target))
+            return (fqn, event.ports, source, self._make(event.target))
         given = event.args
         if event.name.rpartition(".")[0] in _SCALING:  # layers may scale by different numbers
             given = tuple("scale" if type(a) is float and a and math.isfinite(a) else a for a in given)

@@ -27,7 +27,7 @@ from .tape import Ref, TracedIntCall
 # While a model is traced, its int attributes and the sizes of its tensors are ``TracedInt``. Arithmetic on
 # them builds an expression, so that the arguments of a view or a split tell which attributes and tensor
 # sizes determine its shape. ``evaluate`` computes such an expression with other values, to find attribute
-# edits.
+# overrides.
 
 
 Expr = tuple[Any, ...]

@@ -195,12 +195,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the FQN of the module that is running."""
         return self.tape.calls[self.stack[-1]].fqn if self.stack else ""
 
-    def mark(self, call: int, slots: list[tuple[str, torch.Tensor]]) -> None:
-        """Record identities for the tensors at these slots. Slots with the same tensor share one."""
-        slots_of: dict[TensorKey, list[str]] = {}
+    def mark(self, call: int, ports: list[tuple[str, torch.Tensor]]) -> None:
+        """Record identities for the tensors at these ports. Ports with the same tensor share one."""
+        ports_of: dict[TensorKey, list[str]] = {}
         tensors: dict[TensorKey, torch.Tensor] = {}
-        for name, tensor in slots:
-            slots_of.setdefault(tensor_key(tensor), []).append(name)
+        for name, tensor in ports:
+            ports_of.setdefault(tensor_key(tensor), []).append(name)
             tensors[tensor_key(tensor)] = tensor
         for key, tensor in tensors.items():
             source = self.identities.tid(tensor)
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 alias = torch.ops.aten.alias.default
                 self.values.made(Op("mark", (Ref(source),), {}, (source,), (target,), call, alias))
-            self.tape.events.append(Mark(call, tuple(slots_of[key]), source, target))
+            self.tape.events.append(Mark(call, tuple(ports_of[key]), source, target))
 
     # Taking back -----------------------------------------------------------------------------
 

@@ -59,10 +59,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An identity at a slot of a module call."""
+    """An identity at a port of a module call."""
 
     call: int
-    slots: tuple[str, ...]
+    ports: tuple[str, ...]
     """``input.hidden_states``, ``output.0`` …; several if one tensor is passed more than once."""
     source: int
     target: int
@@ -70,7 +70,7 @@ class Mark:
     @property
     def is_output(self) -> bool:
         """Whether the tensor leaves the module."""
-        return self.slots[0].startswith("output")
+        return self.ports[0].startswith("output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class CacheUpdate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedIntCall:
-    """A torch function with traced ints among its arguments. Attribute edits must keep its result right."""
+    """A torch function with traced ints among its arguments. Overrides must keep its result right."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -320,11 +320,11 @@ class _ModuleHook:
                 positional = self.parameters
                 named = {positional[i] if i < len(positional) else str(i): a for i, a in enumerate(args)}
                 self.tracer.caches.enter(call, {**named, **kwargs})
-                slots = list(tensor_slots("input", {**named, **kwargs}))
-                outer = [(t, recorder.identities.tid(t)) for _, t in slots]
+                ports = list(tensor_ports("input", {**named, **kwargs}))
+                outer = [(t, recorder.identities.tid(t)) for _, t in ports]
                 self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
-                recorder.mark(call, slots)
-                entered = {tensor_key(t): recorder.identities.tid(t) for _, t in slots}
+                recorder.mark(call, ports)
+                entered = {tensor_key(t): recorder.identities.tid(t) for _, t in ports}
                 self.tracer.frames[call].entered.update(entered)
                 self.is_entered = True
 
@@ -338,18 +338,18 @@ class _ModuleHook:
             with torch._C.DisableTorchFunction():
                 recorder, call = self.recorder, self.recorder.stack[-1]
                 recorder.tape.returned[call] = self._form(output, args, kwargs)
-                slots = list(tensor_slots("output", output))
+                ports = list(tensor_ports("output", output))
                 frame = self.tracer.frames[call]
                 unchanged = {
                     tensor_key(t)
-                    for _, t in slots
+                    for _, t in ports
                     if frame.entered.get(tensor_key(t), -1) == recorder.identities.tid(t)
                 }
-                recorder.mark(call, slots)
+                recorder.mark(call, ports)
                 if isinstance(output, tuple):
                     recorder.tape.result_tuples[call] = type(output), len(output)
                 for tensor, tid in {tensor_key(t): (t, tid) for t, tid in frame.outer}.values():
-                    paths = [tuple(slot.split(".")[1:]) for slot, given in slots if given is tensor]
+                    paths = [tuple(port.split(".")[1:]) for port, given in ports if given is tensor]
                     is_again = tensor_key(tensor) in unchanged and tensor.device.type == "meta"
                     if recorder.identities.is_stale(tensor) or (paths and not is_again):
                         continue
@@ -444,13 +444,13 @@ def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     )
 
 
-def tensor_slots(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the arguments or the output of a module, with their slots."""
+def tensor_ports(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the arguments or the output of a module, with their ports."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensor_slots(f"{prefix}.{key}", item)
+            yield from tensor_ports(f"{prefix}.{key}", item)
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from tensor_slots(f"{prefix}.{index}", item)
+            yield from tensor_ports(f"{prefix}.{index}", item)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from shardconv_runtime.errors import PlanError, SolveError
+from shardconv_runtime.format.module_steps import layout_of
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Plan, module_plans
 from shardconv_runtime.format.slices import local_size
-from shardconv_runtime.format.slot_steps import layout_of
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -139,11 +139,11 @@ class _Comparison:
                 conflict = self._compare(fqn, event, other)
                 if conflict is not None:
                     return conflict
-                # One mark of the other model may be several marks here; its last slot ends it.
+                # One mark of the other model may be several marks here; its last port ends it.
                 if (
                     not isinstance(event, Mark)
                     or not isinstance(other, Mark)
-                    or other.slots[-1] in event.slots
+                    or other.ports[-1] in event.ports
                 ):
                     position += 1
             elif isinstance(event, Op) and self._moves_only(event):
@@ -161,7 +161,7 @@ class _Comparison:
         if isinstance(event, Mark) or isinstance(other, Mark):
             if not isinstance(event, Mark) or not isinstance(other, Mark):
                 return False
-            return event.slots == other.slots or (self.pass_on and set(event.slots) <= set(other.slots))
+            return event.ports == other.ports or (self.pass_on and set(event.ports) <= set(other.ports))
         return event.name == other.name and len(event.outputs) == len(other.outputs)
 
     def _is_skipped(self, event: Op | Mark, other: Op | Mark) -> bool:
@@ -262,7 +262,7 @@ class _Comparison:
 
 
 def _label(event: Op | Mark) -> str:
-    return event.name if isinstance(event, Op) else event.slots[0]
+    return event.name if isinstance(event, Op) else event.ports[0]
 
 
 def _numbers(op: Op) -> list[Any]:
@@ -366,13 +366,13 @@ class _ShapeComparison(ModuleComparison):
                 # An input is seen before the steps of its module as well.
                 tids = (event.target,) if event.is_output else (event.target, event.source)
                 shapes = [layouts.local_shape(tid, rank) for tid in tids]
-                self._expected |= {(call.fqn, call.index, slot): shapes for slot in event.slots}
+                self._expected |= {(call.fqn, call.index, port): shapes for port in event.ports}
 
     def report(self, run: int, observed: Observation, tensor: Tensor) -> None:
         """Compare the shape of a tensor."""
         with torch._C.DisableTorchFunction():  # reading a shape is no part of the trace
             shape = tuple(map(int, tensor.shape))
-        shapes = self._expected.get((observed.fqn, observed.call, observed.slot), [shape])
+        shapes = self._expected.get((observed.fqn, observed.call, observed.port), [shape])
         if self.first is None and shape not in shapes:
             self.first = self._blame(observed, math.inf)
 
@@ -381,11 +381,11 @@ def _unlike_ranks(plan: Plan) -> list[int]:
     """Return the first rank of each kind. Ranks of a kind have the same shapes and attributes."""
     layouts = [layout_of(step) for m in plan.modules for step in (*m.inputs, *m.outputs)]
     dims = {*(d for p in plan.parameters for d in p.dims), *(d for d in layouts if d is not None)}
-    edits = [edit.local for m in plan.modules for edit in m.edits if len(edit.local) > 1]
+    overrides = [override.local for m in plan.modules for override in m.overrides if len(override.local) > 1]
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for rank in range(plan.tp):
         sizes = tuple(local_size(d, plan.mesh, rank) for d in dims)
-        kinds.setdefault((sizes, tuple(values[rank] for values in edits)), rank)
+        kinds.setdefault((sizes, tuple(values[rank] for values in overrides)), rank)
     return list(kinds.values())
 
 
@@ -393,14 +393,14 @@ def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     """Return sharded leaves that may be the reason why a module's code failed on a rank.
 
     These are leaves of tensors that the module computes itself. If there are none (its code may check an
-    attribute, or build other modules from a config), they are leaves of modules with edits, or of modules in
-    it.
+    attribute, or build other modules from a config), they are leaves of modules with overrides, or of modules
+    in it.
     """
-    edited = {n for m in plan.modules if m.edits for n in expand_all(m.names)}
+    overridden = {n for m in plan.modules if m.overrides for n in expand_all(m.names)}
     inside = f"{fqn}."  # the model itself is named by its class, which only the last test matches
     tests: tuple[Callable[[str], bool], ...] = (
         lambda name: name == fqn,
-        lambda name: name in edited,
+        lambda name: name in overridden,
         lambda name: name.startswith(inside),
         lambda name: True,
     )

@@ -62,7 +62,7 @@ def _form(tape: Tape, event: Any) -> tuple[Any, ...]:
     """Return an event without numbers."""
     fqn = tape.calls[event.call].fqn
     if isinstance(event, Mark):
-        return fqn, event.slots, event.source, event.target
+        return fqn, event.ports, event.source, event.target
     return fqn, event.name, event.inputs, event.outputs, _without_numbers((event.args, event.kwargs))
 
 

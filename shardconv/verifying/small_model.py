@@ -2,7 +2,7 @@
 
 Whether a plan is right does not depend on the width of a model. The smaller model has a small hidden size,
 small feed-forward sizes and a small vocabulary, but the heads, experts and layers of the large one. It is
-found like the model of a rank: by attribute edits with which the model's own code runs on other shapes.
+found like the model of a rank: by attribute overrides with which the model's own code runs on other shapes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.plan import Edit
+from shardconv_runtime.format.plan import AttributeOverride
+from shardconv_runtime.parallel.attribute_overrides import apply_overrides
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.edits import apply_edits
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis
@@ -213,12 +213,12 @@ class Attempt:
 
     def _apply(self, model: nn.Module, changes: Changes) -> None:
         """Set attributes and parameters to their smaller values and shapes, in place."""
-        by_module: dict[str, list[Edit]] = {}
+        by_module: dict[str, list[AttributeOverride]] = {}
         for (fqn, attribute), change in changes.items():
-            by_module.setdefault(fqn, []).append(Edit(attribute, change.value, (change.local,)))
+            by_module.setdefault(fqn, []).append(AttributeOverride(attribute, change.value, (change.local,)))
         for fqn, module in model.named_modules():
-            edits = by_module.get(stand_in(fqn, self.stand_ins), ())
-            apply_edits(module, tuple(edits), 0)
+            overrides = by_module.get(stand_in(fqn, self.stand_ins), ())
+            apply_overrides(module, tuple(overrides), 0)
         tids = {i.name: t for t, i in enumerate(self.tape.tensors) if i.name}
         smaller = {}
         for name, tensor in stored_tensors(model):

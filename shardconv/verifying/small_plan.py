@@ -11,10 +11,16 @@ from typing import TypeVar
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
+from shardconv_runtime.format.module_steps import (
+    LocalRowsOrEndStep,
+    LocalRowsStep,
+    ModuleStep,
+    ReshardingStep,
+)
 from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import (
+    AttributeOverride,
     DrawPlan,
-    Edit,
     FusedPlan,
     GradientPlan,
     ModulePlan,
@@ -23,7 +29,6 @@ from shardconv_runtime.format.plan import (
     by_name,
 )
 from shardconv_runtime.format.slices import local_size
-from shardconv_runtime.format.slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, ReshardingStep
 from shardconv_runtime.format.stage_names import staged_modules
 
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find
@@ -129,7 +134,7 @@ def _segments(part: _Part) -> list[_Part]:
 
 
 ResultDim = Callable[[str, str, int, Dim], Dim]
-"""(module, slot of its output, index of a dim, the dim) -> the dim in the smaller model."""
+"""(module, port of its output, index of a dim, the dim) -> the dim in the smaller model."""
 
 
 def small_stages(plan: Plan, dim_of: ResultDim) -> StagesPlan:
@@ -141,9 +146,9 @@ def small_stages(plan: Plan, dim_of: ResultDim) -> StagesPlan:
         items = list(entry.items)
         for index, item in enumerate(items):
             if item.tensor is not None:
-                slot = "output" if entry.returns == "tensor" else f"output.{index}"
+                port = "output" if entry.returns == "tensor" else f"output.{index}"
                 dims = tuple(
-                    dim if dim.size is None else replace(dim, size=dim_of(name, slot, number, dim.size))
+                    dim if dim.size is None else replace(dim, size=dim_of(name, port, number, dim.size))
                     for number, dim in enumerate(item.tensor.dims)
                 )
                 items[index] = replace(item, tensor=replace(item.tensor, dims=dims))
@@ -181,12 +186,12 @@ class _Translation:
         """Name of a parameter, one of its dims in the plan, and this dim in the smaller model."""
         self.norms = {use.site.fqn: use for use in analysis.norms}
         calls = analysis.tape.calls
-        self.tables = {(calls[u.call].fqn, u.slot): u.table for u in analysis.lookups}
+        self.tables = {(calls[u.call].fqn, u.port): u.table for u in analysis.lookups}
         self.marks: dict[tuple[str, str], int] = {}
         for event in analysis.tape.events:
             if isinstance(event, Mark):
-                for slot in event.slots:
-                    self.marks.setdefault((calls[event.call].fqn, slot), event.source)
+                for port in event.ports:
+                    self.marks.setdefault((calls[event.call].fqn, port), event.source)
 
     def plan(self) -> Plan:
         """Return the translated plan."""
@@ -219,10 +224,10 @@ class _Translation:
             stages=self.full.stages and small_stages(self.full, self._result_dim),
         )
 
-    def _result_dim(self, name: str, slot: str, index: int, dim: Dim) -> Dim:
+    def _result_dim(self, name: str, port: str, index: int, dim: Dim) -> Dim:
         """Translate a dim of a module's result. The module may be a layer that the smaller model lacks."""
         fqn = stand_in(name, self.small.stand_ins)
-        tid = self.marks.get((fqn, slot))
+        tid = self.marks.get((fqn, port))
         nodes = self.dims.get(tid, ()) if tid is not None else ()
         return self._dim(fqn, dim, nodes[index]) if index < len(nodes) else dim
 
@@ -276,37 +281,37 @@ class _Translation:
             entry,
             inputs=tuple(self._step(fqn, step) for step in entry.inputs),
             outputs=tuple(self._step(fqn, step) for step in entry.outputs),
-            edits=tuple(self._edit(entry.names[0], fqn, edit) for edit in entry.edits),
+            overrides=tuple(self._override(entry.names[0], fqn, override) for override in entry.overrides),
             norm=norm,
         )
 
-    def _step(self, fqn: str, step: Boundary) -> Boundary:
+    def _step(self, fqn: str, step: ModuleStep) -> ModuleStep:
         if isinstance(step, LocalRowsStep | LocalRowsOrEndStep):
-            table = self.tables.get((fqn, step.slot))
+            table = self.tables.get((fqn, step.port))
             if table is None:
                 return step
             return replace(step, layout=self._dim(fqn, step.layout, self.dims[table][0]))
         if not isinstance(step, ReshardingStep):
             return step
-        tid = self.marks.get((fqn, step.slot))
+        tid = self.marks.get((fqn, step.port))
         nodes = self.dims.get(tid, ()) if tid is not None else ()
         if not -len(nodes) <= step.dim < len(nodes):
             raise PlanError(
-                f"{fqn}: the plan has a step at dim {step.dim} of {step.slot!r}, the model has none"
+                f"{fqn}: the plan has a step at dim {step.dim} of {step.port!r}, the model has none"
             )
         return replace(step, layout=self._dim(fqn, step.layout, nodes[step.dim]))
 
-    def _edit(self, name: str, fqn: str, edit: Edit) -> Edit:
-        change = self.small.changes.get((fqn, edit.attribute))
+    def _override(self, name: str, fqn: str, override: AttributeOverride) -> AttributeOverride:
+        change = self.small.changes.get((fqn, override.attribute))
         if change is None:
-            return edit
-        if edit.value != change.value:
+            return override
+        if override.value != change.value:
             raise PlanError(
-                f"{fqn}: the plan edits {edit.attribute} of {edit.value}, which is {change.value}"
+                f"{fqn}: the plan overrides {override.attribute} of {override.value}, which is {change.value}"
             )
-        return replace(edit, value=change.local, local=self._locals(name, edit, change.local))
+        return replace(override, value=change.local, local=self._locals(name, override, change.local))
 
-    def _locals(self, fqn: str, edit: Edit, small: int) -> tuple[int, ...]:
+    def _locals(self, fqn: str, override: AttributeOverride, small: int) -> tuple[int, ...]:
         """Return the local values of an attribute in the smaller model.
 
         They are the local sizes of a dim of the module's parameters that has the attribute's global and local
@@ -314,22 +319,24 @@ class _Translation:
         """
         mesh = self.full.mesh
         for name, full, other in self.pairs:
-            if name.startswith(f"{fqn}.") and (size(full), size(other)) == (edit.value, small):
+            if name.startswith(f"{fqn}.") and (size(full), size(other)) == (override.value, small):
                 sizes = tuple(local_size(full, mesh, rank) for rank in range(self.full.tp))
-                if sizes == edit.local * (self.full.tp // len(edit.local)):
+                if sizes == override.local * (self.full.tp // len(override.local)):
                     return tuple(local_size(other, mesh, rank) for rank in range(self.full.tp))
-        return tuple(self._local(fqn, edit, value, small) for value in edit.local)
+        return tuple(self._local(fqn, override, value, small) for value in override.local)
 
-    def _local(self, fqn: str, edit: Edit, local: int, small: int) -> int:
+    def _local(self, fqn: str, override: AttributeOverride, local: int, small: int) -> int:
         divisors = {1}  # numbers of ranks that may share a dim
         for extent in self.full.mesh:
             divisors |= {p * extent for p in divisors}
         for divisor in sorted(divisors):  # uneven shares have one more
-            if edit.value // divisor <= local <= edit.value // divisor + 1:
-                return small // divisor + local - edit.value // divisor
-        if local * small % edit.value:
-            raise PlanError(f"{fqn}: {local} of {edit.value} ({edit.attribute}) is not the share of a rank")
-        return local * small // edit.value
+            if override.value // divisor <= local <= override.value // divisor + 1:
+                return small // divisor + local - override.value // divisor
+        if local * small % override.value:
+            raise PlanError(
+                f"{fqn}: {local} of {override.value} ({override.attribute}) is not the share of a rank"
+            )
+        return local * small // override.value
 
 
 def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, ...]:

@@ -57,7 +57,7 @@ def test_rounds_are_limited() -> None:
 
 
 def test_an_conflict_that_nothing_is_to_blame_for_is_an_error() -> None:
-    with pytest.raises(SolveError, match="mixer: view: no attribute edit makes this call local"):
+    with pytest.raises(SolveError, match="mixer: view: no attribute override makes this call local"):
         in_rounds(lambda _: Conflict((), "mixer: view"), [])
 
 

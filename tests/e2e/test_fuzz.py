@@ -31,7 +31,7 @@ from shardconv_runtime.format.plan_json import of_sequence, require_training
 from shardconv_runtime.loading import rank_files
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.training.prepare import backward_axes, parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, backward_axes, parallelize_for_training
 
 import shardconv
 from shardconv.cli.entry import run
@@ -139,7 +139,7 @@ def build(plan: Plan, is_trained: bool) -> None:
     assert used_axes(plan, backward_axes(plan) if is_trained else ()) is not None
     comm = ProcessCommunicator(0, plan.mesh, {})  # nobody talks
     if is_trained:
-        parallelize_for_training(copy.deepcopy(META[0]), plan, comm, False)
+        parallelize_for_training(copy.deepcopy(META[0]), plan, comm, TrainingForm(gather_logits=False))
     else:
         parallelize(copy.deepcopy(META[0]), plan, comm)
 

@@ -17,7 +17,7 @@ from shardconv_runtime import CheckpointError, PlanError, ShardconvError
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.files import manifest
 from shardconv_runtime.format.dims import parse
-from shardconv_runtime.parallel.edits import raise_flags
+from shardconv_runtime.parallel.attribute_overrides import raise_flags
 from shardconv_runtime.parallel.row_ids import RowIds
 
 import shardconv
@@ -63,20 +63,20 @@ def test_a_plan_names_no_other_class(
 @pytest.mark.parametrize(
     "attribute", ["__class__", "_modules", "config.__class__", "forward.__globals__", "_x.a"]
 )
-def test_edits_are_of_public_attributes(directory: Directory, attribute: str) -> None:
+def test_overrides_are_of_public_attributes(directory: Directory, attribute: str) -> None:
     plan = directory.document("plan.json")
-    edit = {"attribute": attribute, "value": 1, "local": [1]}
-    plan["modules"] = [{"names": [""], "category": "boundary", "edits": [edit]}]
+    override = {"attribute": attribute, "value": 1, "local": [1]}
+    plan["modules"] = [{"names": [""], "category": "boundary", "overrides": [override]}]
     directory.put("plan.json", to_bytes(plan))
     with pytest.raises(PlanError, match="not the path of an attribute"):
         load(directory)
 
 
-def test_edits_only_shrink(directory: Directory) -> None:
+def test_overrides_only_shrink(directory: Directory) -> None:
     """Some ints of a config make lists of their size."""
     plan = directory.document("plan.json")
-    edit = {"attribute": "config.num_labels", "value": 2, "local": [10**12]}
-    plan["modules"] = [{"names": [""], "category": "boundary", "edits": [edit]}]
+    override = {"attribute": "config.num_labels", "value": 2, "local": [10**12]}
+    plan["modules"] = [{"names": [""], "category": "boundary", "overrides": [override]}]
     directory.put("plan.json", to_bytes(plan))
     with pytest.raises(PlanError, match="larger than the global one"):
         load(directory)

@@ -105,13 +105,13 @@ FIRST = tuple(name for name in CASES if name not in AS_OTHERS)
 def save(name: str, path: Path) -> Path:
     config, cls, change, said = CASES[name]
     save_random(config, cls, path)
-    edit(path, change)
+    override(path, change)
     config = json.loads((path / "config.json").read_text()) | said
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def edit(path: Path, change: Callable[[Stored], None]) -> None:
+def override(path: Path, change: Callable[[Stored], None]) -> None:
     stored = load_file(path / "model.safetensors")
     torch.manual_seed(1)
     change(stored)
@@ -209,7 +209,7 @@ def test_a_quantized_model(tmp_path: Path) -> None:
     config = small_config(tie_word_embeddings=True, dtype="bfloat16")
     save_quantized(config, transformers.LlamaForCausalLM, tmp_path / "packed")
     for name in ("packed", "packed-plain"):
-        edit(tmp_path / name, own_head(EMBEDDING))
+        override(tmp_path / name, own_head(EMBEDDING))
     shardconv.convert(tmp_path / "packed", tmp_path / "out", tp=2, check=False)
     wanted = logits(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "packed-plain"))
     for found in run_processes(2, load_packed, tmp_path / "out"):
@@ -220,9 +220,9 @@ def test_a_file_of_both_that_are_equal_stays_tied(tmp_path: Path) -> None:
     """Files of PyTorch hold both names; one table in two dtypes is one table once it is loaded."""
     path = tmp_path / "source"
     save_random(small_config(tie_word_embeddings=True), transformers.LlamaForCausalLM, path)
-    edit(path, lambda stored: stored.update({EMBEDDING: stored[EMBEDDING].bfloat16()}))
-    edit(path, lambda stored: stored.update({"lm_head.weight": stored[EMBEDDING].float()}))
+    override(path, lambda stored: stored.update({EMBEDDING: stored[EMBEDDING].bfloat16()}))
+    override(path, lambda stored: stored.update({"lm_head.weight": stored[EMBEDDING].float()}))
     assert shardconv.plan(path, 2).tied == (("lm_head.weight", EMBEDDING),)
-    edit(path, lambda stored: [stored.pop(name) for name in (EMBEDDING, "lm_head.weight")] and None)
+    override(path, lambda stored: [stored.pop(name) for name in (EMBEDDING, "lm_head.weight")] and None)
     with pytest.raises(SourceError, match="lacks 2 tensors"):
         shardconv.convert(path, tmp_path / "out", tp=2)

@@ -22,9 +22,9 @@ from shardconv_runtime.files.manifest import (
 )
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product
-from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.format.module_steps import ModuleStep, layout_of
+from shardconv_runtime.format.plan import AttributeOverride, ModulePlan, ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
-from shardconv_runtime.format.slot_steps import Boundary, layout_of
 from shardconv_runtime.format.stored_layout import holds_values, is_common, layout_sha256
 from small_models import hand_plan, small_config
 from torch import Tensor, nn
@@ -48,12 +48,12 @@ def llama_plan(config: Any, mesh: Mesh, dtype: str = "float64") -> Plan:
         code=code_info(["transformers.models.llama.modeling_llama"]),
     )
     axes = tuple(range(len(mesh)))
-    modules = tuple(m for m in plan.modules if not m.edits)
+    modules = tuple(m for m in plan.modules if not m.overrides)
     if len(mesh) == 2:
         groups = config.num_attention_heads // config.num_key_value_heads
-        edit = Edit("num_key_value_groups", groups, (groups // mesh[1],))
+        override = AttributeOverride("num_key_value_groups", groups, (groups // mesh[1],))
         names = (f"model.layers.{{0..{config.num_hidden_layers - 1}}}.self_attn",)
-        modules += (ModulePlan(names, "boundary", edits=(edit,)),)
+        modules += (ModulePlan(names, "boundary", overrides=(override,)),)
     plan = dataclasses.replace(
         plan,
         parameters=tuple(_on_mesh(p, config, axes) for p in plan.parameters),
@@ -124,7 +124,7 @@ def _dim_on_mesh(dim: Dim, config: Any, axes: tuple[int, ...]) -> Dim:
 
 
 def _module_on_mesh(entry: ModulePlan, axes: tuple[int, ...]) -> ModulePlan:
-    def on_mesh(boundary: Boundary) -> Boundary:
+    def on_mesh(boundary: ModuleStep) -> ModuleStep:
         changes: dict[str, Any] = {"axes": axes} if hasattr(boundary, "axes") else {}
         layout = layout_of(boundary)
         if isinstance(layout, Leaf):

@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, leaves, size
+from shardconv_runtime.format.module_steps import ModuleStep, layout_of
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Edit, LogitsInfo, ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.format.slot_steps import Boundary, layout_of
+from shardconv_runtime.format.plan import AttributeOverride, LogitsInfo, ModulePlan, ParameterPlan, Plan
 from shardconv_runtime.format.typed_json import MalformedError
 
 Mutation = Callable[[Plan, Random], Plan]
@@ -232,7 +232,7 @@ def axes_swapped(entry: ParameterPlan, random: Random, plan: Plan) -> ParameterP
 
 
 def _step_changed(
-    entry: ModulePlan, random: Random, change: Callable[[list[Boundary], int], None], field: str = "op"
+    entry: ModulePlan, random: Random, change: Callable[[list[ModuleStep], int], None], field: str = "op"
 ) -> ModulePlan:
     """The steps of one side, changed at one that has ``field``."""
     places = [
@@ -265,7 +265,7 @@ def step_order(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
 def step_axes(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """Reduced over other axes."""
 
-    def change(steps: list[Boundary], i: int) -> None:
+    def change(steps: list[ModuleStep], i: int) -> None:
         steps[i] = replace(steps[i], axes=pick(random, ((0,), (1,), (0, 1))))
 
     return _step_changed(entry, random, change, "axes")
@@ -274,7 +274,7 @@ def step_axes(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
 def step_dim(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """At another dim."""
 
-    def change(steps: list[Boundary], i: int) -> None:
+    def change(steps: list[ModuleStep], i: int) -> None:
         steps[i] = replace(steps[i], dim=random.randrange(-3, 4))
 
     return _step_changed(entry, random, change, "dim")
@@ -283,7 +283,7 @@ def step_dim(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
 def step_layout(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """Laid out in another way."""
 
-    def change(steps: list[Boundary], i: int) -> None:
+    def change(steps: list[ModuleStep], i: int) -> None:
         layout = layout_of(steps[i])
         assert layout is not None
         steps[i] = replace(steps[i], layout=other_layout(layout, random))
@@ -292,21 +292,21 @@ def step_layout(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
 
 
 def step_op(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
-    """Another step of the plan at this slot."""
+    """Another step of the plan at this port."""
     others = [b for m in plan.modules for b in (*m.inputs, *m.outputs)]
 
-    def change(steps: list[Boundary], i: int) -> None:
-        steps[i] = replace(pick(random, others), slot=steps[i].slot)
+    def change(steps: list[ModuleStep], i: int) -> None:
+        steps[i] = replace(pick(random, others), port=steps[i].port)
 
     return _step_changed(entry, random, change)
 
 
-def step_slot(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
-    """A step of another slot of the plan."""
-    slots = {b.slot for m in plan.modules for b in (*m.inputs, *m.outputs)} | {"output.0", "input.0"}
+def step_port(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
+    """A step of another port of the plan."""
+    ports = {b.port for m in plan.modules for b in (*m.inputs, *m.outputs)} | {"output.0", "input.0"}
 
-    def change(steps: list[Boundary], i: int) -> None:
-        steps[i] = replace(steps[i], slot=pick(random, sorted(slots)))
+    def change(steps: list[ModuleStep], i: int) -> None:
+        steps[i] = replace(steps[i], port=pick(random, sorted(ports)))
 
     return _step_changed(entry, random, change)
 
@@ -314,7 +314,7 @@ def step_slot(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
 def step_added(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """A step that another module has."""
     step = pick(random, [b for m in plan.modules for b in (*m.inputs, *m.outputs)])
-    side = "inputs" if step.slot.startswith("input") else "outputs"
+    side = "inputs" if step.port.startswith("input") else "outputs"
     return replace(entry, **{side: (*getattr(entry, side), step)})
 
 
@@ -322,7 +322,10 @@ def steps_of_another(entry: ModulePlan, random: Random, plan: Plan) -> ModulePla
     """What another module does at its boundary."""
     other = pick(random, [m for m in plan.modules if m != entry])
     return replace(
-        other, names=entry.names, edits=entry.edits, category=pick(random, (entry.category, other.category))
+        other,
+        names=entry.names,
+        overrides=entry.overrides,
+        category=pick(random, (entry.category, other.category)),
     )
 
 
@@ -332,42 +335,50 @@ def category(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     return replace(entry, category=kind)
 
 
-def _edit_changed(entry: ModulePlan, random: Random, change: Callable[[Edit], Edit | None]) -> ModulePlan:
-    index = pick(random, range(len(entry.edits)))
-    new = change(entry.edits[index])
-    return replace(entry, edits=(*entry.edits[:index], *((new,) if new else ()), *entry.edits[index + 1 :]))
+def _override_changed(
+    entry: ModulePlan, random: Random, change: Callable[[AttributeOverride], AttributeOverride | None]
+) -> ModulePlan:
+    index = pick(random, range(len(entry.overrides)))
+    new = change(entry.overrides[index])
+    return replace(
+        entry, overrides=(*entry.overrides[:index], *((new,) if new else ()), *entry.overrides[index + 1 :])
+    )
 
 
-def edit_dropped(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
+def override_dropped(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """An attribute stays what it was."""
-    return _edit_changed(entry, random, lambda _: None)
+    return _override_changed(entry, random, lambda _: None)
 
 
-def edit_value(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
+def override_value(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """An attribute gets another value on every rank."""
 
-    def change(edit: Edit) -> Edit:
-        value = pick(random, (edit.local[0] - 1, edit.local[0] + 1, edit.local[0] * 2, 1, edit.value))
-        return replace(edit, local=(max(1, value),))
+    def change(override: AttributeOverride) -> AttributeOverride:
+        value = pick(
+            random, (override.local[0] - 1, override.local[0] + 1, override.local[0] * 2, 1, override.value)
+        )
+        return replace(override, local=(max(1, value),))
 
-    return _edit_changed(entry, random, change)
+    return _override_changed(entry, random, change)
 
 
-def edit_of_a_rank(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
+def override_of_a_rank(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """An attribute gets another value on one rank."""
 
-    def change(edit: Edit) -> Edit:
-        local = list(edit.local * plan.tp if len(edit.local) == 1 else edit.local)
+    def change(override: AttributeOverride) -> AttributeOverride:
+        local = list(override.local * plan.tp if len(override.local) == 1 else override.local)
         local[random.randrange(plan.tp)] += pick(random, (-1, 1))
-        return replace(edit, local=tuple(local))
+        return replace(override, local=tuple(local))
 
-    return _edit_changed(entry, random, change)
+    return _override_changed(entry, random, change)
 
 
-def edit_of_another(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
-    """The value of another edit."""
-    others = [e for m in plan.modules for e in m.edits]
-    return _edit_changed(entry, random, lambda edit: replace(edit, local=pick(random, others).local))
+def override_of_another(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
+    """The value of another override."""
+    others = [e for m in plan.modules for e in m.overrides]
+    return _override_changed(
+        entry, random, lambda override: replace(override, local=pick(random, others).local)
+    )
 
 
 def norm_constant(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
@@ -439,7 +450,7 @@ def tied(plan: Plan, random: Random) -> Plan:
 def logits(plan: Plan, random: Random) -> Plan:
     """Another gather is said to be that of the logits."""
     gathers = [
-        LogitsInfo(name, b.slot)
+        LogitsInfo(name, b.port)
         for m in plan.modules
         for b in m.outputs
         if b.op == "all_gather"
@@ -472,14 +483,14 @@ MUTATIONS: tuple[Mutation, ...] = (
             step_layout,
             step_layout,
             step_op,
-            step_slot,
+            step_port,
             step_added,
             steps_of_another,
             category,
-            edit_dropped,
-            edit_value,
-            edit_of_a_rank,
-            edit_of_another,
+            override_dropped,
+            override_value,
+            override_of_a_rank,
+            override_of_another,
             norm_constant,
             norm_dropped,
             flags_dropped,

@@ -30,7 +30,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv import conversion, passes
 from shardconv.arguments import SolveOptions
 from shardconv.converted import adaptation, new_solution
-from shardconv.planning.parameter_plans import Steps
+from shardconv.planning.parameter_plans import Grains
 from shardconv.simulation import rank_simulation
 from shardconv.verifying import implementations
 
@@ -79,21 +79,21 @@ def install(directory: Path) -> None:
 def _remembered(
     spec: ModelSpec,
     options: SolveOptions,
-    steps: Steps,
+    grains: Grains,
     tell: passes.Tell,
     adaptation: passes.Adaptation | None = None,
 ) -> Plan:
     if Solved.directory is None:
-        return _solve(spec, options, steps, tell, adaptation)
+        return _solve(spec, options, grains, tell, adaptation)
     options = replace(options, measure=options.measure and Solved.measures)
     is_shared = adaptation is None and not _own_class(spec) and not _changed()
-    path = Solved.directory / _name(spec, options, steps) if is_shared else None
+    path = Solved.directory / _name(spec, options, grains) if is_shared else None
     if path is not None and path.exists():
         return _read(path, tell)
     with _in_short():
         if path is None:
-            return _solve(spec, options, steps, tell, adaptation)
-        return _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
+            return _solve(spec, options, grains, tell, adaptation)
+        return _write(path, tell, lambda told: _solve(spec, options, grains, told, None))
 
 
 @contextmanager
@@ -152,12 +152,12 @@ def _parts() -> Iterator[tuple[Mapping[str, Any], str, Any]]:
                     yield vars(value), attribute, inner
 
 
-def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
+def _name(spec: ModelSpec, options: SolveOptions, grains: Grains) -> str:
     """Names everything that a plan depends on."""
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
     tied = None if spec.tied is None else sorted(spec.tied.items())
-    asked = [*model, tied, repr(options), sorted(steps.items()), settings, Solved.other_attentions]
+    asked = [*model, tied, repr(options), sorted(grains.items()), settings, Solved.other_attentions]
     return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
 
 

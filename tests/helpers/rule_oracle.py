@@ -262,7 +262,7 @@ def _describe(op: Op, layouts: Layouts) -> str:
 
 
 def _run_local(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> list[Tensor]:
-    """Run an operator on parts, with the ints that an attribute edit would give it."""
+    """Run an operator on parts, with the ints that an attribute override would give it."""
     base = op.name.rsplit(".", 1)[0].rstrip("_")
     handler = _LOCAL.get(base)
     if handler is not None:
@@ -326,7 +326,7 @@ def _factory(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> l
 
 
 def _convolution(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> list[Tensor]:
-    """With as many groups as the rank holds, as an edited attribute would say."""
+    """With as many groups as the rank holds, as an overridden attribute would say."""
     source, weight = local[op.inputs[0]], local[op.inputs[1]]
     channels = _shapes(op, layouts, rank)[0][1] if Arguments(op)["transposed"] else source.shape[1]
     return _run(op, (*op.args[:-1], channels // weight.shape[1]), op.kwargs, local)

@@ -1,8 +1,8 @@
 """Faults in the code of the runtime, each at one module: a sum that is skipped, a slice of the next rank.
 
-The runtime's code makes objects for the modules of a plan: steps, layers, gates, edits. ``watching`` calls a
-function with each of them as it is made, with the FQN of its module. A fault changes the objects of one kind
-at one module, and nothing else.
+The runtime's code makes objects for the modules of a plan: steps, layers, gates, overrides. ``watching``
+calls a function with each of them as it is made, with the FQN of its module. A fault changes the objects of
+one kind at one module, and nothing else.
 
 The name of this file begins like those of the packages, so that operators of a fault count as the runtime's
 own when a rank is traced.
@@ -62,10 +62,10 @@ class Fault:
 
 
 @dataclass
-class Edits:
-    """The edits and flags of one module, before they are applied."""
+class Overrides:
+    """The overrides and flags of one module, before they are applied."""
 
-    edits: tuple[Any, ...]
+    overrides: tuple[Any, ...]
     flags: tuple[str, ...] = ()
 
 
@@ -130,13 +130,13 @@ def watching(seen: Seen) -> Iterator[None]:
         of_module(type(module).__name__, module)
         return module
 
-    def edited(original: Any, module: Any, edits: Any, rank: int) -> None:
-        call = Edits(edits)
-        of_module("Edits", call)
-        original(module, call.edits, rank)
+    def overridden(original: Any, module: Any, overrides: Any, rank: int) -> None:
+        call = Overrides(overrides)
+        of_module("Overrides", call)
+        original(module, call.overrides, rank)
 
     def flagged(original: Any, module: Any, flags: Any) -> None:
-        call = Edits((), flags)
+        call = Overrides((), flags)
         of_module("Flags", call)
         original(module, call.flags)
 
@@ -190,7 +190,7 @@ def watching(seen: Seen) -> Iterator[None]:
         stack.enter_context(mock.patch.object(local_modules, "_at", At))
         for place, name, function in (
             (local_modules, "_convert", converted),
-            (local_modules, "apply_edits", edited),
+            (local_modules, "apply_overrides", overridden),
             (local_modules, "raise_flags", flagged),
             (build, "fuse", fused),
             (prepare, "Gated", gated),
@@ -309,9 +309,11 @@ def _one_row_late(rows: Any, local: Tensor, out_of_shard: Tensor) -> tuple[Tenso
     return torch.where(out_of_shard, local, (local + 1) % rows.num_rows), out_of_shard
 
 
-def _edit(function: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], None]:
+def _override(function: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], None]:
     def change(call: Any) -> None:
-        call.edits = tuple(dataclasses.replace(edit, local=function(edit)) for edit in call.edits)
+        call.overrides = tuple(
+            dataclasses.replace(override, local=function(override)) for override in call.overrides
+        )
 
     return change
 
@@ -514,19 +516,22 @@ FAULTS: tuple[Fault, ...] = (
         lambda rows: setattr(rows, "_range", tuple(at + 1 for at in rows._range)),
         r"experts",
     ),
-    # Edits
-    Fault("edit is not applied", "edits", "Edits", setting(edits=())),
+    # Overrides
+    Fault("override is not applied", "overrides", "Overrides", setting(overrides=())),
     Fault(
-        "edit is one too many", "edits", "Edits", _edit(lambda edit: tuple(value + 1 for value in edit.local))
+        "override is one too many",
+        "overrides",
+        "Overrides",
+        _override(lambda override: tuple(value + 1 for value in override.local)),
     ),
     Fault(
-        "edit of the next rank",
-        "edits",
-        "Edits",
-        _edit(lambda edit: (*edit.local[1:], edit.local[0])),
-        fits=lambda call: any(len(set(edit.local)) > 1 for edit in call.edits),
+        "override of the next rank",
+        "overrides",
+        "Overrides",
+        _override(lambda override: (*override.local[1:], override.local[0])),
+        fits=lambda call: any(len(set(override.local)) > 1 for override in call.overrides),
     ),
-    Fault("flag is not set", "edits", "Flags", setting(flags=()), fits=lambda call: bool(call.flags)),
+    Fault("flag is not set", "overrides", "Flags", setting(flags=()), fits=lambda call: bool(call.flags)),
     # Slices of weights
     Fault(
         "weight of the next rank",

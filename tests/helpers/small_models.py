@@ -12,8 +12,8 @@ from boundaries import boundary
 from shardconv_runtime.format.dims import Dim, Leaf, Product
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
+    AttributeOverride,
     CodeInfo,
-    Edit,
     LogitsInfo,
     ModelInfo,
     ModulePlan,
@@ -96,7 +96,9 @@ def hand_plan(config: transformers.LlamaConfig, tp: int, dtype: str = "float32")
         ModulePlan(names(ffn + "gate_proj", ffn + "up_proj"), "column"),
         ModulePlan(names(ffn + "down_proj"), "row", outputs=(reduce,)),
         ModulePlan(
-            names("self_attn"), "boundary", edits=(Edit("num_heads", HEADS, (math.ceil(HEADS / tp),)),)
+            names("self_attn"),
+            "boundary",
+            overrides=(AttributeOverride("num_heads", HEADS, (math.ceil(HEADS / tp),)),),
         ),
         ModulePlan(("lm_head",), "vocab", outputs=(gather,)),
     )

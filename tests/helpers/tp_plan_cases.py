@@ -11,9 +11,9 @@ import torch
 import transformers
 from boundaries import boundary
 from shardconv_runtime.format.dims import Dim, Leaf, Product, size
+from shardconv_runtime.format.module_steps import ModuleStep
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.format.slot_steps import Boundary
 
 import shardconv
 from shardconv.engines.tp_plan import skeleton
@@ -124,10 +124,10 @@ def on_two_axes(plan: Plan, axes: tuple[int, int] = (0, 1)) -> Plan:
         parts = tuple(map(split, dim.factors if isinstance(dim, Product) else dim.segments))
         return type(dim)(parts)
 
-    def steps(found: tuple[Boundary, ...]) -> tuple[Boundary, ...]:
+    def steps(found: tuple[ModuleStep, ...]) -> tuple[ModuleStep, ...]:
         return tuple(map(step, found))
 
-    def step(found: Boundary) -> Boundary:
+    def step(found: ModuleStep) -> ModuleStep:
         changes = {
             "axes": axes if getattr(found, "axes", ()) else (),
             "layout": split(getattr(found, "layout", None)),

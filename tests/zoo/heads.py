@@ -24,7 +24,7 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
@@ -226,7 +226,7 @@ class _Trial:
             whole = copy.deepcopy(self.whole)
             if problem is not None:
                 whole.config.problem_type = problem  # type: ignore[union-attr]
-            local = parallelize_for_training(whole, plan, comm, gather_logits=True)
+            local = parallelize_for_training(whole, plan, comm, TrainingForm(gather_logits=True))
             stored = {n: t for n, t in self.weights.items() if n in entries}
             got = _step(fill(local, local_weights(stored, plan, comm.rank), True), inputs)
             return _distance(got, want, local_weights(want.gradients, plan, comm.rank))

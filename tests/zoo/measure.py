@@ -67,7 +67,7 @@ class Result:
     pass can reach."""
     unused: float = 0.0
     """Fraction of the elements that no forward pass of this model reads."""
-    edits: int = 0
+    overrides: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
     """Of one forward pass, by kind."""
     per_layer: float = 0.0
@@ -126,12 +126,14 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     layers = _layers(plan)
     inside = collectives_in_layers(plan).total()
     total = sum(numel[n] for n in wide)
-    edits = {(starred(x), e.attribute) for m in plan.modules for x in expand_all(m.names) for e in m.edits}
+    overrides = {
+        (starred(x), e.attribute) for m in plan.modules for x in expand_all(m.names) for e in m.overrides
+    }
     return {
         "parameters": plan.model.num_parameters,
         "sharded": sum(numel[n] for n in split) / total if total else 1.0,
         "unused": sum(numel[n] for n in unused) / max(1, sum(numel.values())),
-        "edits": len(edits),
+        "overrides": len(overrides),
         "per_layer": inside / len(layers) if layers else float(inside),
         "replicated": replicated,
     }

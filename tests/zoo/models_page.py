@@ -29,13 +29,13 @@ RUN: Mapping[str, Any] = {
     "message": "",
     "error": 0.0,
     "sharded": 0.0,
-    "edits": 0,
+    "overrides": 0,
     "collectives": {},
     "per_layer": 0.0,
     "plan_seconds": 0.0,
 }
 """The fields of one run of a type -> the value that is not written."""
-OF_FIRST = ("edits", "collectives", "per_layer")
+OF_FIRST = ("overrides", "collectives", "per_layer")
 """Fields that the page shows of the first run only."""
 
 
@@ -198,7 +198,7 @@ def _left_out() -> Iterator[str]:
 COLUMNS = (
     "type",
     "sharded",
-    "edits",
+    "overrides",
     "reduce + gather",
     "per layer",
     "error",
@@ -213,7 +213,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     yield from ("## All types", "")
     yield (
         "*Sharded*: percentage of the matrix elements read by the forward pass that are sharded, at "
-        "tp 2 / 3 / 4. *Edits*: integer attributes of modules that get local values. *Reduce + gather*, *per "
+        "tp 2 / 3 / 4. *Overrides*: integer attributes of modules with local values. *Reduce + gather*, *per "
         "layer*: collectives in one forward pass at tp 2. *Error*: the largest error at any tp. *Plan*: "
         "seconds at tp 2, including the numerical check."
     )
@@ -250,7 +250,7 @@ def _type_line(row: Row) -> str:
     worst = max(run["error"] for run in good)
     error = f"{worst:.0e}" + (" (float32 inside)" if any(r["status"] == "float32" for r in good) else "")
     return (
-        f"| {row['type']} | {sharded} | {first['edits']} | {c.get('all_reduce', 0)} + "
+        f"| {row['type']} | {sharded} | {first['overrides']} | {c.get('all_reduce', 0)} + "
         f"{c.get('all_gather', 0)} | {first['per_layer']:.1f} | {error} | {_few(runs)} | "
         f"{_generated(runs)} | {first['plan_seconds']:.1f} |"
     )

@@ -20,7 +20,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from small_models import save_random
 from torch import nn
 
@@ -229,9 +229,9 @@ class _Setup:
         comm = MetaCommunicator(0, self.plan.mesh)
         if fault.shown_by == SEQUENCE:
             plan = self.plan_for(check=False, sequence_parallel=True)
-            parallelize_for_training(self.whole(), plan, comm, sequence_parallel=True)
+            parallelize_for_training(self.whole(), plan, comm, TrainingForm(sequence_parallel=True))
         elif fault.shown_by == GRADIENTS:
-            parallelize_for_training(self.whole(), self.plan, comm, gather_logits=True)
+            parallelize_for_training(self.whole(), self.plan, comm, TrainingForm(gather_logits=True))
         elif fault.shown_by == PACKED:
             shardconv.verify(self.out, numerics=True)
         elif fault.is_written:

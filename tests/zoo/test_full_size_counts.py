@@ -140,7 +140,7 @@ def facts(plan: Plan) -> dict[str, float]:
     summary = summarize(plan)
     replicated = sum(group.num_bytes for group in summary.replicated)
     return {
-        "edits": sum(len(module.edits) for module in plan.modules),
+        "overrides": sum(len(module.overrides) for module in plan.modules),
         "collectives": sum(collective.count for collective in summary.collectives),
         "replicated, in millionths": round(1e6 * replicated / summary.total_bytes),
     }

@@ -18,7 +18,7 @@ EVERY_DAY = {
         "slice of the next rank",
         "row-parallel bias on every rank",
         "fused layers get each other's part",
-        "edit is not applied",
+        "override is not applied",
         "gate is left out",
         "gradient of an input is not summed",
         "adjoint of a sum does not sum",
@@ -27,7 +27,7 @@ EVERY_DAY = {
     ("experts", 2): (
         "norm statistic is not summed",
         "ids of experts are off by one",
-        "edit of the next rank",
+        "override of the next rank",
         "adjoint of a norm's statistic does not sum",
     ),
     ("encoder-decoder", 2): ("rows out of the shard are not zeroed", "weight of the next rank"),

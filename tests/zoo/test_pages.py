@@ -101,7 +101,13 @@ def test_a_page_without_rows_stays(folder: Path) -> None:
 def run_of_model(**changes: Any) -> Row:
     """A run as the sweep over all models measures it."""
     about = {"variant": "", "tp": 2, "status": "equal", "message": "", "error": 1e-15, "sharded": 1.0}
-    facts = {"edits": 3, "collectives": {"all_reduce": 5}, "per_layer": 2.0, "replicated": {}, "notes": []}
+    facts = {
+        "overrides": 3,
+        "collectives": {"all_reduce": 5},
+        "per_layer": 2.0,
+        "replicated": {},
+        "notes": [],
+    }
     return {**about, **facts, "plan_seconds": 1.0, "unused": 0.0, **changes}
 
 

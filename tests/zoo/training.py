@@ -25,7 +25,7 @@ from shardconv_runtime.errors import SolveError, SourceError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
@@ -272,10 +272,7 @@ class _Trial:
                 copy.deepcopy(self.whole),
                 plan,
                 comm,
-                gather_logits=True,
-                training=True,
-                sequence_parallel=form.sequence,
-                regather=form.sequence,
+                TrainingForm(gather_logits=True, sequence_parallel=form.sequence, regather=form.sequence),
             )
             fill(local, local_weights(self.weights, plan, comm.rank), True).eval()
             if form.checkpointing:

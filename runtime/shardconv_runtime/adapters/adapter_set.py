@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..errors import PlanError
+from ..format.module_steps import AllGatherStep
 from ..format.plan import (
     DrawPlan,
     GradientPlan,
@@ -26,7 +27,6 @@ from ..format.plan import (
 )
 from ..format.plan_json import of_stage
 from ..format.slices import Mesh, Rows
-from ..format.slot_steps import AllGatherStep
 from ..format.stage_names import held_names
 from ..format.stored_layout import holds_values, tensor_name
 from ..parallel.build import stored_tensors
@@ -190,7 +190,7 @@ def _logits(plans: list[Plan], modules: tuple[ModulePlan, ...]) -> Any:
     for plan in plans:
         found = plan.logits
         steps = entries[found.module].outputs if found is not None and found.module in entries else ()
-        if found and any(isinstance(step, AllGatherStep) and step.slot == found.slot for step in steps):
+        if found and any(isinstance(step, AllGatherStep) and step.port == found.port for step in steps):
             return found
     return None
 

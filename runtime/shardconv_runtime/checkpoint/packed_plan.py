@@ -80,8 +80,8 @@ def with_packings(plan: Plan, packings: Packings) -> Plan:
     return replace(plan, parameters=tuple(parameters))
 
 
-def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tuple[int, ...]]:
-    """Return the steps in which each packed weight of a checkpoint may be cut, for each dim."""
+def grains_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tuple[int, ...]]:
+    """Return the grains of each packed weight of a checkpoint for each dim."""
     return {
         name: granularity(weight.packing, len(weight.shape))
         for name, weight in weights.items()
@@ -89,8 +89,8 @@ def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tupl
     }
 
 
-def planned_steps(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Return the steps in which each packed parameter of a plan may be cut, for each dim."""
+def planned_grains(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the grains of each packed parameter of a plan for each dim."""
     return {
         name: granularity(entry.packing, len(entry.dims))
         for name, entry in parameter_plans(plan).items()

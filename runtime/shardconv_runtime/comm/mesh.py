@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LaunchError
 from ..format.dims import axes_of
+from ..format.module_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
 from ..format.plan import ModulePlan, Plan
 from ..format.slices import group_of
-from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep
 from .collectives import AllReduce, ProcessCommunicator
 from .launchers import env_int, other_launcher
 from .process_groups import axes_group, check_group, control_group, start_group, warm_up

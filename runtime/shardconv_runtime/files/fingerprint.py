@@ -1,6 +1,6 @@
 """Binds a plan to the source of the model code that it was solved for.
 
-Attribute edits and module names mean nothing for other code, so that a rank refuses a plan solved for
+Attribute overrides and module names mean nothing for other code, so that a rank refuses a plan solved for
 other code than the installed one. The source is read, not imported: a mismatch shows before torch starts.
 """
 

@@ -23,7 +23,7 @@ MAX_TP = 4096
 MAX_TENSOR_DIMS = 16
 
 MAX_PATH_STEPS = 16
-"""Most components of a slot, or of the path of an attribute."""
+"""Most components of a port, or of the path of an attribute."""
 
 MAX_STEP_LENGTH = 100
 """Most characters of such a component."""
@@ -63,12 +63,12 @@ def check_text(where: str, text: str) -> None:
         fail(where, f"more than {MAX_TEXT_LENGTH} characters")
 
 
-def check_slot(where: str, slot: str, side: str) -> None:
-    """Check that a slot is one of an input or of an output, as ``side`` says."""
-    first, *path = slot.split(".")
+def check_port(where: str, port: str, side: str) -> None:
+    """Check that a port is one of an input or of an output, as ``side`` says."""
+    first, *path = port.split(".")
     if first != side or not is_path(path) or (side == "input" and not path):
         example = "input.hidden_states" if side == "input" else "output.0"
-        fail(where, f'not a slot of an {side}: {slot!r}; one reads like "{example}"')
+        fail(where, f'not a port of an {side}: {port!r}; one reads like "{example}"')
 
 
 def check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:

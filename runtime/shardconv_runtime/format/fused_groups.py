@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .dims import axes_of, size
 from .field_checks import fail
+from .module_steps import AllGatherStep
 from .names import MAX_NAMES, expand_all
 from .plan import WHOLE, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
-from .slot_steps import AllGatherStep
 from .stored_layout import is_common, tensor_name
 
 FUSED_PARAMETERS = ("weight", "bias")
@@ -68,7 +68,7 @@ def _of_members(
 def is_fusible(entry: ModulePlan) -> bool:
     """Return whether a module with this entry may be in a group: it may only gather its output."""
     gathers = all(isinstance(step, AllGatherStep) for step in entry.outputs)
-    return entry.category == "column" and gathers and not (entry.inputs or entry.edits)
+    return entry.category == "column" and gathers and not (entry.inputs or entry.overrides)
 
 
 def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:

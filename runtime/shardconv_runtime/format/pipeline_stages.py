@@ -19,10 +19,10 @@ RETURNS = ("tensor", "tuple", "list")
 
 
 @dataclass(frozen=True, slots=True)
-class SlotDim:
+class PortDim:
     """A dim of an argument of a module, as its caller gives it."""
 
-    slot: str
+    port: str
     """``input.hidden_states``."""
     dim: int
 
@@ -31,7 +31,7 @@ class SlotDim:
 class PlaceholderDim:
     """A dim of a tensor that a placeholder makes: the product of these."""
 
-    of: tuple[SlotDim, ...] = ()
+    of: tuple[PortDim, ...] = ()
     size: Dim | None = None
     """A layout, of which each rank has its local size."""
     times: int = 1

@@ -17,7 +17,7 @@ from .field_checks import (
     MAX_STEP_LENGTH,
     MAX_TENSOR_DIMS,
     check_dtype,
-    check_slot,
+    check_port,
     check_text,
     check_tp,
     fail,
@@ -28,10 +28,10 @@ from .field_checks import (
     one_of,
 )
 from .measured import MemoryPlan
+from .module_steps import LocalRowsOrEndStep, LocalRowsStep, ModuleStep, SliceStep, ZeroOutOfShardStep
 from .names import FORBIDDEN, MAX_NAMES, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .slices import Mesh, local_size
-from .slot_steps import Boundary, LocalRowsOrEndStep, LocalRowsStep, SliceStep, ZeroOutOfShardStep
 
 VERSION = 6
 FORMAT = "shardconv.plan"
@@ -216,14 +216,14 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
+class AttributeOverride:
     """An int attribute that must shrink with the parameters."""
 
     attribute: str
     """``num_heads``; ``config.num_attention_heads`` (the module gets its own copy of the config);
     ``split_sizes.0``."""
     value: int
-    """Global value, which the attribute has before the edit."""
+    """Global value, which the attribute has before the override."""
     local: tuple[int, ...]
     """Local value: one for all ranks, or one for each rank."""
 
@@ -294,9 +294,9 @@ class ModulePlan:
     names: tuple[str, ...]
     category: str
     """``column``, ``row``, ``vocab``, ``experts``, ``norm`` or ``boundary``."""
-    inputs: tuple[Boundary, ...] = ()
-    outputs: tuple[Boundary, ...] = ()
-    edits: tuple[Edit, ...] = ()
+    inputs: tuple[ModuleStep, ...] = ()
+    outputs: tuple[ModuleStep, ...] = ()
+    overrides: tuple[AttributeOverride, ...] = ()
     norm: NormInfo | None = None
     flags: tuple[str, ...] = ()
     """Experts: bool attributes to set, so that the module skips ids past the last expert."""
@@ -320,11 +320,11 @@ class ModulePlan:
             fail("flags", f"not the name of an attribute: {flags[0]!r}")
         if len(set(self.flags)) < len(self.flags):
             fail("flags", "an attribute is named twice")
-        edited: set[str] = set()
-        for index, edit in enumerate(self.edits):
-            if edit.attribute in edited:
-                fail(f"edits[{index}].attribute", f"{edit.attribute!r} is edited twice")
-            edited.add(edit.attribute)
+        overridden: set[str] = set()
+        for index, override in enumerate(self.overrides):
+            if override.attribute in overridden:
+                fail(f"overrides[{index}].attribute", f"{override.attribute!r} is overridden twice")
+            overridden.add(override.attribute)
         if self.category == "norm" and self.norm is None:
             fail("", 'the key "norm" is missing')
 
@@ -354,10 +354,10 @@ class LogitsInfo:
 
     module: str
     """FQN whose output gather may be dropped."""
-    slot: str
+    port: str
 
     def __post_init__(self) -> None:
-        check_slot("slot", self.slot, "output")
+        check_port("port", self.port, "output")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from .field_checks import (
     MAX_TP,
     check_axes,
     check_dims,
-    check_slot,
+    check_port,
     fail,
     is_importable,
     is_step,
 )
 from .fused_groups import check_fused
+from .module_steps import check_step
 from .names import MAX_NAME_LENGTH, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .plan import (
@@ -29,7 +30,6 @@ from .plan import (
     parameter_plans,
 )
 from .slices import Mesh, num_ranges
-from .slot_steps import check_step
 from .stage_names import staged_modules
 from .stored_layout import check_packing
 
@@ -77,8 +77,8 @@ def check_plan(plan: Plan) -> None:
         head = modules.get(plan.logits.module)
         if head is None:
             fail("logits.module", f"the plan has no module entry for {plan.logits.module!r}")
-        if not any(step.op == "all_gather" and step.slot == plan.logits.slot for step in head.outputs):
-            fail("logits", f"{plan.logits.module!r} has no all_gather at {plan.logits.slot!r}")
+        if not any(step.op == "all_gather" and step.port == plan.logits.port for step in head.outputs):
+            fail("logits", f"{plan.logits.module!r} has no all_gather at {plan.logits.port!r}")
     for entry in plan.parameters:
         if entry.packing is not None:
             check_packing(entry, plan.mesh)
@@ -98,11 +98,11 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
     for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
         for index, step in enumerate(steps):
             check_step(f"{where}.{side}s[{index}]", step, side, plan.mesh)
-    for index, edit in enumerate(entry.edits):
-        if len(edit.local) not in (1, plan.tp):
+    for index, override in enumerate(entry.overrides):
+        if len(override.local) not in (1, plan.tp):
             fail(
-                f"{where}.edits[{index}].local",
-                f"expected 1 value or {plan.tp} (one for each rank), got {len(edit.local)}",
+                f"{where}.overrides[{index}].local",
+                f"expected 1 value or {plan.tp} (one for each rank), got {len(override.local)}",
             )
     if entry.norm is not None:
         check_axes(f"{where}.norm.axes", entry.norm.axes, plan.mesh)
@@ -166,7 +166,7 @@ def _check_staged_module(where: str, entry: StagedModule, stages: StagesPlan, pl
                 if len(dim.of) > MAX_TENSOR_DIMS:
                     fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
                 for each in dim.of:
-                    check_slot(where, each.slot, "input")
+                    check_port(where, each.port, "input")
                 if max(dim.times, dim.over) > plan.tp:
                     fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
                 if dim.size is not None:

@@ -153,22 +153,21 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
     return init_continuous_batching
 
 
+_OF_MANAGER = {"continuous_batching_config", "persistent_manager", "warmup", "num_microbatches"}
+"""Options of ``generate_batch`` that are for its manager."""
+
+
 def _generate_batch(start: Launch) -> Callable[..., Any]:
     def generate_batch(
         self: Any,
         inputs: Sequence[Sequence[int]],
         generation_config: Any | None = None,
-        continuous_batching_config: Any | None = None,
         record_timestamps: bool = False,
         progress_bar: bool = False,
-        persistent_manager: bool = False,
-        warmup: bool = True,
         max_new_tokens: int | None = None,
-        num_microbatches: int | None = None,
-        **others: Any,
+        **options: Any,
     ) -> dict[str, Any]:
-        if others:
-            name = min(others)
+        for name in sorted(options.keys() - _OF_MANAGER):
             if hasattr(self.generation_config, name):
                 remedy = "set it in a GenerationConfig, and pass that as generation_config"
             else:
@@ -188,11 +187,8 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
         hints = WorkloadHints(max(map(len, prompts)), limit or 0, len(prompts) * num_each)
         managing = self.continuous_batching_context_manager(
             config,
-            continuous_batching_config=continuous_batching_config,
-            persistent_manager=persistent_manager,
-            warmup=warmup,
             workload_hints=hints,
-            num_microbatches=num_microbatches,
+            **options,
         )
         with managing as manager:
             manager.answer_on_all_ranks()

@@ -17,7 +17,7 @@ from ..format.stage_names import absent_modules
 from ..inference.generation import prepare_generation
 from ..parallel.build import parallelize
 from ..parallel.layers import with_local_logits
-from ..training.prepare import parallelize_for_training
+from ..training.prepare import TrainingForm, parallelize_for_training
 from .checked_source import LoadOptions
 from .load_options import require_form
 from .transform import RankModel, ReadTensors, Transform
@@ -94,7 +94,7 @@ class TensorParallel(Transform):
             with_local_logits(plan)
 
     def shape(self, rank: RankModel) -> RankModel:
-        """Edit, replace and wrap modules."""
+        """AttributeOverride, replace and wrap modules."""
         options, model = self.options, rank.model
         plan = replace(rank.plan, fused=rank.held_plan.fused)
         heads: Sequence[str] = ()
@@ -108,10 +108,8 @@ class TensorParallel(Transform):
             model,
             plan,
             rank.comm,
-            options.gather_logits,
+            TrainingForm(**options.form, regather=options.regather, gather_logits=options.gather_logits),
             rank.packed,
-            **options.form,
-            regather=options.regather,
             absent=[absent_modules(rank.plan, stage) for stage in stages] or (frozenset(),),
             heads=heads,
         )

@@ -30,21 +30,21 @@ from ..comm.steps import (
 )
 from ..errors import PlanError
 from ..format.dims import open_parts
-from ..format.plan import ModulePlan
-from ..format.slot_steps import (
+from ..format.module_steps import (
     AllGatherStep,
     AllReduceStep,
-    Boundary,
     GradAllReduceStep,
     GradDivideStep,
     KeepOnFirstStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
+    ModuleStep,
     ReduceScatterStep,
     ReshardingStep,
     SliceStep,
     ZeroOutOfShardStep,
 )
+from ..format.plan import ModulePlan
 from .row_ids import RowIds, zero_out_of_shard
 
 # The steps of a plan as operations of a rank.
@@ -62,7 +62,7 @@ _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
 }
 
 
-def step(boundary: Boundary, comm: Communicator, training: bool = False) -> TensorStep:
+def step(boundary: ModuleStep, comm: Communicator, training: bool = False) -> TensorStep:
     """Return the operation of a step that needs only the tensor."""
     match boundary:
         case AllReduceStep():
@@ -78,7 +78,7 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Tens
         case ReduceScatterStep():
             return _resharding(boundary, comm, () if training else None, ())
         case _:
-            raise PlanError(f"{boundary.slot}: the step {boundary.op!r} is not allowed here")
+            raise PlanError(f"{boundary.port}: the step {boundary.op!r} is not allowed here")
 
 
 def _resharding(
@@ -94,7 +94,7 @@ def _resharding(
     return kind(comm, boundary.dim, boundary.layout, grad_axes, local_grad_axes)
 
 
-def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
+def in_use(steps: Iterable[ModuleStep], training: bool) -> list[ModuleStep]:
     """Return the steps to run: without training, steps that change only the gradient are left out."""
     return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
@@ -124,7 +124,7 @@ def attach(
         before = _Before([_input_action(b, comm, signature, mask, training, table) for b in inputs])
         renumber(module, module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     if outputs:
-        after = _After([(_output_path(b.slot), _tensor_step(b, comm, mask, training)) for b in outputs])
+        after = _After([(_output_path(b.port), _tensor_step(b, comm, mask, training)) for b in outputs])
         renumber(module, module.register_forward_hook(after, prepend=True))
 
 
@@ -167,9 +167,9 @@ def _rewrite(table: dict[int, Any], numbers: Mapping[int, int]) -> None:
     table.update(entries)
 
 
-def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
-    """Run one more step on the output of a module at a slot."""
-    renumber(module, module.register_forward_hook(_After([(_output_path(slot), function)])))
+def attach_output(module: nn.Module, port: str, function: TensorStep) -> None:
+    """Run one more step on the output of a module at a port."""
+    renumber(module, module.register_forward_hook(_After([(_output_path(port), function)])))
 
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
@@ -186,7 +186,7 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
     return inspect.signature(module.forward)
 
 
-def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
+def replace_at(value: Any, path: _Path, function: TensorStep, port: str) -> Any:
     """Return a copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
 
     Containers on the way are rebuilt, since others may hold them too. An absent (None) tensor stays so.
@@ -195,11 +195,11 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
         return None
     if not path:
         if not isinstance(value, Tensor):
-            raise PlanError(f"slot {slot}: expected a tensor, got a {type(value).__name__}")
+            raise PlanError(f"port {port}: expected a tensor, got a {type(value).__name__}")
         return function(value)
-    key = _key(value, path[0], slot)
+    key = _key(value, path[0], port)
     inner = value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
-    new = replace_at(inner, path[1:], function, slot)
+    new = replace_at(inner, path[1:], function, port)
     if isinstance(value, (tuple, list)):
         items = [*value[:key], new, *value[key + 1 :]]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -246,7 +246,7 @@ class _ZeroOutOfShard:
 class _InputAction:
     """One step on one argument, which is passed by position or by name."""
 
-    slot: str
+    port: str
     position: int | None
     name: str
     path: _Path
@@ -264,10 +264,10 @@ class _Before:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for action in self._actions:
             if action.name in kwargs:
-                value = replace_at(kwargs[action.name], action.path, action.step, action.slot)
+                value = replace_at(kwargs[action.name], action.path, action.step, action.port)
                 kwargs = {**kwargs, action.name: value}
             elif action.position is not None and action.position < len(args):
-                value = replace_at(args[action.position], action.path, action.step, action.slot)
+                value = replace_at(args[action.position], action.path, action.step, action.port)
                 args = (*args[: action.position], value, *args[action.position + 1 :])
         return args, kwargs
 
@@ -285,49 +285,49 @@ class _After:
 
 
 def _input_action(
-    boundary: Boundary,
+    boundary: ModuleStep,
     comm: Communicator,
     signature: inspect.Signature,
     mask: _Mask,
     training: bool,
     table: str | None,
 ) -> _InputAction:
-    _, name, *path = boundary.slot.split(".")
+    _, name, *path = boundary.port.split(".")
     if isinstance(boundary, LocalRowsStep | LocalRowsOrEndStep):
         past_end = isinstance(boundary, LocalRowsOrEndStep)
         rows = RowIds(comm, boundary.layout, past_end=past_end, table=table)
         if not rows.num_rows:
-            raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold none of the table's rows")
+            raise PlanError(f"{boundary.port}: rank {comm.rank} would hold none of the table's rows")
         function: TensorStep = _LocalRows(rows, mask)
     else:
         function = _tensor_step(boundary, comm, mask, training)
-    return _InputAction(boundary.slot, _position(signature, name, boundary.slot), name, tuple(path), function)
+    return _InputAction(boundary.port, _position(signature, name, boundary.port), name, tuple(path), function)
 
 
-def _tensor_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> TensorStep:
+def _tensor_step(boundary: ModuleStep, comm: Communicator, mask: _Mask, training: bool) -> TensorStep:
     if isinstance(boundary, ZeroOutOfShardStep):
         return _ZeroOutOfShard(mask)
     return step(boundary, comm, training)
 
 
-def _output_path(slot: str) -> _Path:
-    return tuple(slot.split(".")[1:])
+def _output_path(port: str) -> _Path:
+    return tuple(port.split(".")[1:])
 
 
-def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
+def _position(signature: inspect.Signature, name: str, port: str) -> int | None:
     """Return the index of an argument that may be passed by position."""
     if name.isdigit():
         return int(name)
     kinds = {p.name: p.kind for p in signature.parameters.values()}
     takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds.values()
     if name not in kinds and not takes_any_name:
-        raise PlanError(f"slot {slot}: forward{signature} has no parameter {name!r}")
+        raise PlanError(f"port {port}: forward{signature} has no parameter {name!r}")
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return list(kinds).index(name) if kinds.get(name) in positional else None
 
 
-def _key(value: Any, component: str, slot: str) -> Any:
-    """Return the component of a slot as the key of this container."""
+def _key(value: Any, component: str, port: str) -> Any:
+    """Return the component of a port as the key of this container."""
     if isinstance(value, (tuple, list)):
         if component.isdigit() and int(component) < len(value):
             return int(component)
@@ -341,6 +341,6 @@ def _key(value: Any, component: str, slot: str) -> Any:
     elif dataclasses.is_dataclass(value) and hasattr(value, component):
         return component
     raise PlanError(
-        f"slot {slot}: a {type(value).__name__} has no {component!r}; the module was called in a way that "
+        f"port {port}: a {type(value).__name__} has no {component!r}; the module was called in a way that "
         "was not traced (for example with return_dict=False)"
     )

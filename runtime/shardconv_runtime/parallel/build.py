@@ -1,6 +1,6 @@
 """A model on the meta device and a plan → the same model, with one rank's modules and shapes.
 
-The model keeps its Python code. Ints that decide shapes in that code are edited, modules that
+The model keeps its Python code. Ints that decide shapes in that code are overridden, modules that
 compute on sharded dims are replaced or wrapped, and each parameter gets its local shape.
 """
 
@@ -77,7 +77,7 @@ def apply_plan(
     training: bool = False,
     packed: PackedModules | None = None,
 ) -> None:
-    """Edit, replace and wrap modules, and give the tensors of a model their local shapes, in place.
+    """Override attributes, replace and wrap modules, and give tensors their local shapes, in place.
 
     Args:
         model: the model on meta, with global shapes.

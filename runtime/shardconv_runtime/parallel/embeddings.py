@@ -19,8 +19,8 @@ from ..comm.collectives import Communicator
 from ..comm.steps import Gather, KeepOnFirst, Reduce, Slice
 from ..errors import PlanError
 from ..format.dims import Dim, Leaf, axes_of, size
+from ..format.module_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep, SliceStep
 from ..format.plan import ModulePlan, ParameterPlan
-from ..format.slot_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep, SliceStep
 from .boundary import forward_signature, renumber
 from .row_ids import RowIds, zero_out_of_shard
 from .user_hooks import PLACED

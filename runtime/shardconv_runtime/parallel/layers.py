@@ -7,7 +7,7 @@ row-parallel. An embedding sharded over its rows gives zeros for out-of-shard id
 
 Parameters keep their names, so that every FQN of the model stays. Layers of a plan have the ``in_features``,
 ``out_features`` and ``num_embeddings`` that the model's code reads: the global ones, unless the plan has an
-edit. The weight has the local shape. The backward of a layer is the backward of the steps that it is given.
+override. The weight has the local shape. The backward of a layer is the backward of its steps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from ..comm.collectives import refuse_gradient
 from ..comm.steps import Reduce, ReduceScatter
 from ..errors import PlanError
+from ..format.module_steps import AllGatherStep
 from ..format.names import expand_all
 from ..format.pipeline_stages import PlaceholderDim, PlaceholderItem, StagedModule
 from ..format.plan import LogitsInfo, ModulePlan, Plan, module_plans
-from ..format.slot_steps import AllGatherStep
 from ..format.stage_names import staged_modules
 from .boundary import TensorStep
 from .row_ids import RowIds, zero_out_of_shard
@@ -66,9 +66,9 @@ def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tup
     if logits is None or entry is None:
         raise PlanError("gather_logits=False: the plan does not shard the logits")
     for step in entry.outputs:
-        if step.slot == logits.slot and isinstance(step, AllGatherStep):
+        if step.port == logits.port and isinstance(step, AllGatherStep):
             return logits.module, step
-    raise PlanError(f"{logits.module}: the plan gathers no logits at slot {logits.slot!r}")
+    raise PlanError(f"{logits.module}: the plan gathers no logits at port {logits.port!r}")
 
 
 def with_local_logits(plan: Plan) -> Plan:
@@ -83,9 +83,9 @@ def with_local_logits(plan: Plan) -> Plan:
     """
     assert plan.stages is not None
     gather = _gather(module_plans(plan), plan.logits)
-    module, slot = gather[0], gather[1].slot
+    module, port = gather[0], gather[1].port
     found = staged_modules(plan).get(module)
-    if found is None or found[0].returns != "tensor" or slot != "output":
+    if found is None or found[0].returns != "tensor" or port != "output":
         raise PlanError(
             f"gather_logits=False: with stages, the module that computes the logits ({module}) should not be "
             "a part of another one that has parameters; leave it out, or convert without --pp"

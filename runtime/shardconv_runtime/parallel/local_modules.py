@@ -1,4 +1,4 @@
-"""The modules that a plan names in their local form: edited, replaced, or with steps at their boundaries."""
+"""The modules that a plan names in their local form: with overrides, replaced, or with steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..format.dims import size
-from ..format.plan import ModulePlan, ParameterPlan, Plan, local_shape
-from ..format.slices import Mesh, ranges
-from ..format.slot_steps import (
+from ..format.module_steps import (
     AllReduceStep,
-    Boundary,
     LocalRowsStep,
+    ModuleStep,
     ReduceScatterStep,
     ZeroOutOfShardStep,
 )
+from ..format.plan import ModulePlan, ParameterPlan, Plan, local_shape
+from ..format.slices import Mesh, ranges
 from ..format.stored_layout import holds_values
+from .attribute_overrides import apply_overrides, raise_flags
 from .boundary import TensorStep, attach, forward_signature, in_use, step
-from .edits import apply_edits, raise_flags
 from .layers import ColumnParallelLinear, RowParallelLinear, Steps, VocabParallelEmbedding
 from .row_ids import RowIds
 from .sharded_norms import ShardedNorm
@@ -67,11 +67,11 @@ def localize_modules(
     training: bool,
     packed: PackedModules | None,
 ) -> None:
-    """Edit, replace and wrap the modules that the plan names, in place."""
+    """AttributeOverride, replace and wrap the modules that the plan names, in place."""
     for fqn, entry in modules.items():
-        if entry.edits or entry.flags:
+        if entry.overrides or entry.flags:
             with _at(fqn):
-                apply_edits(targets[fqn], entry.edits, comm.rank)
+                apply_overrides(targets[fqn], entry.overrides, comm.rank)
                 raise_flags(targets[fqn], entry.flags)
     computing = {} if packed is None else packed.replace(model, modules, training=training)
     replaced = {id(old): new for old, new in computing.items()}
@@ -112,13 +112,13 @@ class _Target:
         """Return local shape of one of the module's parameters."""
         return local_shape(self.parameter(name), self.comm.mesh, self.comm.rank)
 
-    def steps(self, side: str, ignored: type[Boundary] | tuple[()] = ()) -> list[TensorStep]:
+    def steps(self, side: str, ignored: type[ModuleStep] | tuple[()] = ()) -> list[TensorStep]:
         """Return the steps on the only input, or on the output."""
         boundaries = self.entry.inputs if side == "input" else self.entry.outputs
-        slots = ("input.input", "input.0") if side == "input" else ("output",)
+        ports = ("input.input", "input.0") if side == "input" else ("output",)
         for boundary in boundaries:
-            if boundary.slot not in slots:
-                raise PlanError(f"a {type(self.module).__name__} has no slot {boundary.slot!r}")
+            if boundary.port not in ports:
+                raise PlanError(f"a {type(self.module).__name__} has no port {boundary.port!r}")
         steps = [b for b in in_use(boundaries, self.training) if not isinstance(b, ignored)]
         return [step(b, self.comm, self.training) for b in steps]
 
@@ -179,7 +179,7 @@ def _as_planned(module: nn.Linear, target: _Target) -> nn.Linear:
     """Give a layer the sizes that the model's code reads: global ones, unless the plan has a local value.
 
     A loss asks the head for its ``out_features``, for example, and gets gathered logits. If code needs a
-    local size, the trace has seen it, and the size is an edit of the plan.
+    local size, the trace has seen it, and the size is an override of the plan.
     """
     assert isinstance(target.module, nn.Linear)
     module.in_features, module.out_features = target.module.in_features, target.module.out_features

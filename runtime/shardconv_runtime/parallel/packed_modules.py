@@ -23,8 +23,8 @@ from ..format.slices import coordinates
 from ..packed.formats import fill_module, format_of
 from ..packed.packed_format import Part
 from ..packed.stored_weights import WeightSlice
+from .attribute_overrides import raise_flags
 from .boundary import attach, forward_signature
-from .edits import raise_flags
 from .fused_products import (
     FusedLinear,
     FusedProduct,
@@ -232,14 +232,18 @@ class PackedModules:
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
         """Return the steps around a new module, whose attributes get their local values."""
-        # Edit a module that was made from an edited one; the values that it read are local already.
-        for edit in entry.edits:
-            value = edit.local[0] if len(edit.local) == 1 else edit.local[self._comm.rank]
-            found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
-            if found not in (edit.value, value):
-                raise PlanError(f"{fqn}: cannot edit {edit.attribute}: it is {found}, and was {edit.value}")
-            if hasattr(module, edit.attribute):
-                setattr(module, edit.attribute, value)
+        # The module was made from one with overrides; the values that it read are local already.
+        for override in entry.overrides:
+            value = override.local[0] if len(override.local) == 1 else override.local[self._comm.rank]
+            found = getattr(
+                module, override.attribute, value
+            )  # paths into a config lead to the overridden copy
+            if found not in (override.value, value):
+                raise PlanError(
+                    f"{fqn}: cannot override {override.attribute}: it is {found}, and was {override.value}"
+                )
+            if hasattr(module, override.attribute):
+                setattr(module, override.attribute, value)
         raise_flags(module, tuple(flag for flag in entry.flags if getattr(module, flag, None) is not True))
         weight = self._parameters.get(f"{fqn}.weight")
         if entry.category != "row" or type(plain) is not nn.Linear or weight is None:

@@ -58,7 +58,7 @@ class _Part:
     ranks: frozenset[int]
     """The ranks of the default group, those that hold parts of the model together."""
     is_planned: bool
-    """Whether the plan has edits or steps for the module itself."""
+    """Whether the plan has overrides or steps for the module itself."""
 
 
 MARK = "shardconv_rank"
@@ -166,7 +166,7 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     known = _part(old)
     if keeps_parameters and known is not None and not known.is_planned and _is_in_forward_pass():
         # The model's own forward pass replaces the module, as it did when the plan was verified. Modules with
-        # edits or steps are not allowed to, since these would be lost.
+        # overrides or steps are not allowed to, since these would be lost.
         setattr(new, _ATTRIBUTE, replace(around, is_planned=False))
         return
     remedy = _ADAPTERS if type(new).__module__.startswith("peft.") else _BEFORE

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardconvError
 from ..format.dims import size
+from ..format.module_steps import LocalRowsStep
 from ..format.plan import ModulePlan, Plan, module_plans
-from ..format.slot_steps import LocalRowsStep
 from ..format.stage_names import staged_modules
 from ..parallel.boundary import forward_signature
 from ..parallel.build import submodule
@@ -135,7 +135,7 @@ class StageModel:
 def _tables(module: nn.Module, entry: ModulePlan | None, names: Sequence[str]) -> dict[str, int]:
     """Return the arguments of a module that are ids of a table -> the rows of the table, global."""
     steps = () if entry is None else entry.inputs
-    found = {step.slot.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)}
+    found = {step.port.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)}
     if not found and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         found = {"0": module.num_embeddings}
     return {names[int(name)] if name.isdigit() else name: rows for name, rows in found.items()}

@@ -133,7 +133,7 @@ class StagedUnit:
         size = 1 if dim.size is None else local_size(dim.size, self._on.mesh, self._on.rank)
         if not dim.of:
             return lambda given: size
-        paths = [(each.slot.split(".")[1:], each.dim) for each in dim.of]
+        paths = [(each.port.split(".")[1:], each.dim) for each in dim.of]
         times, over, at_most = dim.times, dim.over, dim.at_most
 
         def product(given: Mapping[str, Any]) -> int:
@@ -152,7 +152,7 @@ class StagedUnit:
         """Return a function that makes one call of a cache, if the module is given one and its inputs."""
         arguments = []
         paths = [
-            e.slot.split(".")[1:] for a in call.arguments if a.tensor for d in a.tensor.dims for e in d.of
+            e.port.split(".")[1:] for a in call.arguments if a.tensor for d in a.tensor.dims for e in d.of
         ]
         for argument in call.arguments:
             number = argument.numbers[position % len(argument.numbers)] if argument.numbers else 0
@@ -181,7 +181,7 @@ class StagedUnit:
 
 
 def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:
-    """Return the tensor at a slot of the arguments; None if there is none."""
+    """Return the tensor at a port of the arguments; None if there is none."""
     value: Any = given.get(path[0])
     for step in path[1:]:
         if value is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..format.dims import axes_of
+from ..format.module_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, ModuleStep, SliceStep
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
-from ..format.slot_steps import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, SliceStep
 from ..format.stage_names import is_inside
 from ..format.stored_layout import sums
 from ..parallel.boundary import attach_output, renumber
@@ -87,20 +88,28 @@ WHY_NO_STATES = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingForm:
+    """The form of a rank's model beyond plain inference; see ``load``."""
+
+    training: bool = True
+    sequence_parallel: bool = False
+    regather: bool | None = False
+    gather_logits: bool | None = None
+
+
 def parallelize_for_training(
     model: nn.Module,
     plan: Plan,
     comm: Communicator,
-    gather_logits: bool | None = None,
+    form: TrainingForm,
     packed: PackedModules | None = None,
     *,
-    training: bool = True,
-    sequence_parallel: bool = False,
-    regather: bool | None = False,
     absent: Sequence[Collection[str]] = (frozenset(),),
     heads: Collection[str] = (),
 ) -> nn.Module:
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism."""
+    training, sequence_parallel, gather_logits = form.training, form.sequence_parallel, form.gather_logits
     if training:
         require_training(plan)
     sequence = plan.training.sequence if plan.training is not None else None
@@ -136,8 +145,8 @@ def parallelize_for_training(
         # With stages, positions would be picked only on the head's stage.
         head = None if plan.logits is None or plan.stages else submodule(model, plan.logits.module)
         attach_sequence(model, plan.tp, may_pad, head, comm)
-        if training and regather is not False:
-            attach_regather(model, comm, 0 if regather else MIN_BYTES)
+        if training and form.regather is not False:
+            attach_regather(model, comm, 0 if form.regather else MIN_BYTES)
     return model
 
 
@@ -153,7 +162,7 @@ def _attach_loss(
     head = submodule(model, plan.logits.module)
     if gather_logits is not False:
         for name in {plan.logits.module, *heads}:
-            attach_output(submodule(model, name), plan.logits.slot, gather)
+            attach_output(submodule(model, name), plan.logits.port, gather)
     attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits], head)
 
 
@@ -163,9 +172,9 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
     if logits is None or plan.training is None or not plan.training.parallel_loss:
         return None
     steps = modules[logits.module].outputs if logits.module in modules else ()
-    found = next((b for b in steps if isinstance(b, AllGatherStep) and b.slot == logits.slot), None)
+    found = next((b for b in steps if isinstance(b, AllGatherStep) and b.port == logits.port), None)
     if found is None:
-        raise PlanError(f"{logits.module}: this form of the plan gathers no logits at slot {logits.slot!r}")
+        raise PlanError(f"{logits.module}: this form of the plan gathers no logits at port {logits.port!r}")
     return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
 
 
@@ -201,7 +210,7 @@ def backward_axes(plan: Plan) -> list[Iterable[int]]:
     ]
 
 
-def _of_step(step: Boundary) -> Iterable[Iterable[int]]:
+def _of_step(step: ModuleStep) -> Iterable[Iterable[int]]:
     match step:
         case GradAllReduceStep():
             yield step.axes

@@ -140,5 +140,5 @@ def test_a_matrix_that_a_module_is_given_may_be_sharded_there_too() -> None:
     tape = trace(Chooses().to("meta"), inputs, RULES)
     analysis = analyze(tape, ())
     weighted = weighted_leaves(analysis)
-    (inner,) = (e.target for e in tape.events if isinstance(e, Mark) and e.slots == ("input.matrix",))
+    (inner,) = (e.target for e in tape.events if isinstance(e, Mark) and e.ports == ("input.matrix",))
     assert all(find(dim) in weighted for dim in analysis.dims[inner])

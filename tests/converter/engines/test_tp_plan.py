@@ -14,7 +14,14 @@ from boundaries import boundary
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Edit, ModulePlan, PackedDim, PackedTensor, Packing, Plan
+from shardconv_runtime.format.plan import (
+    AttributeOverride,
+    ModulePlan,
+    PackedDim,
+    PackedTensor,
+    Packing,
+    Plan,
+)
 from torch import nn
 from tp_plan_cases import (
     HIDDEN,
@@ -144,7 +151,12 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "uneven vocabulary": ("llama", 2, {"vocab_size": 61}, ("model.embed_tokens: ", "uneven", "lm_head: ")),
     "few key/value heads": ("llama", 8, {}, ("k_proj: several ranks hold the same shard of weight (4@0*8)",)),
     "fused, unequal": ("phi3", 2, {}, ("must be 4 on a rank, and stays 8", "qkv_proj: the shards of weight")),
-    "edits": ("gpt2", 2, {}, ("transformer.h.*.attn: its split_size must be 32 on a rank, and stays 64",)),
+    "overrides": (
+        "gpt2",
+        2,
+        {},
+        ("transformer.h.*.attn: its split_size must be 32 on a rank, and stays 64",),
+    ),
     "sharded norm": ("olmo2", 2, {}, ("q_norm: it normalizes a sharded dim",)),
     "deferred sum": ("cohere", 2, {}, ("no style is for a CohereLayerNorm with all_reduce at input",)),
     "partial bias of experts": ("gpt_oss", 2, {}, ("down_proj_bias has its values on one rank and zeros",)),
@@ -245,11 +257,13 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         ),
         "no style is for a Linear with weight sharded in dim -2; all_gather at input.input",
     ),
-    "an edit": (
-        lambda p: change_modules(p, "q_proj", lambda m: replace(m, edits=(Edit("size", 8, (3, 3, 1, 1)),))),
+    "an override": (
+        lambda p: change_modules(
+            p, "q_proj", lambda m: replace(m, overrides=(AttributeOverride("size", 8, (3, 3, 1, 1)),))
+        ),
         "its size must be 1 or 3 on a rank, and stays 8",
     ),
-    "another slot": (
+    "another port": (
         lambda p: change_modules(
             p, "o_proj", lambda m: replace(m, outputs=(boundary("output.0", "all_reduce", axes=(0,)),))
         ),

@@ -166,12 +166,12 @@ def test_the_number_of_collectives_is_that_of_the_default() -> None:
 def test_work_on_other_ranks_tokens_is_left_out_where_the_module_can() -> None:
     """Ids past the end, for modules that drop them in every way that they may be run; else row 0."""
     (cheap,) = _experts(solve_plan(published("mixtral", 5), SolveOptions(3, experts="ep")))
-    assert [(s.slot, s.op) for s in cheap.inputs] == [
+    assert [(s.port, s.op) for s in cheap.inputs] == [
         ("input.top_k_index", "local_rows_or_end"),
         ("input.top_k_weights", "zero_out_of_shard"),
     ]
     assert cheap.flags == ("_is_expert_parallel",)
-    assert [(e.attribute, e.value, e.local) for e in cheap.edits] == [("num_experts", 5, (2, 2, 1))]
+    assert [(e.attribute, e.value, e.local) for e in cheap.overrides] == [("num_experts", 5, (2, 2, 1))]
     (plain,) = _experts(solve_plan(published("gpt_oss", 4), SolveOptions(3, experts="ep")))
     assert [s.op for s in plain.inputs] == ["local_rows", "zero_out_of_shard"]
     assert not plain.flags
@@ -383,7 +383,7 @@ def test_signatures(block: type[nn.Module], tp: int) -> None:
     assert len(laid_out) == (4 if block is Everyone else 6)
 
 
-def test_the_edit_is_found_among_equal_ints() -> None:
+def test_the_override_is_found_among_equal_ints() -> None:
     """The width has the value of the count, but is none."""
 
     class Confusing(Guild):
@@ -395,7 +395,7 @@ def test_the_edit_is_found_among_equal_ints() -> None:
             return super().forward(gold, quest, who) * self.fingers
 
     (entry,) = _experts(solved(Town, Confusing))
-    assert [(e.attribute, e.value, e.local) for e in entry.edits] == [("masters", 5, (3, 2))]
+    assert [(e.attribute, e.value, e.local) for e in entry.overrides] == [("masters", 5, (3, 2))]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_a_candidate_is_told_by_its_inputs() -> None:
     assert [tape.tensors[t].name.rpartition(".")[2] for t in first.parameters] == ["sword", "shield", "bow"]
     split = prove_experts(model.get_submodule(first.fqn), first, tape)
     assert split.num_experts == 5
-    assert split.edits == (("", "masters"),)
+    assert split.overrides == (("", "masters"),)
 
 
 def test_no_candidate_whose_inner_values_are_read_outside() -> None:
@@ -521,7 +521,7 @@ def test_a_wide_module_is_proven_on_a_narrow_copy() -> None:
     tape = trace(model, inputs, RULES)
     (candidate,) = find_experts(tape)
     split = prove_experts(model.wide, candidate, tape)
-    assert (split.num_experts, split.past_end, split.flags, split.edits) == (8, False, (), ())
+    assert (split.num_experts, split.past_end, split.flags, split.overrides) == (8, False, (), ())
 
 
 def test_every_way_to_run_experts_is_proven() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Leaf
+from shardconv_runtime.format.module_steps import ReduceScatterStep
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
 from shardconv_runtime.format.plan_json import of_sequence
-from shardconv_runtime.format.slot_steps import ReduceScatterStep
 from shardconv_runtime.parallel.boundary import in_use
 from zoo.models import build
 from zoo.tasks import specification

@@ -46,9 +46,9 @@ def test_a_plan_is_the_same_each_time() -> None:
 
 
 def collectives(plan: Plan) -> dict[str, list[tuple[str, str]]]:
-    """(slot, op) of every module that moves data in the forward pass."""
+    """(port, op) of every module that moves data in the forward pass."""
     found = {
-        name: [(b.slot, b.op) for b in in_use((*entry.inputs, *entry.outputs), training=False)]
+        name: [(b.port, b.op) for b in in_use((*entry.inputs, *entry.outputs), training=False)]
         for name, entry in module_plans(plan).items()
     }
     return {name: steps for name, steps in found.items() if steps}
@@ -72,7 +72,7 @@ def test_categories_and_one_reduction_for_each_branch() -> None:
     assert modules["stack.0.mixer.omega"].input_is_parallel
     assert modules["speak"].gather_output
     assert plan.logits is not None
-    assert (plan.logits.module, plan.logits.slot) == ("speak", "output")
+    assert (plan.logits.module, plan.logits.port) == ("speak", "output")
 
 
 def test_the_bias_of_a_plain_row_parallel_layer_is_added_once_after_the_reduction() -> None:

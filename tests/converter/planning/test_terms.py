@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import axes_of
+from shardconv_runtime.format.module_steps import KeepOnFirstStep
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.slot_steps import KeepOnFirstStep
 from torch import Tensor, nn
 
 TP = 4

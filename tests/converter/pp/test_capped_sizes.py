@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shardconv_runtime.format.pipeline_stages import PlaceholderDim, PlaceholderTensor, SlotDim
+from shardconv_runtime.format.pipeline_stages import PlaceholderDim, PlaceholderTensor, PortDim
 from zoo.models import build
 from zoo.stages_run import run, specification
 
@@ -23,8 +23,8 @@ def test_sizes_that_end_at_a_constant(most: int) -> None:
         assert tensor.dtype == "int32"
         keys = tensor.dims[2]
         assert keys in (
-            PlaceholderDim((SlotDim("input.attention_mask", 3),), at_most=most),
-            PlaceholderDim((SlotDim("input.prev_topk_indices", 2),)),
+            PlaceholderDim((PortDim("input.attention_mask", 3),), at_most=most),
+            PlaceholderDim((PortDim("input.prev_topk_indices", 2),)),
         )
     assert any(tensor is not None and tensor.dims[2].at_most == most for tensor in tensors)
 

@@ -256,7 +256,7 @@ def test_borders_lie_behind_layers() -> None:
     assert [border.layer for border in found.units.borders] == [f"layers.{i}" for i in range(4)]
     assert [found.conflict(border.position) for border in found.units.borders[:-1]] == [""] * 3
     (value,) = found.needed(found.units.borders[1].position, len(found.tape.events))
-    assert (value.unit, value.slot) == ("layers.1", "output")
+    assert (value.unit, value.port) == ("layers.1", "output")
 
 
 def test_keys_that_layers_share_cannot_cross() -> None:

@@ -56,7 +56,7 @@ def test_what_a_person_reads(large: Plan) -> None:
     for expected in (
         "row model.layers.{0..125}.mlp.down_proj 126 27.5 GB",
         "weight [16384, 53248] → [16384, 6656] [16384, 53248@0]",
-        "edits num_heads 4 → 1",
+        "overrides num_heads 4 → 1",
         "REPLICATED 8.3 MB on every rank, less than 0.01% of the model",
         "its dim is normalised, and sharding it would cost more than it saves",
         "model.norm.weight [16384] 32.8 kB",
@@ -108,7 +108,7 @@ def test_norms_partials_and_long_names() -> None:
         ),
         modules=(*plan.modules, ModulePlan((long,), "norm", norm=norm)),
     )
-    (statistic,) = (c for c in summarize(plan).collectives if c.slot == "statistic")
+    (statistic,) = (c for c in summarize(plan).collectives if c.port == "statistic")
     assert (statistic.op, statistic.count, statistic.token_bytes) == ("all_reduce", 1, 8)
     text = report(plan)
     assert "partial over mesh axis 0" in text

@@ -77,9 +77,9 @@ def layouts(plan: Plan) -> dict[str, Any]:
 
 
 def reductions(plan: Plan, part: str) -> list[str]:
-    """Slots at which modules with this in their name reduce."""
+    """Ports at which modules with this in their name reduce."""
     return [
-        b.slot
+        b.port
         for m in plan.modules
         if any(part in name for name in m.names)
         for b in (*m.inputs, *m.outputs)

@@ -118,7 +118,7 @@ def test_an_input_that_is_returned_stays_the_input() -> None:
     tape = tape_of(Around(Opaque(lambda x, y: (x, y)), lambda out: out[0] + out[1]))
     ((_, op),) = opaque_ops(tape)
     assert len(op.outputs) == 1
-    leave = next(e for e in tape.events if isinstance(e, Mark) and e.slots == ("output.0",))
+    leave = next(e for e in tape.events if isinstance(e, Mark) and e.ports == ("output.0",))
     assert leave.source == op.inputs[0]
 
 

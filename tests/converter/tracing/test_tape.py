@@ -53,8 +53,8 @@ def tape_of(model: nn.Module, **inputs: Tensor) -> Tape:
 
 
 def marks(tape: Tape, fqn: str) -> list[tuple[str, ...]]:
-    """Slots of a module's marks, in order."""
-    return [e.slots for e in tape.events if isinstance(e, Mark) and tape.calls[e.call].fqn == fqn]
+    """Ports of a module's marks, in order."""
+    return [e.ports for e in tape.events if isinstance(e, Mark) and tape.calls[e.call].fqn == fqn]
 
 
 def ops(tape: Tape) -> list[str]:
@@ -589,8 +589,8 @@ def test_tracing_twice_gives_the_same() -> None:
     first, second = (trace(model, inputs, RULES) for _ in range(2))
     assert first.tensors == second.tensors
     assert first.calls == second.calls
-    assert [(type(e), getattr(e, "name", ""), getattr(e, "slots", ())) for e in first.events] == [
-        (type(e), getattr(e, "name", ""), getattr(e, "slots", ())) for e in second.events
+    assert [(type(e), getattr(e, "name", ""), getattr(e, "ports", ())) for e in first.events] == [
+        (type(e), getattr(e, "name", ""), getattr(e, "ports", ())) for e in second.events
     ]
     assert all(p.device.type == "meta" for p in model.parameters())
 

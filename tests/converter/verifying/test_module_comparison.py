@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from shardconv_runtime.format.dims import Dim, parse
+from shardconv_runtime.format.module_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, SliceStep
 from shardconv_runtime.format.plan import CodeInfo, ModelInfo, ModulePlan, ParameterPlan, Plan
 from shardconv_runtime.format.slices import ranges
-from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, SliceStep
 from torch import Tensor
 
 from shardconv.simulation.explanations import UNKNOWN, Explanations, Placement
@@ -153,7 +153,7 @@ def entry(text: str) -> ModulePlan:
         "sum of the gradient": GradAllReduceStep("input.x", axes=(0,)),
     }
     step = steps[text]
-    inputs, outputs = ((step,), ()) if step.slot.startswith("input") else ((), (step,))
+    inputs, outputs = ((step,), ()) if step.port.startswith("input") else ((), (step,))
     return ModulePlan(("a",), "boundary", inputs=inputs, outputs=outputs)
 
 

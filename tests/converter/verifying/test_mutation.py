@@ -213,7 +213,7 @@ class Truth:
         """The same of the logits that each rank keeps for itself."""
         assert plan.logits is not None
         steps = module_plans(plan)[plan.logits.module].outputs
-        layout = next(b.layout for b in steps if (b.slot, b.op) == (plan.logits.slot, "all_gather"))
+        layout = next(b.layout for b in steps if (b.port, b.op) == (plan.logits.port, "all_gather"))
         results = run_ranks(plan.mesh, lambda comm: _run(self._rank(plan, comm, False), self.inputs))
         worst = 0.0
         for rank, mine in enumerate(results):

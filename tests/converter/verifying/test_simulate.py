@@ -15,7 +15,14 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf, Product, Sum, axes_of, to_text
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
+from shardconv_runtime.format.plan import (
+    AttributeOverride,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+    module_plans,
+    parameter_plans,
+)
 from torch import Tensor, nn
 
 from shardconv import plan_forms
@@ -99,10 +106,13 @@ def without(entry: ModulePlan, op: str) -> ModulePlan:
     return replace(entry, inputs=inputs, outputs=outputs)
 
 
-def with_edit(entry: ModulePlan, attribute: str, local: tuple[int, ...]) -> ModulePlan:
-    """Another local value; none: no edit."""
-    edits = [e if e.attribute != attribute else Edit(attribute, e.value, local) for e in entry.edits]
-    return replace(entry, edits=tuple(e for e in edits if e.local))
+def with_override(entry: ModulePlan, attribute: str, local: tuple[int, ...]) -> ModulePlan:
+    """Another local value; none: no override."""
+    overrides = [
+        e if e.attribute != attribute else AttributeOverride(attribute, e.value, local)
+        for e in entry.overrides
+    ]
+    return replace(entry, overrides=tuple(e for e in overrides if e.local))
 
 
 def _simulation_rejects(checked: Checked, plan: Plan) -> None:
@@ -164,19 +174,19 @@ def test_simulated_ranks_catch_wrong_numbers(fused: Checked, wrong: Callable[[Pl
 
 
 WRONG_SHAPES = {
-    "no edit of the heads": (".mixer", "many", ()),
-    "no edit of the sizes": (".mixer", "cuts.1", ()),
+    "no override of the heads": (".mixer", "many", ()),
+    "no override of the sizes": (".mixer", "cuts.1", ()),
     "another number of heads": (".mixer", "few", (4,)),
-    "no edit of a slice": (".chewer", "half", ()),
+    "no override of a slice": (".chewer", "half", ()),
     "a slice at another position": (".chewer", "half", (40,)),
 }
 
 
 @pytest.mark.parametrize(("module", "attribute", "local"), WRONG_SHAPES.values(), ids=WRONG_SHAPES.keys())
-def test_retrace_catches_wrong_edits(
+def test_retrace_catches_wrong_overrides(
     fused: Checked, module: str, attribute: str, local: tuple[int, ...]
 ) -> None:
-    wrong = change_module(fused.plan, module, lambda e: with_edit(e, attribute, local))
+    wrong = change_module(fused.plan, module, lambda e: with_override(e, attribute, local))
     conflict = fused.retrace(wrong)
     assert conflict is not None
     assert "stack." in conflict.where
@@ -184,16 +194,16 @@ def test_retrace_catches_wrong_edits(
 
 
 def test_retrace_says_which_dims_are_to_blame(fused: Checked) -> None:
-    wrong = change_module(fused.plan, ".chewer", lambda e: with_edit(e, "half", (40,)))
+    wrong = change_module(fused.plan, ".chewer", lambda e: with_override(e, "half", (40,)))
     conflict = fused.retrace(wrong)
     assert conflict is not None
     assert conflict.nodes
     assert all(fused.layouts.assignment.axes(node) for node in conflict.nodes)
 
 
-def test_retrace_catches_edits_of_another_rank(uneven: Checked) -> None:
+def test_retrace_catches_overrides_of_another_rank(uneven: Checked) -> None:
     """Ranks 0 and 2 differ: 4, 2 and 2 heads."""
-    wrong = change_module(uneven.plan, ".mixer", lambda e: with_edit(e, "many", (4, 2, 4)))
+    wrong = change_module(uneven.plan, ".mixer", lambda e: with_override(e, "many", (4, 2, 4)))
     _retrace_rejects(uneven, wrong)
 
 
@@ -213,7 +223,7 @@ def test_layers_that_are_planned_alike_are_retraced_once(monkeypatch: pytest.Mon
     assert {f"stack.{i}.mixer" for i in range(6)} & calls[-1] == {"stack.0.mixer", "stack.1.mixer"}
     entry = module_plans(deep.plan)["stack.4.chewer"]
     rest = replace(entry, names=tuple(name for name in expand_all(entry.names) if name != "stack.4.chewer"))
-    odd = with_edit(replace(entry, names=("stack.4.chewer",)), "half", (40,))
+    odd = with_override(replace(entry, names=("stack.4.chewer",)), "half", (40,))
     wrong = replace(deep.plan, modules=tuple(m for m in deep.plan.modules if m.names != entry.names))
     conflict = deep.retrace(replace(wrong, modules=(*wrong.modules, rest, odd)))
     assert conflict is not None

@@ -10,9 +10,9 @@ from boundaries import boundary
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf, parse, size
+from shardconv_runtime.format.module_steps import ModuleStep
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.format.slices import Mesh, local_segments
-from shardconv_runtime.format.slot_steps import Boundary
 from shardconv_runtime.format.stored_layout import sums
 from shardconv_runtime.parallel.boundary import step
 from shardconv_runtime.training.gates import Gated, GradientGate, attach_gates
@@ -24,7 +24,7 @@ Made = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 """For each rank: input, output, gradient of the output, gradient of the input."""
 
 
-def run(mesh: Mesh, boundary: Boundary, make: Callable[[Communicator], Tensor], *, same: bool) -> Made:
+def run(mesh: Mesh, boundary: ModuleStep, make: Callable[[Communicator], Tensor], *, same: bool) -> Made:
     """Run one step forward and backward, from gradients that are the same on all ranks if ``same``."""
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -249,7 +249,7 @@ def test_snapshot_of_a_hub_cache_is_fine(converted: Path, tmp_path: Path) -> Non
     manifest.check_sizes(snapshot, manifest.read(snapshot), 3)
 
 
-def _edited(**changes: Any) -> str:
+def _overridden(**changes: Any) -> str:
     entry = {"path": "config.json", "num_bytes": 2, "checksum": "sha256:" + "a" * 64}
     document = {
         "format": "shardconv.manifest",
@@ -284,7 +284,7 @@ def _edited(**changes: Any) -> str:
 )
 def test_unsafe_paths_are_refused(path: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"files\[0\]\.path"):
-        manifest.loads(_edited(file={"path": path}))
+        manifest.loads(_overridden(file={"path": path}))
     with pytest.raises(CheckpointError, match="path"):
         manifest.resolve(tmp_path, path)
 
@@ -322,11 +322,11 @@ def test_unsafe_paths_are_refused(path: str, tmp_path: Path) -> None:
 )
 def test_malformed_manifests(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        manifest.loads(_edited(**changes))
+        manifest.loads(_overridden(**changes))
 
 
 def test_files_are_sorted_and_unique() -> None:
-    good = json.loads(_edited())
+    good = json.loads(_overridden())
     for second in ("config.json", "a.json"):
         document = good | {"files": [*good["files"], good["files"][0] | {"path": second}]}
         with pytest.raises(CheckpointError, match="sorted by path, each path once"):

@@ -10,6 +10,7 @@ from shardconv_runtime.files.shard_files import shard_files
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Dim, Leaf
 from shardconv_runtime.format.fused_groups import adjacent_tensors, fused_groups, in_units
+from shardconv_runtime.format.module_steps import AllGatherStep, AllReduceStep
 from shardconv_runtime.format.plan import (
     CodeInfo,
     FusedPlan,
@@ -21,7 +22,6 @@ from shardconv_runtime.format.plan import (
     ParameterPlan,
     Plan,
 )
-from shardconv_runtime.format.slot_steps import AllGatherStep, AllReduceStep
 
 SHARDED, WHOLE = Leaf(4, (0,)), Leaf(8)
 

@@ -46,9 +46,9 @@ def plan(**changes: Any) -> dict[str, Any]:
     return kept | {"tp": 1, "mesh": [], "parameters": [], "modules": []} | changes
 
 
-def boundary(slot: str) -> dict[str, Any]:
-    """A plan with a step at a slot."""
-    step = {"slot": slot, "op": "all_reduce", "axes": [0]}
+def boundary(port: str) -> dict[str, Any]:
+    """A plan with a step at a port."""
+    step = {"port": port, "op": "all_reduce", "axes": [0]}
     return module(inputs=[step]) | {"tp": 2, "mesh": [2]}
 
 
@@ -99,8 +99,8 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
             many(2, "524288*2@0", 4),
             f"more than {plan_checks.MAX_RANGES_IN_ALL} ranges",
         ),
-        (boundary("input" + ".a" * 15), boundary("input" + ".a" * 17), "not a slot"),
-        (boundary("input." + "a" * 100), boundary("input." + "a" * 101), "not a slot"),
+        (boundary("input" + ".a" * 15), boundary("input" + ".a" * 17), "not a port"),
+        (boundary("input." + "a" * 100), boundary("input." + "a" * 101), "not a port"),
         (parameter(), parameter(dims=["1" + "*1" * 4000] * 66), f"more than {plan_json.MAX_SIGNS} "),
         (plan(notes=["a" * 10_000]), plan(notes=["a" * 10_001]), f"more than {field_checks.MAX_TEXT_LENGTH}"),
         (

@@ -19,8 +19,8 @@ from shardconv_runtime.errors import PlanError, ShardconvError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import parse
 from shardconv_runtime.format.plan import (
+    AttributeOverride,
     CodeInfo,
-    Edit,
     LogitsInfo,
     ModelInfo,
     ModulePlan,
@@ -58,7 +58,7 @@ PLAN = Plan(
         ModulePlan(
             ("",),
             "boundary",
-            edits=(Edit("config.vocab_size", 50257, (12565, 12564, 12564, 12564)),),
+            overrides=(AttributeOverride("config.vocab_size", 50257, (12565, 12564, 12564, 12564)),),
         ),
         ModulePlan(
             ("embed",),
@@ -72,7 +72,7 @@ PLAN = Plan(
         ModulePlan(
             ("layers.{0..3}.attn",),
             "boundary",
-            edits=(Edit("num_heads", 8, (2,)), Edit("sizes.0", 512, (128,))),
+            overrides=(AttributeOverride("num_heads", 8, (2,)), AttributeOverride("sizes.0", 512, (128,))),
         ),
         ModulePlan(("layers.{0..3}.attn.qkv",), "column"),
         ModulePlan(
@@ -155,7 +155,7 @@ def test_lookups() -> None:
     parameters, modules = parameter_plans(PLAN), module_plans(PLAN)
     assert len(parameters) == 2 + 4 * 4
     assert list(parameters)[:3] == ["embed.weight", "layers.0.attn.qkv.weight", "layers.1.attn.qkv.weight"]
-    assert modules["layers.2.attn"].edits[0].local == (2,)
+    assert modules["layers.2.attn"].overrides[0].local == (2,)
     assert modules[""].category == "boundary"
     fused = parameters["layers.3.attn.qkv.weight"]
     assert global_shape(fused) == (768, 768)
@@ -181,26 +181,30 @@ def edit_golden(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("modules/2/edits/0/local", "8", r'^modules\[2\]\.edits\[0\]\.local: expected a list, got "8"'),
         (
-            "modules/2/edits/0/local/0",
+            "modules/2/overrides/0/local",
             "8",
-            r'^modules\[2\]\.edits\[0\]\.local\[0\]: expected an int, got "8"',
+            r'^modules\[2\]\.overrides\[0\]\.local: expected a list, got "8"',
         ),
-        ("modules/2/edits/0/local/0", True, "expected an int, got true"),
-        ("modules/2/edits/0/local/0", 2.0, r"expected an int, got 2\.0"),
-        ("modules/2/edits/0/local/0", 0, "1 or more"),
-        ("modules/2/edits/0/local/0", -2, "1 or more"),
-        ("modules/2/edits/0/local/0", 2**63, "too large"),
-        ("modules/2/edits/0/local", [2, 2], r"local: expected 1 value or 4 \(one for each rank\), got 2"),
-        ("modules/2/edits/0/value", 0, "1 or more"),
-        ("modules/2/edits/0/attribute", "__class__", "not the path of an attribute"),
-        ("modules/2/edits/0/attribute", "config.__dict__.x", "not the path of an attribute"),
-        ("modules/2/edits/0/attribute", "a b", "not the path of an attribute"),
-        ("modules/2/edits/0/attribute", "a..b", "not the path of an attribute"),
-        ("modules/2/edits/0/attribute", "0.a", "not the path of an attribute"),
-        ("modules/2/edits/0/attribute", "", "not the path of an attribute"),
-        ("modules/2/edits/1/attribute", "num_heads", "'num_heads' is edited twice"),
+        (
+            "modules/2/overrides/0/local/0",
+            "8",
+            r'^modules\[2\]\.overrides\[0\]\.local\[0\]: expected an int, got "8"',
+        ),
+        ("modules/2/overrides/0/local/0", True, "expected an int, got true"),
+        ("modules/2/overrides/0/local/0", 2.0, r"expected an int, got 2\.0"),
+        ("modules/2/overrides/0/local/0", 0, "1 or more"),
+        ("modules/2/overrides/0/local/0", -2, "1 or more"),
+        ("modules/2/overrides/0/local/0", 2**63, "too large"),
+        ("modules/2/overrides/0/local", [2, 2], r"local: expected 1 value or 4 \(one for each rank\), got 2"),
+        ("modules/2/overrides/0/value", 0, "1 or more"),
+        ("modules/2/overrides/0/attribute", "__class__", "not the path of an attribute"),
+        ("modules/2/overrides/0/attribute", "config.__dict__.x", "not the path of an attribute"),
+        ("modules/2/overrides/0/attribute", "a b", "not the path of an attribute"),
+        ("modules/2/overrides/0/attribute", "a..b", "not the path of an attribute"),
+        ("modules/2/overrides/0/attribute", "0.a", "not the path of an attribute"),
+        ("modules/2/overrides/0/attribute", "", "not the path of an attribute"),
+        ("modules/2/overrides/1/attribute", "num_heads", "'num_heads' is overridden twice"),
         ("format", "other", "another kind of file"),
         ("format", ..., "another kind of file"),
         ("version", 5, "reads version 6, the file has 5; convert the model again"),
@@ -235,16 +239,16 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/1/inputs/0/layout", "50257@2", "outside of the mesh"),
         ("modules/1/inputs/0/layout", "x", "not a dim: 'x'"),
         ("modules/1/inputs/0/layout", 50257, "expected a string, got 50257"),
-        ("modules/1/inputs/0/dim", 0, r'inputs\[0\]: unknown key "dim"; known are slot, layout, per_token'),
+        ("modules/1/inputs/0/dim", 0, r'inputs\[0\]: unknown key "dim"; known are port, layout, per_token'),
         ("modules/1/inputs", ..., "zero_out_of_shard needs a local_rows"),
         (
             "modules/1/inputs/0",
-            {"slot": "input.0", "op": "zero_out_of_shard"},
+            {"port": "input.0", "op": "zero_out_of_shard"},
             "needs a local_rows before it",
         ),
         (
             "modules/1/outputs/0",
-            {"slot": "output", "op": "local_rows", "layout": "101@0"},
+            {"port": "output", "op": "local_rows", "layout": "101@0"},
             "local_rows is for an input only",
         ),
         ("modules/1/outputs/1/axes", ..., r'outputs\[1\]: the key "axes" is missing'),
@@ -258,11 +262,11 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/1/outputs/0/per_token", -1, "per_token: must not be negative"),
         ("modules/6/outputs/0/dim", ..., r'outputs\[0\]: the key "dim" is missing'),
         ("modules/6/outputs/0/dim", 99, "not a tensor dim"),
-        ("modules/1/inputs/0/slot", "input", "not a slot of an input"),
-        ("modules/1/inputs/0/slot", "output", "not a slot of an input"),
-        ("modules/1/outputs/0/slot", "output.", "not a slot of an output"),
-        ("modules/1/outputs/0/slot", "output.__class__", "not a slot of an output"),
-        ("modules/1/outputs/0/slot", "outputs", "not a slot of an output"),
+        ("modules/1/inputs/0/port", "input", "not a port of an input"),
+        ("modules/1/inputs/0/port", "output", "not a port of an input"),
+        ("modules/1/outputs/0/port", "output.", "not a port of an output"),
+        ("modules/1/outputs/0/port", "output.__class__", "not a port of an output"),
+        ("modules/1/outputs/0/port", "outputs", "not a port of an output"),
         ("modules/5/norm", ..., r'^modules\[5\]: the key "norm" is missing'),
         ("modules/5/norm/kind", "batch", "expected one of rms, layer, l2"),
         ("modules/5/norm/eps", -1.0, "eps: must not be negative"),
@@ -295,9 +299,9 @@ def edit_golden(path: str, value: Any) -> str:
         ("tied/0/1", "nowhere", "tied to 'nowhere', which is not a parameter"),
         ("tied/0/0", "norm.weight", "is a parameter or an alias already"),
         ("logits/module", "nowhere", "no module entry"),
-        ("logits/slot", "output.logits", "has no all_gather at 'output.logits'"),
+        ("logits/port", "output.logits", "has no all_gather at 'output.logits'"),
         ("logits/module", "embed", "'embed' has no all_gather at 'output'"),
-        ("logits/slot", "logits", "not a slot of an output"),
+        ("logits/port", "logits", "not a port of an output"),
         ("notes/0", "\ud800", "not valid Unicode"),
         ("model/class_name", "package.Model", 'expected "module:Class"'),
         ("model/class_name", "../x:Model", 'expected "module:Class"'),

@@ -1,4 +1,4 @@
-"""A plan applied to a model: edits, replaced modules, shapes, ties."""
+"""A plan applied to a model: overrides, replaced modules, shapes, ties."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from converted import fill, llama_plan, random_llama
 from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Edit, ModulePlan, Plan, local_shape, parameter_plans
+from shardconv_runtime.format.plan import AttributeOverride, ModulePlan, Plan, local_shape, parameter_plans
 from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.parallel.attribute_overrides import apply_overrides
 from shardconv_runtime.parallel.build import parallelize
-from shardconv_runtime.parallel.edits import apply_edits
 from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardconv_runtime.parallel.meta_model import build_model
 from small_models import small_config
@@ -139,11 +139,11 @@ def test_a_plan_without_logits_gather_has_no_shard_to_return() -> None:
         build(plan, first_rank(), gather_logits=False)
 
 
-# --- edits
+# --- overrides
 
 
-def edited(module: nn.Module, *edits: Edit, rank: int = 0) -> nn.Module:
-    apply_edits(module, edits, rank)
+def overridden(module: nn.Module, *overrides: AttributeOverride, rank: int = 0) -> nn.Module:
+    apply_overrides(module, overrides, rank)
     return module
 
 
@@ -157,16 +157,16 @@ def editable() -> Any:
     return module
 
 
-def test_edits_set_ints_and_copy_the_config_once() -> None:
+def test_overrides_set_ints_and_copy_the_config_once() -> None:
     module = editable()
     shared = module.config
-    edited(
+    overridden(
         module,
-        Edit("heads", 8, (4,)),
-        Edit("sizes.0", 8, (4,)),
-        Edit("sizes.2.1", 3, (1,)),
-        Edit("config.heads", 8, (3, 5)),
-        Edit("config.inner.heads", 8, (2,)),
+        AttributeOverride("heads", 8, (4,)),
+        AttributeOverride("sizes.0", 8, (4,)),
+        AttributeOverride("sizes.2.1", 3, (1,)),
+        AttributeOverride("config.heads", 8, (3, 5)),
+        AttributeOverride("config.inner.heads", 8, (2,)),
         rank=1,
     )
     assert (module.heads, module.sizes) == (4, (4, 4, [2, 1]))
@@ -178,7 +178,11 @@ def test_a_transformers_config_is_the_modules_own_after_an_edit() -> None:
     config = small_config()
     model = build_model(transformers.LlamaForCausalLM, config)
     first, second = (layer.self_attn for layer in model.model.layers)
-    edited(first, Edit("config.num_attention_heads", 4, (2,)), Edit("config.num_key_value_heads", 2, (1,)))
+    overridden(
+        first,
+        AttributeOverride("config.num_attention_heads", 4, (2,)),
+        AttributeOverride("config.num_key_value_heads", 2, (1,)),
+    )
     assert (first.config.num_attention_heads, first.config.num_key_value_heads) == (2, 1)
     assert second.config.num_attention_heads == model.config.num_attention_heads == 4
     for each in (model, copy.deepcopy(model)):
@@ -190,10 +194,10 @@ def test_a_transformers_config_is_the_modules_own_after_an_edit() -> None:
     assert each.model.layers[0].self_attn.config._attn_implementation == "sdpa"
 
 
-def test_a_model_whose_own_config_was_edited_can_be_printed_and_changed() -> None:
+def test_a_model_whose_own_config_was_overridden_can_be_printed_and_changed() -> None:
     model = build_model(transformers.LlamaForCausalLM, small_config())
     original = model.config
-    edited(model, Edit("config.vocab_size", original.vocab_size, (64,)))
+    overridden(model, AttributeOverride("config.vocab_size", original.vocab_size, (64,)))
     assert model.config is not original
     assert '"vocab_size": 64' in repr(model.config)
     assert "_followed" not in model.config.to_dict()
@@ -223,40 +227,40 @@ class _Tile(nn.Module):
 def test_what_a_config_computes_is_another_number_in_its_copy() -> None:
     module = nn.Module()
     module.config = shared = _Area()
-    edited(module, Edit("config.area", 12, (6, 4)), rank=1)
+    overridden(module, AttributeOverride("config.area", 12, (6, 4)), rank=1)
     assert (module.config.area, shared.area) == (4, 12)
     assert isinstance(copy.deepcopy(module.config), _Area)
     assert copy.deepcopy(module.config).area == 4
 
 
-def test_what_a_module_computes_is_not_edited() -> None:
-    with pytest.raises(PlanError, match="cannot edit area: _Tile computes it"):
-        edited(_Tile(), Edit("area", 12, (6,)))
+def test_what_a_module_computes_is_not_overridden() -> None:
+    with pytest.raises(PlanError, match="cannot override area: _Tile computes it"):
+        overridden(_Tile(), AttributeOverride("area", 12, (6,)))
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("override", "message"),
     [
-        (Edit("missing", 8, (4,)), "a Module has no 'missing'"),
-        (Edit("flag", 4, (4,)), "it is a bool, not an int"),
-        (Edit("rate", 8, (4,)), "it is a float, not an int"),
-        (Edit("heads", 16, (4,)), "it is 8, and was 16 when planned"),
-        (Edit("sizes.7", 8, (4,)), "a tuple has no '7'"),
-        (Edit("sizes.x", 8, (4,)), "a tuple has no 'x'"),
-        (Edit("sizes", 8, (4,)), "it is a tuple, not an int"),
-        (Edit("child.heads", 8, (4,)), "it leads through a Module"),
-        (Edit("heads.real", 8, (4,)), "it leads through a int"),
-        (Edit("config.nothing", 8, (4,)), "a PreTrainedConfig has no 'nothing'"),
-        (Edit("kind.heads", 8, (4,)), "it leads through a type"),
-        (Edit("run.heads", 8, (4,)), "it leads through a function"),
-        (Edit("kind", 8, (4,)), "it is a type, not an int"),
-        (Edit("forward", 8, (4,)), "not an int"),
-        (Edit("training", 1, (1,)), "it is a bool, not an int"),
+        (AttributeOverride("missing", 8, (4,)), "a Module has no 'missing'"),
+        (AttributeOverride("flag", 4, (4,)), "it is a bool, not an int"),
+        (AttributeOverride("rate", 8, (4,)), "it is a float, not an int"),
+        (AttributeOverride("heads", 16, (4,)), "it is 8, and was 16 when planned"),
+        (AttributeOverride("sizes.7", 8, (4,)), "a tuple has no '7'"),
+        (AttributeOverride("sizes.x", 8, (4,)), "a tuple has no 'x'"),
+        (AttributeOverride("sizes", 8, (4,)), "it is a tuple, not an int"),
+        (AttributeOverride("child.heads", 8, (4,)), "it leads through a Module"),
+        (AttributeOverride("heads.real", 8, (4,)), "it leads through a int"),
+        (AttributeOverride("config.nothing", 8, (4,)), "a PreTrainedConfig has no 'nothing'"),
+        (AttributeOverride("kind.heads", 8, (4,)), "it leads through a type"),
+        (AttributeOverride("run.heads", 8, (4,)), "it leads through a function"),
+        (AttributeOverride("kind", 8, (4,)), "it is a type, not an int"),
+        (AttributeOverride("forward", 8, (4,)), "not an int"),
+        (AttributeOverride("training", 1, (1,)), "it is a bool, not an int"),
     ],
 )
-def test_only_existing_ints_are_edited(edit: Edit, message: str) -> None:
+def test_only_existing_ints_are_overridden(override: AttributeOverride, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        edited(editable(), edit)
+        overridden(editable(), override)
 
 
 # --- plans that do not fit
@@ -274,8 +278,10 @@ def with_modules(plan: Plan, *entries: ModulePlan) -> Plan:
             "model.nothing: this module of the plan is missing from the model",
         ),
         (
-            ModulePlan(("model.layers.0.self_attn",), "boundary", edits=(Edit("x", 1, (1,)),)),
-            r"model.layers.0.self_attn: cannot edit x",
+            ModulePlan(
+                ("model.layers.0.self_attn",), "boundary", overrides=(AttributeOverride("x", 1, (1,)),)
+            ),
+            r"model.layers.0.self_attn: cannot override x",
         ),
     ],
 )

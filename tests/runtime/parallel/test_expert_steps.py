@@ -14,10 +14,17 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import CodeInfo, Edit, ModelInfo, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.plan import (
+    AttributeOverride,
+    CodeInfo,
+    ModelInfo,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+)
 from shardconv_runtime.format.slices import Mesh, local_size, ranges
+from shardconv_runtime.parallel.attribute_overrides import apply_overrides, raise_flags
 from shardconv_runtime.parallel.boundary import attach, forward_signature
-from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from shardconv_runtime.parallel.row_ids import RowIds
 from torch import Tensor, nn
 
@@ -51,7 +58,7 @@ def entry(layout: Leaf, op: str, local: tuple[int, ...]) -> ModulePlan:
         "experts",
         inputs=(boundary("input.ids", op, layout=layout), boundary("input.weights", "zero_out_of_shard")),
         outputs=(boundary("output", "all_reduce", axes=layout.axes),),
-        edits=(Edit("count", layout.size, local),),
+        overrides=(AttributeOverride("count", layout.size, local),),
         flags=("lenient",) if op == "local_rows_or_end" else (),
     )
 
@@ -77,7 +84,7 @@ def test_the_ranks_terms_add_up(op: str, num_experts: int, mesh: Mesh, seed: int
         ((start, stop),) = ranges(layout, comm.mesh, comm.rank)
         part.matrix = nn.Parameter(unsharded.matrix.detach()[start:stop])
         plan = entry(layout, op, local)
-        apply_edits(part, plan.edits, comm.rank)
+        apply_overrides(part, plan.overrides, comm.rank)
         raise_flags(part, plan.flags)
         attach(part, plan, comm, forward_signature(part))
         with torch.no_grad():

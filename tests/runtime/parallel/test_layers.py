@@ -334,7 +334,7 @@ class Unknown(nn.Module):
         }[kind]
 
 
-SLOTS = {
+PORTS = {
     "tensor": ("output", lambda o: o),
     "tuple": ("output.0", lambda o: o[0]),
     "list": ("output.1", lambda o: o[1]),
@@ -347,12 +347,12 @@ SLOTS = {
 
 def attached(kind: str, comm: Communicator) -> Unknown:
     layout = Leaf(5, (0,))
-    slots = ("input.h", "input.tables.0", "input.mask", "input.extra")
+    ports = ("input.h", "input.tables.0", "input.mask", "input.extra")
     entry = ModulePlan(
         ("",),
         "boundary",
-        inputs=tuple(boundary(slot, "slice", dim=-1, layout=layout) for slot in slots),
-        outputs=(boundary(SLOTS[kind][0], "all_gather", dim=-1, layout=layout),),
+        inputs=tuple(boundary(port, "slice", dim=-1, layout=layout) for port in ports),
+        outputs=(boundary(PORTS[kind][0], "all_gather", dim=-1, layout=layout),),
     )
     module = Unknown()
     attach(module, entry, comm, forward_signature(module))
@@ -360,7 +360,7 @@ def attached(kind: str, comm: Communicator) -> Unknown:
 
 
 @pytest.mark.parametrize("style", ["position", "keyword", "optional"])
-@pytest.mark.parametrize("kind", list(SLOTS))
+@pytest.mark.parametrize("kind", list(PORTS))
 def test_slots_reach_into_containers(kind: str, style: str) -> None:
     h, table, mask, extra = randn(4, 2, 5)
     args: tuple[Any, ...] = {"position": (h, [table, h]), "keyword": (), "optional": (h,)}[style]
@@ -369,7 +369,7 @@ def test_slots_reach_into_containers(kind: str, style: str) -> None:
         "keyword": {"tables": (table, h), "h": h, "extra": extra},
         "optional": {"mask": None},
     }[style]
-    pick = SLOTS[kind][1]
+    pick = PORTS[kind][1]
     expected = Unknown()(*args, **kwargs, kind=kind)
 
     def rank(comm: Communicator) -> Any:
@@ -385,14 +385,14 @@ def test_slots_reach_into_containers(kind: str, style: str) -> None:
 
 
 def test_a_slot_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(PlanError, match=r"slot output.logits: a tuple has no 'logits'"):
+    with pytest.raises(PlanError, match=r"port output.logits: a tuple has no 'logits'"):
         replace_at((torch.zeros(1),), ("logits",), lambda x: x, "output.logits")
     with pytest.raises(PlanError, match="expected a tensor, got a str"):
         replace_at("text", (), lambda x: x, "output")
     assert replace_at((None,), ("0",), lambda x: x, "output.0") == (None,)
     entry = ModulePlan(("",), "boundary", inputs=(boundary("input.missing", "all_reduce", axes=(0,)),))
     module = nn.Linear(2, 2)
-    with pytest.raises(PlanError, match=r"slot input.missing: forward\(input.* has no parameter 'missing'"):
+    with pytest.raises(PlanError, match=r"port input.missing: forward\(input.* has no parameter 'missing'"):
         run_ranks((2,), lambda comm: attach(module, entry, comm, forward_signature(module)))
 
 

@@ -14,7 +14,7 @@ from shardconv_runtime.format.pipeline_stages import (
     PlaceholderDim,
     PlaceholderItem,
     PlaceholderTensor,
-    SlotDim,
+    PortDim,
     StagedModule,
 )
 from shardconv_runtime.pp.stage_link import Crossing, Handover, StageLink, Transport
@@ -44,7 +44,7 @@ def silent_link(place: int) -> StageLink:
 
 def unit(link: StageLink, *stages: int) -> StagedUnit:
     """Of a linear layer that returns ``[rows of its input, 3]``, on these stages."""
-    dims = (PlaceholderDim((SlotDim("input.input", 0),)), PlaceholderDim(size=Leaf(3)))
+    dims = (PlaceholderDim((PortDim("input.input", 0),)), PlaceholderDim(size=Leaf(3)))
     entry = StagedModule(("layer",), stages, "tensor", (PlaceholderItem(PlaceholderTensor(dims)),))
     return StagedUnit(StageRank(link, (1,), 0, CPU, torch.float32), "layer", entry, 0, ["input"], {})
 

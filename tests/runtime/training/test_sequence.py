@@ -14,7 +14,7 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.training.prepare import parallelize_for_training
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from torch import Tensor, nn
 from zoo.models import build
 
@@ -54,7 +54,10 @@ def on_ranks(model_type: str, call: Callable[[nn.Module], Any], plan: Plan | Non
     def rank(comm: Communicator) -> Any:
         used = plan or known
         model = parallelize_for_training(
-            copy.deepcopy(meta), used, comm, gather_logits=True, sequence_parallel=True
+            copy.deepcopy(meta),
+            used,
+            comm,
+            TrainingForm(gather_logits=True, sequence_parallel=True),
         )
         model = copy.deepcopy(fill(model, weights.local(comm.rank, torch.float64), gradients=True))
         with Float64():

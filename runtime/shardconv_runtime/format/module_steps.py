@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..errors import PlanError
 from .dims import Dim, Leaf, axes_of, open_parts, to_text
-from .field_checks import MAX_TENSOR_DIMS, check_axes, check_dims, check_slot, fail
+from .field_checks import MAX_TENSOR_DIMS, check_axes, check_dims, check_port, fail
 from .slices import Mesh
 from .typed_json import MalformedError
 
@@ -16,8 +16,8 @@ from .typed_json import MalformedError
 class AllReduceStep:
     """Partial over ``axes`` to Replicate."""
 
-    slot: str
-    """The slot at which the step runs, for example ``input.hidden_states``, ``input.position_embeddings.0``,
+    port: str
+    """The port at which the step runs, for example ``input.hidden_states``, ``input.position_embeddings.0``,
     ``output``, ``output.logits`` or ``output.0``; all steps have this field."""
     op: Literal["all_reduce"] = field(default="all_reduce", init=False)
     axes: tuple[int, ...]
@@ -32,7 +32,7 @@ class AllReduceStep:
 class AllGatherStep:
     """Dim ``dim``, laid out as ``layout``, becomes replicated."""
 
-    slot: str
+    port: str
     op: Literal["all_gather"] = field(default="all_gather", init=False)
     dim: int
     layout: Dim
@@ -47,7 +47,7 @@ class AllGatherStep:
 class SliceStep:
     """Dim ``dim``, replicated, becomes this rank's part of ``layout``."""
 
-    slot: str
+    port: str
     op: Literal["slice"] = field(default="slice", init=False)
     dim: int
     layout: Dim
@@ -60,7 +60,7 @@ class SliceStep:
 class ReduceScatterStep:
     """Partial over the axes of ``layout`` to this rank's part of dim ``dim``."""
 
-    slot: str
+    port: str
     op: Literal["reduce_scatter"] = field(default="reduce_scatter", init=False)
     dim: int
     layout: Dim
@@ -71,7 +71,7 @@ class ReduceScatterStep:
 class KeepOnFirstStep:
     """Replicate to Partial over ``axes``: the first rank along them keeps the value, others have zeros."""
 
-    slot: str
+    port: str
     op: Literal["keep_on_first"] = field(default="keep_on_first", init=False)
     axes: tuple[int, ...]
     per_token: int = 0
@@ -81,7 +81,7 @@ class KeepOnFirstStep:
 class GradAllReduceStep:
     """The value passes; its gradient, Partial over ``axes``, is summed."""
 
-    slot: str
+    port: str
     op: Literal["grad_all_reduce"] = field(default="grad_all_reduce", init=False)
     axes: tuple[int, ...]
     per_token: int = 0
@@ -91,7 +91,7 @@ class GradAllReduceStep:
 class GradDivideStep:
     """The value passes; its gradient, replicated over ``axes``, becomes a Partial."""
 
-    slot: str
+    port: str
     op: Literal["grad_divide"] = field(default="grad_divide", init=False)
     axes: tuple[int, ...]
     per_token: int = 0
@@ -104,7 +104,7 @@ class LocalRowsStep:
     Out-of-shard ids become 0 and are remembered. Only on inputs.
     """
 
-    slot: str
+    port: str
     op: Literal["local_rows"] = field(default="local_rows", init=False)
     layout: Dim
     per_token: int = 0
@@ -114,7 +114,7 @@ class LocalRowsStep:
 class LocalRowsOrEndStep:
     """Like ``LocalRowsStep``, but out-of-shard ids become the number of local rows, which experts skip."""
 
-    slot: str
+    port: str
     op: Literal["local_rows_or_end"] = field(default="local_rows_or_end", init=False)
     layout: Dim
     per_token: int = 0
@@ -128,7 +128,7 @@ class ZeroOutOfShardStep:
     experts).
     """
 
-    slot: str
+    port: str
     op: Literal["zero_out_of_shard"] = field(default="zero_out_of_shard", init=False)
     per_token: int = 0
 
@@ -136,7 +136,7 @@ class ZeroOutOfShardStep:
 ReshardingStep = AllGatherStep | SliceStep | ReduceScatterStep
 """Steps that change how one dim is sharded."""
 
-Boundary = (
+ModuleStep = (
     AllReduceStep
     | ReshardingStep
     | KeepOnFirstStep
@@ -146,17 +146,17 @@ Boundary = (
     | LocalRowsOrEndStep
     | ZeroOutOfShardStep
 )
-"""One step at a slot of a module: applied, in order, before (inputs) or after (outputs) its forward."""
+"""One step at a port of a module: applied, in order, before (inputs) or after (outputs) its forward."""
 
 
-def layout_of(step: Boundary) -> Dim | None:
+def layout_of(step: ModuleStep) -> Dim | None:
     """Return the layout of the dim that a step concerns; None for a step that concerns all dims alike."""
     return step.layout if isinstance(step, ReshardingStep | LocalRowsStep | LocalRowsOrEndStep) else None
 
 
-def check_step(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
+def check_step(where: str, step: ModuleStep, side: str, mesh: Mesh) -> None:
     """Check a step among the inputs or the outputs of a module, as ``side`` says."""
-    check_slot(f"{where}.slot", step.slot, side)
+    check_port(f"{where}.port", step.port, side)
     if step.per_token < 0:
         fail(f"{where}.per_token", "must not be negative")
     if isinstance(step, AllReduceStep | KeepOnFirstStep | GradAllReduceStep | GradDivideStep):
@@ -175,7 +175,7 @@ def check_step(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
         _check_grad_axes(where, step, axes_of(step.layout), mesh)
 
 
-def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Mesh) -> None:
+def _check_grad_axes(where: str, step: ModuleStep, moved: frozenset[int], mesh: Mesh) -> None:
     """Check that gradients are partial only over the step's own mesh axes."""
     for name in ("grad_axes", "local_grad_axes"):
         axes = getattr(step, name, ())

@@ -10,18 +10,18 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import PlanError
-from ..format.plan import Edit
+from ..format.plan import AttributeOverride
 
 
-def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
+def apply_overrides(module: nn.Module, overrides: tuple[AttributeOverride, ...], rank: int) -> None:
     """Set int attributes of a module to their local values.
 
     A configuration on the way (``config.num_heads``) is copied first, once for this module.
     """
     copied: set[int] = set()
-    for edit in edits:
-        value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
-        _set_int(module, edit.attribute.split("."), edit, value, copied)
+    for override in overrides:
+        value = override.local[0] if len(override.local) == 1 else override.local[rank]
+        _set_int(module, override.attribute.split("."), override, value, copied)
 
 
 def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
@@ -32,7 +32,7 @@ def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
         setattr(module, flag, True)
 
 
-def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[int]) -> Any:
+def _set_int(owner: Any, path: list[str], override: AttributeOverride, value: int, copied: set[int]) -> Any:
     """Set the int at ``path`` below ``owner``; return the new ``owner``, which may be a copy."""
     name = path[0]
     if isinstance(owner, (list, tuple)) and name.isdigit() and int(name) < len(owner):
@@ -40,13 +40,15 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
     elif not isinstance(owner, (list, tuple)) and hasattr(owner, name):
         current = getattr(owner, name)
     else:
-        raise PlanError(f"cannot edit {edit.attribute}: a {type(owner).__name__} has no {name!r}")
+        raise PlanError(f"cannot override {override.attribute}: a {type(owner).__name__} has no {name!r}")
     if len(path) > 1:
-        new = _set_int(_own_copy(current, edit, copied), path[1:], edit, value, copied)
+        new = _set_int(_own_copy(current, override, copied), path[1:], override, value, copied)
     elif type(current) is not int:
-        raise PlanError(f"cannot edit {edit.attribute}: it is a {type(current).__name__}, not an int")
-    elif current != edit.value:
-        raise PlanError(f"cannot edit {edit.attribute}: it is {current}, and was {edit.value} when planned")
+        raise PlanError(f"cannot override {override.attribute}: it is a {type(current).__name__}, not an int")
+    elif current != override.value:
+        raise PlanError(
+            f"cannot override {override.attribute}: it is {current}, and was {override.value} when planned"
+        )
     else:
         new = value
     if isinstance(owner, (list, tuple)):
@@ -60,15 +62,15 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
         kind = type(owner)
         object.__setattr__(owner, "__class__", type(kind.__name__, (kind,), {name: new}))
     else:
-        raise PlanError(f"cannot edit {edit.attribute}: {type(owner).__name__} computes it")
+        raise PlanError(f"cannot override {override.attribute}: {type(owner).__name__} computes it")
     return owner
 
 
-def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
+def _own_copy(value: Any, override: AttributeOverride, copied: set[int]) -> Any:
     if isinstance(value, (list, tuple)) or id(value) in copied:
         return value
     if not isinstance(value, PreTrainedConfig):
-        raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
+        raise PlanError(f"cannot override {override.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)
     # The copied config has the implementations of the original one, also when these change later.
     object.__setattr__(own, "_followed", _Followed(value))
