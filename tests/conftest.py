@@ -182,7 +182,7 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         spec: Any,
         options: SolveOptions,
         *,
-        steps: Any = None,
+        grains: Any = None,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
         return hand_plan(spec.config, options.tp, spec.dtype)
