@@ -21,6 +21,7 @@ from torch.distributions import Distribution, Normal
 
 from .adapted_plan import Adaptation, AdaptedModel
 from .arguments import SolveOptions
+from .dim_analysis.analysis import Reader
 from .dim_analysis.analyze import analyze, with_parts
 from .dim_analysis.rules import RULES
 from .inputs.example_inputs import stored_example
@@ -235,7 +236,8 @@ def _solved_run(
     training = TrainingCode()
     if adapted is None or not adapted.attached.not_trained:
         training = training_code(traced.tape, analysis, bypassed_copy(model, run.bypasses), inputs)
-    analysis = replace(analysis, read_in_training=training.reads_whole)
+    in_training = dict.fromkeys(training.reads_whole, Reader.TRAINING)
+    analysis = replace(analysis, read_elsewhere={**analysis.read_elsewhere, **in_training})
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = run.bypasses
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, grains, given, bypassed)

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ..tracing.tape import Mark, Tape, reads_and_writes, starred
 from . import dim_trees
@@ -80,6 +81,19 @@ class NormUse:
     """The positions that share one statistic, which must be reduced if they are sharded."""
 
 
+class Reader(Enum):
+    """Code that reads a tensor and is not on the tape."""
+
+    CALLER = "a caller asks for it, and may pass it in again"
+    LOSS = "a loss, of which the trace shows nothing, since it has no labels"
+    TRAINING = "code that runs in training mode only"
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Return whether its gradients are full, since it runs alike on all ranks."""
+        return self is not Reader.CALLER
+
+
 @dataclass(slots=True)
 class Analysis:
     """The results of the rules; ``Builder`` fills it."""
@@ -105,15 +119,8 @@ class Analysis:
     handed_back: list[tuple[int, int]] = field(default_factory=list)
     """(tensor that the code made, tensor that the call returns for it). The next call reads the second
     instead of the first, so both have one layout."""
-    handed_out: list[int] = field(default_factory=list)
-    """Results of the encoder, and outputs of the base model that the model itself does not read. They are
-    replicated, since a caller may ask for them and pass them in again."""
-    read_by_losses: list[int] = field(default_factory=list)
-    """Results inside of modules that compute a loss if they are given labels. They are replicated, with full
-    gradients, where the module's own code has them, since the trace does not show how a loss reads them."""
-    read_in_training: Sequence[int] = ()
-    """Results that code reads, or changes, in training mode only, where it needs all of them. They are
-    replicated, with full gradients."""
+    read_elsewhere: Mapping[int, Reader] = field(default_factory=dict)
+    """Tensors that must be replicated for a reader that is not on the tape."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed only from parameters."""
     from_stack: set[int] = field(default_factory=set)

@@ -16,7 +16,7 @@ from ..tracing.functions import sources
 from ..tracing.opaque import OPAQUE
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
 from . import dim_trees, view_rules
-from .analysis import Analysis, frozen_leaves
+from .analysis import Analysis, Reader, frozen_leaves
 from .dim_trees import IncompatibleDims, Node
 from .norm_sites import NormSite, find_norms
 from .rule_builder import Arguments, Builder, NotCovered, owning_modules
@@ -115,16 +115,19 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
     the model itself does not read, such as a pooler's, and tensors of which a loss may be
     computed.
     """
-    handed_out: list[int] = []
+    readers: dict[int, Reader] = {}
     if "encoder_outputs" in forward_signature(model).parameters:
         first = ("output", "output.0", "output.last_hidden_state")
         encoder = model.get_encoder()  # type: ignore[operator]  # a method of transformers' models
-        handed_out += [m.target for m in _marks_of(analysis, model, encoder) if m.ports[0] in first]
+        readers |= {
+            m.target: Reader.CALLER for m in _marks_of(analysis, model, encoder) if m.ports[0] in first
+        }
     read = tensors_read(analysis.tape).union(analysis.tape.handed_back)
     for mark in _marks_of(analysis, model, getattr(model, "base_model", model)):
         if mark.is_output and mark.target not in read:
-            handed_out.append(mark.target)
-    return replace(analysis, handed_out=handed_out, read_by_losses=list(_read_by_losses(analysis, model)))
+            readers[mark.target] = Reader.CALLER
+    readers |= dict.fromkeys(_read_by_losses(analysis, model), Reader.LOSS)
+    return replace(analysis, read_elsewhere=readers)
 
 
 def _read_by_losses(analysis: Analysis, model: nn.Module) -> Iterator[int]:

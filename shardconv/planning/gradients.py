@@ -144,7 +144,8 @@ class _AxisGradients:
                 self.costs.append(((tid,), [0.0, sum_cost]))
         for a, b in (*folded.ties, *analysis.repeats):
             self._same((a, b))
-        outputs = (*self.tape.outputs, *analysis.read_by_losses, *analysis.read_in_training)
+        read = (tid for tid, reader in analysis.read_elsewhere.items() if reader.sends_gradients)
+        outputs = (*self.tape.outputs, *read)
         self.fixed += [(tid, 0) for tid in outputs if self._is_variable(tid)]
 
     def solve(self) -> list[int]:

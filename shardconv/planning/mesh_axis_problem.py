@@ -82,8 +82,7 @@ class AxisProblem(AxisVariables):
             for dim in work.dims:
                 for v in self.leaves(dim):
                     self._charge(v, -1e-3 * self.latency)
-        whole = (*analysis.handed_out, *analysis.read_by_losses, *analysis.read_in_training)
-        for tid in (*analysis.tape.outputs, *whole):
+        for tid in (*analysis.tape.outputs, *analysis.read_elsewhere):
             self._must_be_replicated(tid)
         dims = analysis.dims
         for a, b in (*given.folded.ties, *analysis.handed_back):
