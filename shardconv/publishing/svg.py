@@ -85,15 +85,15 @@ def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
     """Return text without its middle, if it is wider than ``width``; two characters stay."""
     if len(text) < 3 or text_width(text, size, bold=bold) <= width:
         return text
-    kept = len(text)
-    while kept > 2 and text_width(_shortened(text, kept), size, bold=bold) > width:
-        kept -= 1 if kept < 64 else kept // 8
-    return _shortened(text, kept)
+    num_shown = len(text)
+    while num_shown > 2 and text_width(_shortened(text, num_shown), size, bold=bold) > width:
+        num_shown -= 1 if num_shown < 64 else num_shown // 8
+    return _shortened(text, num_shown)
 
 
-def _shortened(text: str, kept: int) -> str:
-    head = kept // 2
-    return text[:head] + "…" + text[len(text) - (kept - head) :]
+def _shortened(text: str, num_shown: int) -> str:
+    head = num_shown // 2
+    return text[:head] + "…" + text[len(text) - (num_shown - head) :]
 
 
 def number(value: float) -> str:

@@ -52,13 +52,13 @@ def stretches(dim: Dim, mesh: Mesh) -> tuple[Stretch, ...]:
         return ((0.0, 1.0, ()),)
     whole = ((0, size(dim)),)
     spans = [ranges(dim, mesh, rank) if axes_of(dim) else whole for rank in range(math.prod(mesh))]
-    edges = sorted({edge for own in spans for span in own for edge in span})
-    held: list[list[int]] = [[] for _ in edges]
-    for rank, own in enumerate(spans):
-        for start, stop in own:
+    edges = sorted({edge for spans_of_rank in spans for span in spans_of_rank for edge in span})
+    holders: list[list[int]] = [[] for _ in edges]
+    for rank, spans_of_rank in enumerate(spans):
+        for start, stop in spans_of_rank:
             for index in range(bisect_left(edges, start), bisect_left(edges, stop)):
-                held[index].append(rank)
-    parts = [(a, b, tuple(ranks)) for (a, b), ranks in zip(pairwise(edges), held, strict=False)]
+                holders[index].append(rank)
+    parts = [(a, b, tuple(ranks)) for (a, b), ranks in zip(pairwise(edges), holders, strict=False)]
     if len(parts) > MAX_STRETCHES:
         first = [(n / 6, (n + 1) / 6, ranks) for n, (_, _, ranks) in enumerate(parts[:3])]
         return (*first, (0.5, 5 / 6, ()), (5 / 6, 1.0, parts[-1][2]))

@@ -21,22 +21,10 @@ from shardconv_runtime.format.plan import AttributeOverride, Plan
 from shardconv_runtime.format.plan_json import of_stage
 from shardconv_runtime.format.stored_layout import is_common
 
-from .plan_lines import fused_lines, memory_facts, memory_parts  # noqa: F401 (for the templates)
-from .report import TOKENS, numerics_text, tensor_cells, unplanned  # noqa: F401
-from .summary import (  # noqa: F401
-    Collective,
-    Summary,
-    all_notes,
-    folders,
-    human_bytes,
-    human_count,
-    local_bytes,
-    percent,
-    shown_stages,
-    summarize,
-    summed_gradients,
-    weights_text,
-)
+from . import plan_lines, report
+from . import summary as numbers
+from .report import TOKENS
+from .summary import Collective, Summary, human_bytes, human_count, local_bytes, percent, summarize
 
 MARK = '<meta name="generator" content="shardconv report">'
 """Near the beginning of every report; a file with it may be replaced."""
@@ -64,8 +52,9 @@ def html_report(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"human_bytes": human_bytes, "numerics_text": numerics_text, "percent_of": percent}
-    environment.globals |= {"values": sys.modules[__name__]}
+    environment.filters |= {"human_bytes": human_bytes, "percent_of": percent}
+    environment.globals |= {"plan_lines": plan_lines, "report": report, "numbers": numbers}
+    environment.globals["page"] = sys.modules[__name__]
     css = files(__package__).joinpath("templates", "report.css").read_text(encoding="utf-8")
     styles = [css, *re.findall(r"<style>(.*?)</style>", picture, flags=re.DOTALL)]
     hashes = sorted({base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() for style in styles})
@@ -78,7 +67,7 @@ def html_report(
         "fused": ("Fused products", plan.fused),
         "replicated": ("Replicated parameters", plan.tp > 1),
         "training": ("Training", plan.tp > 1),
-        "notes": ("Notes", all_notes(plan)),
+        "notes": ("Notes", numbers.all_notes(plan)),
         "origin": ("Origin", True),
         "files": ("Files", manifest is not None and manifest.files),
     }
@@ -133,7 +122,7 @@ def figures(plan: Plan, summary: Summary) -> list[tuple[str, str, str]]:
     if human_bytes(smallest) != human_bytes(largest):
         share += f"; the smallest rank holds {human_bytes(smallest)}"
     return [
-        ("Parameters", human_count(plan.model.num_parameters), weights_text(plan)),
+        ("Parameters", human_count(plan.model.num_parameters), numbers.weights_text(plan)),
         ("Model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
         ("Per rank", human_bytes(largest), share),
         ("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),
@@ -157,7 +146,7 @@ def memory_bars(plan: Plan, summary: Summary) -> list[MemoryBar]:
     alike: dict[int, list[int]] = {}
     for rank, num_bytes in enumerate(summary.rank_bytes):
         alike.setdefault(rank if len(summary.rank_bytes) <= MAX_BARS else num_bytes, []).append(rank)
-    kinds = [summarize(of_stage(plan, stage)).kinds for stage in shown_stages(plan)]
+    kinds = [summarize(of_stage(plan, stage)).kinds for stage in numbers.shown_stages(plan)]
     bars: list[MemoryBar] = []
     for ranks in list(alike.values())[:MAX_BARS]:
         stage, rank = divmod(ranks[0], plan.tp)

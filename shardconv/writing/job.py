@@ -100,11 +100,11 @@ def read_state(partial: Path) -> State | None:
     """Read the state of a ``.partial``; None if nothing was begun."""
     path = partial / JOB_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        moves = found["moves"]
+        document = json.loads(path.read_text(encoding="utf-8"))
+        moves = document["moves"]
         if moves is not None:
             moves = Moves(tuple(map(_safe, moves["new"])), tuple(map(_safe, moves["old"])))
-        return State(dict(found["job"]), moves)
+        return State(dict(document["job"]), moves)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -121,8 +121,8 @@ def write_state(partial: Path, state: State) -> None:
 
 def as_json(job: Job) -> Job:
     """Return the job after a round trip through JSON."""
-    found: Job = json.loads(json.dumps(job))
-    return found
+    plain: Job = json.loads(json.dumps(job))
+    return plain
 
 
 def known_files(out: Path) -> set[str]:

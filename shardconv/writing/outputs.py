@@ -35,8 +35,8 @@ class WriteOptions:
         """Return the options of a stage of ``tp`` ranks; None if none of its ranks are written."""
         if self.ranks is None:
             return self
-        own = [rank - stage * tp for rank in self.ranks if rank // tp == stage]
-        return replace(self, ranks=own) if own else None
+        local_ranks = [rank - stage * tp for rank in self.ranks if rank // tp == stage]
+        return replace(self, ranks=local_ranks) if local_ranks else None
 
     def owners(self, tp: int) -> set[str] | None:
         """Return the directories of the ranks to write; None: all."""
@@ -106,23 +106,23 @@ def _require_replaceable(path: Path, source: Path) -> None:
     """Require that shardconv wrote every file in ``path``."""
     if source.exists() and source.resolve().is_relative_to(path.resolve()):
         raise ShardconvError(f"OUT {path} holds the model to convert; name another directory")
-    known = known_files(path)
-    if path.is_symlink() or not (known or (path / MANIFEST_NAME).is_file()):
+    written = known_files(path)
+    if path.is_symlink() or not (written or (path / MANIFEST_NAME).is_file()):
         raise ShardconvError(
             f"OUT {path} was not written by shardconv, so it is not overwritten; name another directory"
         )
     try:
         if (path / MANIFEST_NAME).is_file():
-            known |= {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in read_manifest(path).files)}
+            written |= {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in read_manifest(path).files)}
     except CheckpointError as error:
         raise ShardconvError(f"OUT {path} cannot be replaced: {error}; remove it yourself") from error
     names = sorted(
         str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink()
     )
-    unknown = [name for name in names if name not in known and name.split("/")[0] != PARTIAL]
-    if unknown:
+    strangers = [name for name in names if name not in written and name.split("/")[0] != PARTIAL]
+    if strangers:
         raise ShardconvError(
-            f"OUT {path} holds {unknown[0]}, which shardconv did not write; move it away first"
+            f"OUT {path} holds {strangers[0]}, which shardconv did not write; move it away first"
         )
 
 
@@ -176,27 +176,33 @@ class StageOutputs:
     ) -> None:
         path = Path(out).expanduser().absolute()
         names = [stage_directory(stage, count) for stage in range(count)]
-        if path.is_dir() and (others := sorted({entry.name for entry in path.iterdir()} - set(names))):
+        if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(names))):
             raise ShardconvError(
-                f"OUT {out} holds {others[0]}, which is none of {count} stages; name another directory"
+                f"OUT {out} holds {strangers[0]}, which is none of {count} stages; name another directory"
             )
         directories = [path / name for name in names]
-        wanted = {d: own for s, d in enumerate(directories) if (own := options.of_stage(s, tp)) is not None}
+        options_by_stage = {
+            d: stage_options
+            for s, d in enumerate(directories)
+            if (stage_options := options.of_stage(s, tp)) is not None
+        }
         # A complete stage has no workspace left.
         complete = [
             directory
-            for directory in wanted
+            for directory in options_by_stage
             if not overwrite
             and ((directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists())
         ]
-        self._complete = complete if len(complete) < len(wanted) else []
+        self._complete = complete if len(complete) < len(options_by_stage) else []
         """Directories that an interrupted run has completed."""
         self._outputs = {
             directory: (
-                Output.prepare(directory, overwrite=overwrite, source=source, owners=own.owners(tp)),
-                own,
+                Output.prepare(
+                    directory, overwrite=overwrite, source=source, owners=stage_options.owners(tp)
+                ),
+                stage_options,
             )
-            for directory, own in wanted.items()
+            for directory, stage_options in options_by_stage.items()
             if directory not in self._complete
         }
         self._directories = directories
@@ -207,16 +213,16 @@ class StageOutputs:
         """Write each stage that is not complete, and yield its number before."""
         assert plan.stages is not None
         plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]
-        for own, directory in zip(plans, self._directories, strict=True):
+        for stage_plan, directory in zip(plans, self._directories, strict=True):
             if directory not in self._complete:
                 continue
-            found = read_manifest(directory)
-            if (found.plan_sha256, found.source) != (plan_json.sha256(plan_json.dumps(own)), source):
+            complete, plan_sha256 = read_manifest(directory), plan_json.sha256(plan_json.dumps(stage_plan))
+            if (complete.plan_sha256, complete.source) != (plan_sha256, source):
                 raise ShardconvError(
                     f"{directory} is complete, and of another conversion than this one; name another OUT, "
                     "or pass --overwrite"
                 )
-        for stage, (own, directory) in enumerate(zip(plans, self._directories, strict=True)):
+        for stage, (stage_plan, directory) in enumerate(zip(plans, self._directories, strict=True)):
             if directory in self._outputs:
                 yield stage
-                write(own, held_by(plan, stage, weights), *self._outputs[directory])
+                write(stage_plan, held_by(plan, stage, weights), *self._outputs[directory])

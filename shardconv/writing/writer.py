@@ -141,10 +141,10 @@ def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
 
 def require_unchanged(origin: Origin) -> None:
     """Require that the source did not change while it was read."""
-    found = origin.identity if origin.identify is None else origin.identify()
-    if found != origin.identity:
+    identity = origin.identity if origin.identify is None else origin.identify()
+    if identity != origin.identity:
         raise SourceError(
-            f"{origin.source.name} changed while it was read ({difference(origin.identity, found)}); "
+            f"{origin.source.name} changed while it was read ({difference(origin.identity, identity)}); "
             "run the same command again, which starts over"
         )
 
@@ -225,8 +225,8 @@ def complete(
     """Write plan and manifest, and move all files to OUT."""
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))
     plan_sha256 = plan_json.write(plan, workspace.path / PLAN_NAME)
-    found = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
-    write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(found))
+    document = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
+    write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(document))
     paths = [*(entry.path for entry in ordered), PLAN_NAME, MANIFEST_NAME]
     workspace.finish(paths, output.replaced())
 

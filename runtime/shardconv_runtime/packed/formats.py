@@ -50,7 +50,7 @@ def format_of(method: str) -> PackedFormat:
 def format_of_checkpoint(
     settings: Mapping[str, Any], where: str, *, dequantize: bool = False
 ) -> PackedFormat:
-    """Return the format of a quantized checkpoint; ``dequantize``: its cache is a plain one, too."""
+    """Return the format of a quantized checkpoint; ``dequantize`` means that its cache is plain, too."""
     method = _quant_method(settings)
     if method not in QUANT_METHODS:
         raise SourceError(

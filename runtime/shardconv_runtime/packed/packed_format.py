@@ -138,7 +138,7 @@ def fill_as_stored(module: nn.Module, attribute: str, tensors: Mapping[str, Tens
                 f"a {type(module).__name__} has no tensor {name!r}; the installed package is another version"
             )
         # Floating-point tensors get the dtype that the module declares, as in transformers.
-        own = table[name].dtype
-        if own != tensor.dtype and own.is_floating_point and tensor.is_floating_point() and own.itemsize > 1:
-            tensor = tensor.to(own)
+        declared = table[name].dtype
+        if declared.is_floating_point and tensor.is_floating_point() and declared.itemsize > 1:
+            tensor = tensor.to(declared)  # itself, if it has this dtype
         table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor

@@ -29,22 +29,22 @@ def joined_parts(parts: Sequence[Part]) -> tuple[Part, list[Part]] | None:
         if rows is None or rows.keys() != (stored or [rows])[0].keys():
             return None
         stored.append(rows)
-    if not all(_are_alike([found[name] for found in stored]) for name in stored[0]):
+    if not all(_are_alike([rows[name] for rows in stored]) for name in stored[0]):
         return None
     whole: dict[str, Tensor] = {}
-    own = [dict(part.tensors) for part in parts]
+    by_part = [dict(part.tensors) for part in parts]
     for name, (first, step) in stored[0].items():
         if step is None:
             whole[name] = first
             continue
-        whole[name], shared = joined([found[name][0] for found in stored])
-        for tensors, found, tensor in zip(own, stored, shared, strict=True):
-            if tensors[name].data_ptr() == found[name][0].data_ptr():  # others were computed
+        whole[name], shared = joined([rows[name][0] for rows in stored])
+        for tensors, rows, tensor in zip(by_part, stored, shared, strict=True):
+            if tensors[name].data_ptr() == rows[name][0].data_ptr():  # others were computed
                 tensors[name] = tensor
     shapes = [part.held.local_shape for part in parts]
-    held = WeightSlice.whole((sum(shape[0] for shape in shapes), *shapes[0][1:]))
-    spanning = replace(parts[0], tensors=whole, held=held)
-    return spanning, [replace(part, tensors=each) for part, each in zip(parts, own, strict=True)]
+    joined_slice = WeightSlice.whole((sum(shape[0] for shape in shapes), *shapes[0][1:]))
+    spanning = replace(parts[0], tensors=whole, held=joined_slice)
+    return spanning, [replace(part, tensors=each) for part, each in zip(parts, by_part, strict=True)]
 
 
 def _are_alike(stored: Sequence[tuple[Tensor, int | None]]) -> bool:
