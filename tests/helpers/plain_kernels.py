@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shardconv_runtime.packed import quantizers
 from shardconv_runtime.packed.formats import FORMATS
-from shardconv_runtime.parallel import quantizers
 from transformers.integrations import finegrained_fp8
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

@@ -21,9 +21,9 @@ from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import tensor_name
 from ..packed.formats import check_values, dequantize
+from ..packed.quantizers import Quantized, require_computable
 from ..packed.stored_weights import WeightSlice
 from ..parallel.packed_modules import PackedModules
-from ..parallel.quantizers import Quantized, require_computable
 from .transform import RankModel, ReadTensors, Transform
 
 

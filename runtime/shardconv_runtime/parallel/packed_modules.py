@@ -22,6 +22,7 @@ from ..format.plan import ModulePlan, Packing, ParameterPlan, local_shape
 from ..format.slices import coordinates
 from ..packed.formats import fill_module, format_of
 from ..packed.packed_format import Part
+from ..packed.quantizers import Quantized, quantizer_of
 from ..packed.stored_weights import WeightSlice
 from .attribute_overrides import raise_flags
 from .boundary import attach, forward_signature
@@ -37,7 +38,6 @@ from .fused_products import (
 )
 from .layers import ColumnParallelLinear
 from .packed_joins import joined_parts
-from .quantizers import Quantized, quantizer_of
 
 # Layers of packed weights and of one input that are computed as one product: see ``fused_products``.
 #

@@ -8,9 +8,9 @@ import pytest
 import torch
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
+from shardconv_runtime.packed import quantizers
 from shardconv_runtime.packed.fp8 import Fp8
-from shardconv_runtime.parallel import quantizers
-from shardconv_runtime.parallel.quantizers import Quantized, require_computable
+from shardconv_runtime.packed.quantizers import Quantized, require_computable
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 

@@ -12,7 +12,7 @@ import torch
 from ..errors import PlanError, brief
 from ..format.header import dtype_name
 from ..format.plan import Packing
-from ..packed.formats import format_of
+from .formats import format_of
 
 CPU_ROWS = 16
 """Rows of a tile of torch's product with 4-bit integers on CPUs, which fails on other numbers of them."""
