@@ -41,7 +41,7 @@ def plain_tensors(config: Any) -> dict[str, tuple[int, ...]]:
     import transformers
     from shardconv_runtime.checkpoint.resolve import resolve
 
-    from shardconv.converted.saved_layout import model_of, positions, saved_tensors
+    from shardconv.exports.saved_layout import model_of, positions, saved_tensors
 
     assert isinstance(config, transformers.PreTrainedConfig)
     spec = resolve(config, need_weights=False)

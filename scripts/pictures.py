@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 
-from shardconv.publishing.svg import COLLECTIVE_COLORS, CSS, RANK_COLORS, element, rect, text  # noqa: E402
+from shardconv.reporting.svg import COLLECTIVE_COLORS, CSS, RANK_COLORS, element, rect, text  # noqa: E402
 
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 ALL_REDUCE = COLLECTIVE_COLORS["all_reduce"]

@@ -12,12 +12,12 @@ from shardconv_runtime.versions import __version__
 # answers at once. The function ``convert`` shadows the submodule of its name, which is intended.
 from .convert import convert, plan
 from .converted.adapt import adapt
-from .converted.merge import merge
+from .converted.push import push
 from .converted.replan import replan, reshard
 from .converted.verify import verify
-from .engines.export_dcp import export
-from .engines.export_vllm import export_vllm
-from .publishing.push import push
+from .exports.export_dcp import export
+from .exports.export_vllm import export_vllm
+from .exports.merge import merge
 
 __all__ = [
     "__version__",

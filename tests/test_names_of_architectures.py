@@ -69,7 +69,7 @@ READ = {
         "runtime/shardconv_runtime/integrations/trl.py",
         "lm_head",
     ): "a part of the name of TRL's own argument, fused_lm_head",
-    ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
+    ("shardconv/reporting/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/inputs/image_forms.py", "hidden_size"): "patches have that width",
     ("shardconv/inputs/modalities.py", "hidden_size"): "states of an encoder have that width",
     ("shardconv/inputs/config_sizes.py", "model_type"): "a value that has one is a config",

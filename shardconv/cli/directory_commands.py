@@ -13,11 +13,11 @@ from shardconv_runtime.format.typed_json import write_text
 
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
-from ..converted.merge import merge
 from ..converted.replan import replan, reshard
 from ..converted.verify import DamagedError, describe, verify
-from ..engines.state_files import is_engine_state, verify_state
-from ..publishing.picture import picture
+from ..exports.merge import merge
+from ..exports.state_files import is_engine_state, verify_state
+from ..reporting.picture import picture
 from ..reporting.report import files_report
 from ..reporting.summary import human_bytes, summarize
 from .options import (

@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from ..arguments import parse_ranks, require_tp
+from ..converted.push import describe, push
 from ..converted.verify import DamagedError
-from ..engines.export_dcp import FORMATS as OF_DIRECTORIES
-from ..engines.export_dcp import export
-from ..engines.export_vllm import export_vllm
-from ..engines.vllm_calls import TESTED, is_tested
-from ..publishing.push import describe, push
+from ..exports.export_dcp import FORMATS as OF_DIRECTORIES
+from ..exports.export_dcp import export
+from ..exports.export_vllm import export_vllm
+from ..exports.vllm_calls import TESTED, is_tested
 from ..reporting.summary import human_bytes
 from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
 

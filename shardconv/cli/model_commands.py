@@ -215,7 +215,7 @@ def _plan_text(
     """Return the plan in one of the formats; ``options`` are the options of the command ``plan``."""
     if chosen in ("tp_plan", "shards"):
         # It imports torch and transformers, which the help and wrong arguments do not need.
-        from ..engines.tp_plan import dumps, skeleton, to_json, tp_plan
+        from ..exports.tp_plan import dumps, skeleton, to_json, tp_plan
 
         if chosen == "shards":
             return dumps(solved)

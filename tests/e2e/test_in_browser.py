@@ -16,9 +16,9 @@ from browser import Browser, require_browser
 from shardconv_runtime.format.plan import Plan
 from shown_plans import EVIL, evil_plan, wide_plan, zoo_plan
 
-from shardconv.publishing.picture import picture
-from shardconv.publishing.svg import WIDTH
 from shardconv.reporting.html_report import html_report
+from shardconv.reporting.picture import picture
+from shardconv.reporting.svg import WIDTH
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "decoder": lambda: zoo_plan("causal", "llama", 4),

@@ -22,7 +22,7 @@ from shardconv_runtime.hub_options import Hub
 
 import shardconv
 from shardconv import cli
-from shardconv.publishing import branch
+from shardconv.converted import branch
 
 REPO = "user/model"
 SHORT_S, LIMIT_S = 0.5, 12.0

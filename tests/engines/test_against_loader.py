@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from vllm_models import KINDS, NEEDS_VLLM, save
 
 import shardconv
-from shardconv.engines.state_files import verify_state
+from shardconv.exports.state_files import verify_state
 
 pytestmark = [pytest.mark.vllm, NEEDS_VLLM]
 

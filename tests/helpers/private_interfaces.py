@@ -2,7 +2,7 @@
 
 Private interfaces can change in any release. ``tests/test_private_interfaces.py`` checks that this list is
 complete, and that everything on it exists in the installed versions; ``scripts/versions`` runs it with the
-oldest, the pinned and the newest. ``shardconv/engines/vllm_calls.py`` also compares signatures of vLLM.
+oldest, the pinned and the newest. ``shardconv/exports/vllm_calls.py`` also compares signatures of vLLM.
 """
 
 from __future__ import annotations

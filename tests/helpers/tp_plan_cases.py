@@ -16,7 +16,7 @@ from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan
 
 import shardconv
-from shardconv.engines.tp_plan import skeleton
+from shardconv.exports.tp_plan import skeleton
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP, VOCAB = 8, 4, 8, 64, 96, 64
 

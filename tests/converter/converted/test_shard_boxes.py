@@ -21,7 +21,7 @@ from shardconv_runtime.format.stored_layout import holds_values, stored_plans
 
 import shardconv
 from shardconv import cli
-from shardconv.engines.tp_plan import dumps, shard_boxes
+from shardconv.exports.tp_plan import dumps, shard_boxes
 
 
 def example() -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_plan_cases import built, random_model, solved, with_gathered_mlp, with_whole_mlp
 
-from shardconv.engines.tp_plan import to_json, tp_plan
+from shardconv.exports.tp_plan import to_json, tp_plan
 
 CASES: dict[str, tuple[str, int, Callable[[Plan], Plan]]] = {
     "llama": ("llama", 2, lambda plan: plan),

@@ -19,8 +19,8 @@ from small_conversion import Model
 from small_models import hand_plan, small_config
 
 from shardconv.cli.entry import run
-from shardconv.publishing.picture import picture
 from shardconv.reporting.html_report import MARK, html_report
+from shardconv.reporting.picture import picture
 from shardconv.reporting.summary import human_bytes, summarize
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -21,10 +21,10 @@ from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, sha256_of
 from shardconv_runtime.files.tp_folders import Folder, folders
 from shardconv_runtime.format.typed_json import write_text
 
+from ..reporting.picture import picture
 from ..reporting.progress import Progress
 from .branch import Meter, Remote
 from .card import merged, model_card
-from .picture import picture
 from .published import (
     Changes,
     Item,

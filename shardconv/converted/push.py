@@ -17,10 +17,10 @@ from shardconv_runtime.files import manifest
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.parallel.default_modes import in_default_modes
 
-from ..converted.verify import verify
 from ..reporting.progress import Progress, Silent
 from ..reporting.summary import human_bytes
 from .published import new_bytes, published
+from .verify import verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
+from ..converted import derived_directory
+from ..converted.shards import Converted
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import write_durably
 from ..writing.job import LEAST_ALIGNMENT, target_file
 from ..writing.workspace import Claim, Workspace, opened
-from . import derived_directory
-from .shards import Converted
 
 if TYPE_CHECKING:
     from .saved_layout import CheckpointLayout

@@ -13,7 +13,7 @@ from shardconv_runtime.format.dims import Dim, Sum, axes_of, size
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.format.slices import Mesh, num_ranges, ranges
 
-from ..reporting.summary import TensorLine
+from .summary import TensorLine
 from .svg import RANK_COLORS, Row, element, moved, rect, text
 
 LONGEST, SHORTEST = 92.0, 16.0

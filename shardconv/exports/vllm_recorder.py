@@ -1,4 +1,4 @@
-"""Records vLLM's loader for all ranks: ``python -m shardconv.engines.vllm_recorder FOLDER``.
+"""Records vLLM's loader for all ranks: ``python -m shardconv.exports.vllm_recorder FOLDER``.
 
 It is a separate program, since vLLM prints as it likes and keeps globals. It imports vLLM at once, which
 takes most of its time, while the program that started it finds the checkpoint. When that program has written
@@ -120,6 +120,6 @@ def _write(path: Path, found: object) -> None:
 
 
 if __name__ == "__main__":
-    from shardconv.engines import vllm_recorder  # pickles name it so, and not __main__
+    from . import vllm_recorder  # pickles name it so, and not __main__
 
     vllm_recorder.main(*sys.argv[1:])

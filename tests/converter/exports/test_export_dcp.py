@@ -35,8 +35,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import shardconv
 from shardconv import cli
-from shardconv.engines import export_dcp
-from shardconv.engines.export_dcp import export
+from shardconv.exports import export_dcp
+from shardconv.exports.export_dcp import export
 from shardconv.reporting.progress import Silent
 from shardconv.writing import fill, job, writer
 from shardconv.writing.outputs import Output, WriteOptions

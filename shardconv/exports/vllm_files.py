@@ -23,7 +23,6 @@ from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.versions import tool_versions
 
 from ..converted import derived_directory
-from ..converted.saved_layout import checkpoint_tensors
 from ..reporting.progress import Progress
 from ..writing.durable import write_durably
 from ..writing.fill import fill
@@ -32,6 +31,7 @@ from ..writing.outputs import Output, WriteOptions
 from ..writing.workspace import Workspace, opened
 from ..writing.writer import Origin, checksums_of_all, claim_of, origin_of, require_unchanged
 from . import state_files
+from .saved_layout import checkpoint_tensors
 from .state_files import signature
 from .vllm_state import Declared, EngineState
 

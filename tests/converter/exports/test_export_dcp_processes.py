@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import shardconv
-from shardconv.engines.export_dcp import export
+from shardconv.exports.export_dcp import export
 
 
 def save_state(case: Exported, path: Path) -> Path:

@@ -11,7 +11,7 @@ from shardconv_runtime.format.names import compress, expand
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.stored_layout import tensor_name
 
-from ..reporting.summary import Summary, TensorLine
+from .summary import Summary, TensorLine
 
 _LAYER = re.compile(r"(.+?)\.(\d+|\{[^}]*\})(?:\.(.+))?")
 """Stack, numbers and rest of a name or pattern, at the first number."""

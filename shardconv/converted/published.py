@@ -13,7 +13,7 @@ from shardconv_runtime.files.manifest import MANIFEST_NAME, Manifest
 from shardconv_runtime.files.tp_folders import Folder
 from shardconv_runtime.format.plan import Plan
 
-from ..converted.shards import of_all_stages
+from .shards import of_all_stages
 
 
 @dataclass(frozen=True, slots=True)

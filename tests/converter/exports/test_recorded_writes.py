@@ -12,9 +12,9 @@ from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, f
 from shardconv_runtime.checkpoint.recording_tensors import Constant, RecordedTensor
 from torch import nn
 
-from shardconv.engines import recorded_writes
-from shardconv.engines.recorded_writes import RecordedWrites, RefusedRawReads
-from shardconv.engines.strided_views import UnknownContentError
+from shardconv.exports import recorded_writes
+from shardconv.exports.recorded_writes import RecordedWrites, RefusedRawReads
+from shardconv.exports.strided_views import UnknownContentError
 
 ROWS, COLUMNS = 6, 4
 STORED = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) / 7

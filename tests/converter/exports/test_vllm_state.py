@@ -16,9 +16,15 @@ from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, f
 from shardconv_runtime.errors import ShardconvError, SourceError
 
 import shardconv
-from shardconv.engines import vllm_calls, vllm_state
-from shardconv.engines.vllm_calls import EngineCall, EngineMethod, EngineValue, is_tested, require_known
-from shardconv.engines.vllm_state import (
+from shardconv.exports import vllm_calls, vllm_state
+from shardconv.exports.vllm_calls import (
+    EngineCall,
+    EngineMethod,
+    EngineValue,
+    is_tested,
+    require_known,
+)
+from shardconv.exports.vllm_state import (
     FAILURE,
     REQUEST,
     Answer,
@@ -152,7 +158,7 @@ PROGRAM = """
 import os, sys
 from types import SimpleNamespace
 from shardconv import engines
-from shardconv.engines import vllm_recorder
+from shardconv.exports import vllm_recorder
 
 def answer(request, config, rank):
     if rank == 1:
@@ -201,7 +207,7 @@ def test_without_a_line_nothing_is_recorded(tmp_path: Path) -> None:
 
 # What is known of vLLM ---------------------------------------------------------------------------------
 
-HERE = "shardconv.engines.vllm_calls"
+HERE = "shardconv.exports.vllm_calls"
 
 
 def test_calls_that_fit() -> None:

@@ -23,11 +23,11 @@ from small_conversion import crashes
 import shardconv
 from shardconv import cli
 from shardconv.converted.verify import DamagedError
-from shardconv.engines import export_vllm as exporting
-from shardconv.engines import state_files as verifying
-from shardconv.engines import vllm_calls, vllm_state
-from shardconv.engines.state_files import is_engine_state, read, verify_state
-from shardconv.engines.vllm_state import EngineState
+from shardconv.exports import export_vllm as exporting
+from shardconv.exports import state_files as verifying
+from shardconv.exports import vllm_calls, vllm_state
+from shardconv.exports.state_files import is_engine_state, read, verify_state
+from shardconv.exports.vllm_state import EngineState
 
 TP = 2
 VERSION = f"{vllm_calls.TESTED[0]}.0"
@@ -243,7 +243,7 @@ def test_other_tensors_than_were_recorded(state: Path) -> None:
     """Files whose checksums are right, under signatures that are not theirs."""
     from dataclasses import replace
 
-    from shardconv.engines.state_files import dumps
+    from shardconv.exports.state_files import dumps
 
     path = state / "manifest.json"
     path.write_text(dumps(replace(read(state), signatures=("0" * 64,) * TP)))

@@ -24,7 +24,7 @@ from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
 
 import shardconv
-from shardconv.converted import saved_layout
+from shardconv.exports import saved_layout
 from shardconv.writing import fill, job
 
 
@@ -181,7 +181,7 @@ class TestBlocks:
             return state | {f"{name}.upper": upper, f"{name}.lower": lower}
 
         monkeypatch.setattr(saved_layout, "revert_weight_conversion", split)
-        monkeypatch.setattr("shardconv.converted.saved_layout.require_loadable", lambda *args: None)
+        monkeypatch.setattr("shardconv.exports.saved_layout.require_loadable", lambda *args: None)
         with pytest.raises(
             SourceError, match=rf"{name}\.upper would be saved with parts of its packed steps"
         ):
@@ -424,7 +424,7 @@ class TestInterrupted:
         self, out: Path, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["shardconv.converted.merge"], "_finish", lambda *args: None)
+            patch.setattr(sys.modules["shardconv.exports.merge"], "_finish", lambda *args: None)
             shardconv.merge(out, tmp_path / "hf")
         assert {path.name for path in (tmp_path / "hf").iterdir()} == {".partial"}
         tensors = load_file(llama_dir / "model.safetensors")

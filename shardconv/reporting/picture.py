@@ -14,9 +14,10 @@ from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stored_layout import is_common
 
-from ..reporting.plan_lines import crossing_bytes, layers_text
-from ..reporting.report import tensor_cells
-from ..reporting.summary import (
+from .blocks import Bar, Block, Cell, Lane, layer_names, outline
+from .plan_lines import crossing_bytes, layers_text
+from .report import tensor_cells
+from .summary import (
     COMMUNICATING,
     Summary,
     human_bytes,
@@ -25,7 +26,6 @@ from ..reporting.summary import (
     summarize,
     weights_text,
 )
-from .blocks import Bar, Block, Cell, Lane, layer_names, outline
 from .svg import (
     CARD_WIDTH,
     CARD_X,

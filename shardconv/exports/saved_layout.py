@@ -43,9 +43,9 @@ from shardconv_runtime.parallel.meta_model import build_model
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from . import derived_directory
-from .derived_directory import gathered, is_interleaved
-from .shards import Converted
+from ..converted import derived_directory
+from ..converted.derived_directory import gathered, is_interleaved
+from ..converted.shards import Converted
 
 # Stored tensors of packed parameters follow the layout in which transformers saves the plain model.
 #

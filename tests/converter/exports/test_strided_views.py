@@ -12,7 +12,7 @@ from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
 from shardconv_runtime.checkpoint.recording_tensors import Constant
 
-from shardconv.engines.strided_views import UnknownContentError, View, Write, content_of
+from shardconv.exports.strided_views import UnknownContentError, View, Write, content_of
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

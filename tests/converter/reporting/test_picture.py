@@ -25,11 +25,11 @@ from small_models import hand_plan, small_config
 
 from shardconv.arguments import SolveOptions
 from shardconv.passes import solve_plan
-from shardconv.publishing.blocks import Bar, Block, Cell, outline
-from shardconv.publishing.picture import picture
-from shardconv.publishing.svg import WIDTH, fitted, text_width
-from shardconv.publishing.weights import faces, stretches
+from shardconv.reporting.blocks import Bar, Block, Cell, outline
+from shardconv.reporting.picture import picture
 from shardconv.reporting.summary import human_bytes, stage_bytes, summarize
+from shardconv.reporting.svg import WIDTH, fitted, text_width
+from shardconv.reporting.weights import faces, stretches
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -39,14 +39,14 @@ from tp_plan_cases import (
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from shardconv import cli
-from shardconv.engines.tp_plan import (
+from shardconv.exports.tp_plan import (
     ALL_PARALLEL_STYLES,
     _keeps_shards,
     skeleton,
     to_json,
     tp_plan,
 )
-from shardconv.engines.tp_styles import EvenShards, Inexpressible, PlannedModule
+from shardconv.exports.tp_styles import EvenShards, Inexpressible, PlannedModule
 
 ENDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 """Rules around the layers; configs have those of the layers."""
@@ -108,7 +108,7 @@ class TestRules:
 
     def test_left_alone_in_versions_without_a_style_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         styles = set(ALL_PARALLEL_STYLES) - {"replicate"}
-        monkeypatch.setattr("shardconv.engines.tp_plan.ALL_PARALLEL_STYLES", styles)
+        monkeypatch.setattr("shardconv.exports.tp_plan.ALL_PARALLEL_STYLES", styles)
         rules = tp_plan(with_whole_mlp(solved("llama", 2)), built("llama"))
         assert rules["model.layers.*.mlp.up_proj"] == "replicated_with_grad_allreduce"
 
@@ -191,7 +191,7 @@ class TestRefusals:
 
     def test_a_style_that_the_installed_version_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            "shardconv.engines.tp_plan.ALL_PARALLEL_STYLES", set(ALL_PARALLEL_STYLES) - {"local_params"}
+            "shardconv.exports.tp_plan.ALL_PARALLEL_STYLES", set(ALL_PARALLEL_STYLES) - {"local_params"}
         )
         assert 'mlp.experts: it needs the style "local_params"' in refusal(
             solved("qwen2_moe", 2), built("qwen2_moe")

@@ -1,1 +1,0 @@
-"""Files that inference engines load without converting them, made by running the engines' own loaders."""
