@@ -11,9 +11,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.checkpoint.model_directory import model_directory
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from .arguments import (
     MAX_FILE_SIZE,

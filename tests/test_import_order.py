@@ -47,6 +47,7 @@ RUNTIME_ORDER = (
     "errors",
     "versions",
     "hub_options",
+    "default_modes",
     "format",
     "packed",
     "comm",

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.files import fingerprint, manifest
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..reporting.progress import Progress, Silent
 from .derived_directory import require_trusted

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.small_files import stage_directories
-from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..reporting.progress import Progress, Silent
 from ..reporting.summary import human_bytes

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
@@ -19,7 +20,6 @@ from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
-from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.fingerprint import check_code
@@ -15,7 +16,6 @@ from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..reporting.progress import Progress, Silent
 from ..reporting.report import numerics_text

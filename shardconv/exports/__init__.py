@@ -1,1 +1,1 @@
-"""Other forms of a converted directory or a model: an ordinary checkpoint, DCP, a ``tp_plan``, files for vLLM."""
+"""Other forms of a converted directory or a model: a plain checkpoint, DCP, a ``tp_plan``, files for vLLM."""

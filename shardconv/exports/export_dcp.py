@@ -26,13 +26,13 @@ from pathlib import Path
 
 from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.files.shard_files import grouped
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
-from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size

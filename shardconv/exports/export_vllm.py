@@ -15,8 +15,8 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.parallel.default_modes import in_default_modes
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.files.small_files import config_in_dtype
-from shardconv_runtime.parallel.default_modes import in_default_modes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size

@@ -14,7 +14,7 @@ import pytest
 import shardconv_runtime
 import torch
 from checkpoints import save_causal
-from shardconv_runtime.parallel.default_modes import in_default_modes
+from shardconv_runtime.default_modes import in_default_modes
 
 import shardconv
 

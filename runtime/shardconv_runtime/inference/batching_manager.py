@@ -22,8 +22,8 @@ from ..comm.deadline import raise_lost_rank
 from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
 from ..comm.step_coordinator import StepCoordinator
+from ..default_modes import in_one_thread
 from ..errors import LaunchError, PlanError, ShardconvError
-from ..parallel.default_modes import in_one_thread
 from .paged_model import PagedModel, RequestCheck, attempt
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..comm.call_agreement import PAGED
+from ..default_modes import in_one_thread
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
-from ..parallel.default_modes import in_one_thread
 from ..parallel.row_ids import is_recorded, require_in_table
 from ..pp.stage_link import StageLink
 from .masks_by_request import masked_by_request

@@ -20,6 +20,7 @@ from ..comm import mesh as launching
 from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
+from ..default_modes import in_default_modes
 from ..errors import CheckpointError, LaunchError, PlanError, ShardconvError
 from ..files import fingerprint, manifest
 from ..files.hub_downloads import find
@@ -30,7 +31,6 @@ from ..files.tp_folders import folder_in
 from ..hub_options import Hub, looks_like_path
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
-from ..parallel.default_modes import in_default_modes
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .building import ModelBuilder, transforms

@@ -19,13 +19,13 @@ from ..adapters.adapter_names import DEFAULT, is_of_adapter, peft
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
+from ..default_modes import in_default_modes
 from ..errors import PlanError
 from ..format import plan_json
 from ..format.names import expand_all
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
-from ..parallel.default_modes import in_default_modes
 from ..parallel.refused_changes import refuse_method
 from ..saving.adapter_saving import save_adapters
 from ..saving.stored_model import named_tensors

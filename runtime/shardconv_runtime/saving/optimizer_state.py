@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import agreement
+from ..default_modes import in_default_modes
 from ..loaded import loaded
-from ..parallel.default_modes import in_default_modes
 from . import dcp_boxes
 from .local_state import common_index, fresh_groups, fresh_state, held_state, install, resumption
 from .optimizer_index import INDEX_NAME, OptimizerIndex, StateFile, read_index, write_index

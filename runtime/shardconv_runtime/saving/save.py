@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
+from ..default_modes import in_default_modes
 from ..errors import CheckpointError, PlanError
 from ..files import manifest
 from ..files.checksums import shard_checksum
@@ -45,7 +46,6 @@ from ..format.plan_json import of_stage
 from ..format.stage_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded, remember, unwrapped
-from ..parallel.default_modes import in_default_modes
 from ..versions import converter_function, tool_versions
 from .adapter_saving import save_adapters, wrapper_of
 from .replicas import Replicas, Staging, full_tensor, mesh_of, replicas_of, staged

@@ -157,7 +157,7 @@ def test_tested_versions() -> None:
 PROGRAM = """
 import os, sys
 from types import SimpleNamespace
-from shardconv import engines
+from shardconv import exports
 from shardconv.exports import vllm_recorder
 
 def answer(request, config, rank):
@@ -169,7 +169,7 @@ def answer(request, config, rank):
     return (config, rank, os.getppid())
 
 config = lambda request: f"config of {request.directory}"
-engines.vllm_rank = SimpleNamespace(engine_config=config, answer=answer)
+exports.vllm_rank = SimpleNamespace(engine_config=config, answer=answer)
 vllm_recorder._import = lambda: None
 vllm_recorder.main(sys.argv[1])
 """
