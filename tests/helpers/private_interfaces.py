@@ -40,6 +40,7 @@ NAMES = {
     # torch: tensors, operators
     "torch.Tensor._backward_hooks": "whether a user has put a hook on a sharded embedding",
     "torch.Tensor._cdata": "also of storages: which memory tensors share",
+    "torch.Tensor._is_view": "whether a hook was given a view",
     "torch.Tensor._make_wrapper_subclass": "tensors without bytes",
     "torch._foreach_mul_": "gradients are scaled at once",
     "torch._neg_view": "a conjugate's imaginary part, when initial weights are recorded",

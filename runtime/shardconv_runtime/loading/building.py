@@ -23,7 +23,6 @@ from ..format.stage_names import held_by
 from ..inference.compiling import compile_model, compile_stage
 from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
-from ..parallel.build import stored_tensors
 from ..pp.stage_processes import StageProcesses
 from ..training.prepare import backward_axes
 from ..training.replica_comparison import compare_replicas
@@ -31,7 +30,7 @@ from . import rank_files
 from .by_plan import local_tensors
 from .call_guards import guard
 from .checked_source import CheckedSource, LoadOptions, stays_packed, unsharded
-from .model_transforms import Adapters, Fusing, Generation, TensorParallel
+from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParallel
 from .packed_models import PackedParameters
 from .stage_loading import OwnStages, Placeholders, place_of, tensors_of_stages
 from .transform import RankModel, ReadTensors, Tensors, Transform
@@ -53,6 +52,8 @@ def transforms(
     todo: list[Transform] = []
     if adapters is not None:
         todo.append(Adapters(adapters, options.training, reads_all))
+    if not reads_all:
+        todo.append(Dtypes(options.dtype is not None, checked.plan))
     todo += [
         OwnStages(),
         Fusing(options),
@@ -129,10 +130,7 @@ class ModelBuilder:
         checked, options, plan = self.checked, self.options, self.checked.full_plan
         start = self.start if place is None else place.ranks
         config, model = unsharded(checked, options)
-        # It was built in the wanted dtype, so other dtypes are those that its code keeps.
-        cast = stored is None and options.dtype is not None
-        dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model)} if cast else {}
-        rank = RankModel(model, config, plan, plan, start, comm, place, dtypes)
+        rank = RankModel(model, config, plan, plan, start, comm, place)
 
         steps = transforms(checked, options, self.start, reads_all=stored is not None)
         for step in steps:

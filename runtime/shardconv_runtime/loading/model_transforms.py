@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ..errors import PlanError
 from ..format.plan import Plan
 from ..format.stage_names import absent_modules
 from ..inference.generation import prepare_generation
-from ..parallel.build import parallelize
+from ..parallel.build import parallelize, stored_tensors
 from ..parallel.layers import with_local_logits
 from ..training.prepare import TrainingForm, parallelize_for_training
 from .checked_source import LoadOptions
@@ -33,11 +33,7 @@ class Adapters(Transform):
 
     def shape(self, rank: RankModel) -> RankModel:
         """Attach the adapters, whose layers may have taken the names of the model's."""
-        attached = self.adapters.attach(rank.model, trainable=self.training)
-        dtypes: Mapping[str, torch.dtype] = rank.dtypes
-        if not self.reads_all:
-            dtypes = {**dtypes, **attached.dtypes_of_model(self.adapters.base, dtypes)}
-        return replace(rank, attached=attached, dtypes=dtypes)
+        return replace(rank, attached=self.adapters.attach(rank.model, trainable=self.training))
 
     def fill(self, rank: RankModel, read: ReadTensors) -> ReadTensors:
         """Read the adapters' own tensors, and the model's under their new names."""
@@ -48,6 +44,23 @@ class Adapters(Transform):
         if rank.place is not None:
             adapters, attached = adapters.of_stages(rank.place.link.stages, attached)
         return partial(adapters.tensors, read, attached, rank.start)
+
+
+@dataclass(frozen=True)
+class Dtypes(Transform):
+    """Tensors are cast while they are read, if the caller asked for a dtype or an adapter needs another."""
+
+    is_asked_for: bool
+    base: Plan
+
+    def shape(self, rank: RankModel) -> RankModel:
+        """Note the dtypes. The model was built in the one that was asked for: others are kept by its code."""
+        dtypes: dict[str, torch.dtype] = {}
+        if self.is_asked_for:
+            dtypes = {name: tensor.dtype for name, tensor in stored_tensors(rank.model)}
+        if rank.attached is not None:
+            dtypes |= rank.attached.dtypes_of_model(self.base, dtypes)
+        return replace(rank, dtypes=dtypes)
 
 
 @dataclass(frozen=True)

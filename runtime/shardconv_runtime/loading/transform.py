@@ -7,7 +7,7 @@ values, then says how its tensors come from those before, and completes the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class RankModel:
     comm: Communicator
     place: StageProcesses | None
     """The place of this process in the pipeline; None without stages."""
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Dtypes in which tensors are loaded, by name; others keep the dtypes in the files."""
     attached: Attached | None = None
     packed: PackedModules | None = None

@@ -454,7 +454,7 @@ def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
 
 def _writable(x: Tensor) -> Tensor:
     """Return a tensor that the model's code may write to; autograd forbids it for views."""
-    return x.clone() if x.requires_grad else x
+    return x.clone() if x.requires_grad and x._is_view() else x
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
