@@ -31,8 +31,6 @@ from torch import Tensor
 
 from .model_runs import largest_difference
 
-# Steps of a plan, and the tensors before and after them.
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -90,9 +88,6 @@ def around_step(step: ModuleStep) -> tuple[Placement, Placement, Placement]:
                 Placement({dim: layout}),
             )
     return UNKNOWN, UNKNOWN, UNKNOWN
-
-
-# The parts of a tensor that ranks may hold.
 
 
 @dataclass(frozen=True, slots=True)

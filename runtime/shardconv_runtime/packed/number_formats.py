@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
-# Floats of 4 bits: a sign, two bits of exponent, one of mantissa; two in a byte, the first one low.
-
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = POSITIVE + tuple(-value for value in POSITIVE)
+"""Floats of 4 bits: a sign, two bits of exponent, one of mantissa; two in a byte, the first one low."""
 PER_BYTE = 2
 
 
@@ -22,8 +21,6 @@ def unpacked_fp4(stored: Tensor) -> Tensor:
     codes = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
     return values[codes.int()]
 
-
-# Small integers that are packed into words.
 
 WORD = 32
 """Bits of a word."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 # Private, but nothing public leaves a note for other ranks without waiting for them.
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Private as well, but nothing public keeps these comparisons out of the counts of CommDebugMode and its kin.
+# private as well, but nothing public keeps these comparisons out of the counts of CommDebugMode and its kin
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
