@@ -14,7 +14,7 @@ class Traits:
     """The traits of the operators of a rule."""
 
     is_product: bool = False
-    """A product of matrices; the last dim of the first operand is summed over."""
+    """A product of matrices or vectors: a module is classified by the weight that it multiplies with."""
     is_grouped: bool = False
     """A product of rows with a stack of matrices, given the ends of the rows of each matrix."""
     picks: bool = False

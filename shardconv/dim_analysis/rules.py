@@ -32,5 +32,5 @@ POINTWISE: Rule = pointwise_rules.nonlinear
 
 def traits_of(name: str) -> Traits:
     """Return the traits of an operator, by its name with or without the overload."""
-    base = name.rsplit(".", 1)[0]
+    base = ".".join(name.split(".")[:2])
     return traits_of_rule(RULES.get(name) or RULES.get(base) or RULES.get(base.rstrip("_")))

@@ -183,7 +183,8 @@ def _work(tape: Tape, op: Op, weights: Collection[int]) -> float:
         return 0.0
     is_weight = [t in weights and len(tape.tensors[t].shape) > 1 for t in op.inputs]
     if any(is_weight):
-        shape = next((tape.tensors[t].shape for t, w in zip(op.inputs, is_weight, strict=True) if not w), ())
+        shapes = [tape.tensors[t].shape for t, w in zip(op.inputs, is_weight, strict=True) if not w]
+        shape = next((shape for shape in shapes if len(shape) > 1), ())  # not a bias
         return float(math.prod(tape.tensors[op.outputs[0]].shape) * (shape[-1] if shape else 1))
     return 0.0
 
