@@ -94,10 +94,10 @@ def _state(wrapper: Any, name: str, tensors: Mapping[str, Tensor]) -> dict[str, 
     for outside, tensor in stored_tensors(wrapper):
         if id(tensor) in inside:
             named.setdefault(outside, tensors[inside[id(tensor)]])
-    found: dict[str, Tensor] = peft().get_peft_model_state_dict(
+    state: dict[str, Tensor] = peft().get_peft_model_state_dict(
         wrapper, state_dict=named, adapter_name=name, save_embedding_layers=False
     )
-    return found
+    return state
 
 
 def write_adapter(
@@ -122,11 +122,11 @@ def write_adapter(
         config = copy.deepcopy(wrapper.peft_config[name])
         config.inference_mode = True
         config.base_model_name_or_path = config.base_model_name_or_path or base_name or None
-        own = {key: tensor.contiguous() for key, tensor in state.items()}
-        shared = {tensor.data_ptr() for tensor in own.values()}
-        if len(shared) < len(own):
-            own = {key: tensor.clone() for key, tensor in own.items()}
-        save_file(own, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        saved = {key: tensor.contiguous() for key, tensor in state.items()}
+        shared = {tensor.data_ptr() for tensor in saved.values()}
+        if len(shared) < len(saved):
+            saved = {key: tensor.clone() for key, tensor in saved.items()}
+        save_file(saved, folder / WEIGHTS_NAME, metadata={"format": "pt"})
         config.save_pretrained(os.fspath(folder))
 
 

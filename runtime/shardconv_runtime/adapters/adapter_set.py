@@ -161,14 +161,14 @@ class _Union:
         entries = {name: by_name("entries", of(each.plan)) for name, each in self.alone.items()}
         out = []
         for fqn in names:
-            found = [entries[name].get(theirs) for name, theirs in self._candidates(fqn)]
-            if len({entry and essence(entry) for entry in found}) > 1:
+            candidates = [entries[name].get(theirs) for name, theirs in self._candidates(fqn)]
+            if len({entry and essence(entry) for entry in candidates}) > 1:
                 raise PlanError(
                     f"{fqn}: the plans of the adapters {', '.join(self.alone)} differ there; load them one "
                     "by one, or train them on the same layers"
                 )
-            if found and found[0] is not None:
-                out.append(replace(found[0], names=(fqn,)))
+            if candidates and candidates[0] is not None:
+                out.append(replace(candidates[0], names=(fqn,)))
         return tuple(out)
 
     def _candidates(self, fqn: str) -> list[tuple[str, str]]:
@@ -188,19 +188,19 @@ class _Union:
 def _logits(plans: list[Plan], modules: tuple[ModulePlan, ...]) -> Any:
     entries = by_name("modules", modules)
     for plan in plans:
-        found = plan.logits
-        steps = entries[found.module].outputs if found is not None and found.module in entries else ()
-        if found and any(isinstance(step, AllGatherStep) and step.port == found.port for step in steps):
-            return found
+        logits = plan.logits
+        steps = entries[logits.module].outputs if logits is not None and logits.module in entries else ()
+        if logits and any(isinstance(step, AllGatherStep) and step.port == logits.port for step in steps):
+            return logits
     return None
 
 
 def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
     forms = [plan.training for plan in plans]
-    known = [form for form in forms if form is not None]
-    if len(known) < len(forms):
+    present = [form for form in forms if form is not None]
+    if len(present) < len(forms):
         return None
-    sequences = [form.sequence for form in known]
+    sequences = [form.sequence for form in present]
     sequence = None
     if all(sequences):
         with suppress(PlanError):  # they gather in different places: there is none with all adapters
@@ -213,10 +213,12 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
             )
     return TrainingPlan(
         sequence,
-        parallel_loss=all(form.parallel_loss for form in known),
+        parallel_loss=all(form.parallel_loss for form in present),
         draws=union.entries(lambda plan: plan.training.draws),  # type: ignore[union-attr]
-        extra_outputs=tuple(e for e in known[0].extra_outputs if all(e in f.extra_outputs for f in known)),
-        draws_on_host=all(form.draws_on_host for form in known),
+        extra_outputs=tuple(
+            e for e in present[0].extra_outputs if all(e in f.extra_outputs for f in present)
+        ),
+        draws_on_host=all(form.draws_on_host for form in present),
     )
 
 
@@ -274,15 +276,15 @@ def _present_names(
     before: Mapping[str, ParameterPlan], entries: Mapping[str, ParameterPlan], attached: Attached
 ) -> dict[str, str]:
     """Return the names of stored tensors of a model without adapters, and with them."""
-    found: dict[str, str] = {}
+    present_names: dict[str, str] = {}
     for name, old in attached.base_names.items():
         if name in entries and old in before:
             packing = before[old].packing
             tensors = [tensor.name for tensor in packing.tensors] if packing is not None else []
-            found |= {tensor_name(old, tensor): tensor_name(name, tensor) for tensor in tensors} or {
+            present_names |= {tensor_name(old, tensor): tensor_name(name, tensor) for tensor in tensors} or {
                 old: name
             }
-    return found
+    return present_names
 
 
 def local_parts(
@@ -372,11 +374,11 @@ class AdapterSet:
 
     def of_stages(self, stages: Collection[int], attached: Attached) -> tuple[AdapterSet, Attached]:
         """Return the parts of the set and of the attached adapters that a process needs for its stages."""
-        held = held_names(self.base, stages)
-        names = {now: held.get(old, old) for now, old in attached.base_names.items()}
-        copies = {name: held.get(old, old) for name, old in attached.copies.items()}
-        own = replace(self, base=of_stage(self.base, stages), plan=of_stage(self.plan, stages))
-        return own, replace(attached, base_names=names, copies=copies)
+        names_in_stages = held_names(self.base, stages)
+        names = {now: names_in_stages.get(old, old) for now, old in attached.base_names.items()}
+        copies = {name: names_in_stages.get(old, old) for name, old in attached.copies.items()}
+        set_of_stages = replace(self, base=of_stage(self.base, stages), plan=of_stage(self.plan, stages))
+        return set_of_stages, replace(attached, base_names=names, copies=copies)
 
     def tensors(
         self,
@@ -386,8 +388,12 @@ class AdapterSet:
         rows: Rows,
     ) -> Generator[tuple[str, Tensor]]:
         """Return the local tensors of the model with adapters by their names in it, on the device."""
-        old = {attached.base_names.get(name, name): held for name, held in rows.items()}
-        old |= {attached.copies[name]: held for name, held in rows.items() if name in attached.copies}
+        old = {attached.base_names.get(name, name): ranges_of_rows for name, ranges_of_rows in rows.items()}
+        old |= {
+            attached.copies[name]: ranges_of_rows
+            for name, ranges_of_rows in rows.items()
+            if name in attached.copies
+        }
         return adapted_tensors(stored(old), self.base, self.plan, attached, start, rows)
 
 

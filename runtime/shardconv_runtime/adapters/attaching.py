@@ -76,22 +76,22 @@ class Attached:
         present: dict[str, list[str]] = {}
         for name, old in self.base_names.items():
             present.setdefault(old, []).append(name)
-        found = {}
+        original_of = {}
         for copied, old in self.copies.items():
             original = max(present[old], key=partial(_num_common, copied))
             ours, theirs = copied.split("."), original.split(".")
             while ours and theirs and ours[-1] == theirs[-1]:
                 ours.pop()
                 theirs.pop()
-            found[".".join(ours)] = ".".join(theirs)
-        return found
+            original_of[".".join(ours)] = ".".join(theirs)
+        return original_of
 
     def in_place_of(self, module: str) -> list[str]:
         """Return the FQNs of the modules that are called in place of one, by the adapters that are active."""
         copied = self.copied_modules()
         original = copied.get(module, module)
-        others = [original, *(name for name, of in copied.items() if of == original)]
-        return [name for name in others if name != module]
+        interchangeable = [original, *(name for name, of in copied.items() if of == original)]
+        return [name for name in interchangeable if name != module]
 
     def dtypes_of_model(self, base: Plan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return dtypes of tensors of the model that adapters replaced by saved ones.
@@ -101,11 +101,13 @@ class Attached:
         Args:
             dtypes: dtypes of tensors of the model, by FQN with the adapters; the plan has the others.
         """
-        own = dict(self.copies) | {name: self.base_names[name] for name in self.replaced}
+        names_in_model = dict(self.copies) | {name: self.base_names[name] for name in self.replaced}
         now = {old: name for name, old in self.base_names.items()}
         entries, stored = parameter_plans(base), dict(base.tied)
-        planned = {name: getattr(torch, entries[stored.get(old, old)].dtype) for name, old in own.items()}
-        return {name: dtypes.get(now[old], planned[name]) for name, old in own.items()}
+        planned = {
+            name: getattr(torch, entries[stored.get(old, old)].dtype) for name, old in names_in_model.items()
+        }
+        return {name: dtypes.get(now[old], planned[name]) for name, old in names_in_model.items()}
 
     def linear_layers(self, model: nn.Module) -> list[str]:
         """Return the FQNs of the adapters' own linear layers in the model."""
@@ -186,9 +188,9 @@ def _why_not_trained(adapter: Adapter, added: Collection[nn.Module]) -> str:
         return why
     # Masks of dropout modules are right on shards. Code of the library that draws itself may choose rows of a
     # local weight, or whether a layer takes part at all.
-    known = {module.p for module in added if isinstance(module, DROPOUTS)}
+    dropout_rates = {module.p for module in added if isinstance(module, DROPOUTS)}
     for name, value in adapter.config.to_dict().items():
-        if "dropout" in name and isinstance(value, float) and value and value not in known:
+        if "dropout" in name and isinstance(value, float) and value and value not in dropout_rates:
             return (
                 f"{name}={value} of {adapter_kind(adapter)} draws random numbers for the full weights; set "
                 "it to 0, or train in one process"
@@ -307,16 +309,20 @@ def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
             continue
         copied = module.modules_to_save[name]
         for attribute, original in module.original_module._parameters.items():
-            own = copied._parameters.get(attribute)
-            known = first.setdefault(id(original), own) if own is not None else None
-            if known is None or own is None or known is own:
+            copied_tensor = copied._parameters.get(attribute)
+            first_copy = first.setdefault(id(original), copied_tensor) if copied_tensor is not None else None
+            if first_copy is None or copied_tensor is None or first_copy is copied_tensor:
                 continue
-            if _has_values(known) and _has_values(own) and not torch.equal(known, own):
+            if (
+                _has_values(first_copy)
+                and _has_values(copied_tensor)
+                and not torch.equal(first_copy, copied_tensor)
+            ):
                 raise SourceError(
                     f"{adapter}: it was saved with a {fqn}.{attribute} that differs from the one that its "
                     "config ties it to (ensure_weight_tying); correct the config"
                 )
-            copied._parameters[attribute] = known
+            copied._parameters[attribute] = first_copy
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -410,20 +416,24 @@ class _BaseWithoutBytes:
     @contextmanager
     def kept(self, adapter: Adapter) -> Iterator[None]:
         """Collect tensors that replace proxies within this context in ``replaced``."""
-        held = [(tensors, name, tensors[name]) for tensors, name in self._stored() if self.has(tensors[name])]
+        proxies = [
+            (tensors, name, tensors[name]) for tensors, name in self._stored() if self.has(tensors[name])
+        ]
         yield
-        for tensors, name, proxy in held:
-            found = tensors[name]
-            if found is proxy:
+        for tensors, name, proxy in proxies:
+            replacement = tensors[name]
+            if replacement is proxy:
                 continue
             original = self.originals[id(proxy)]
-            known = self.replaced.setdefault(id(original), found.detach())
-            if known.shape != found.shape or not torch.equal(known, found):
+            first_replacement = self.replaced.setdefault(id(original), replacement.detach())
+            if first_replacement.shape != replacement.shape or not torch.equal(
+                first_replacement, replacement
+            ):
                 raise SourceError(
                     f"{adapter}: it has a {name} of the model itself, and so has another adapter; load them "
                     "one by one"
                 )
-            proxy.requires_grad_(found.requires_grad)
+            proxy.requires_grad_(replacement.requires_grad)
             tensors[name] = proxy
 
     @contextmanager
@@ -442,8 +452,8 @@ class _BaseWithoutBytes:
 
     def copies(self) -> dict[str, Tensor]:
         """Return the FQNs of tensors of the model that are copies of others, and these."""
-        found = ((name, self.copied(t)) for name, t in stored_tensors(self.model) if not self.has(t))
-        return {name: original for name, original in found if original is not None}
+        originals = ((name, self.copied(t)) for name, t in stored_tensors(self.model) if not self.has(t))
+        return {name: original for name, original in originals if original is not None}
 
     def require_unchanged(self, adapter: Adapter) -> None:
         """Raise ``SourceError`` if a proxy was written to, or got other memory."""
@@ -457,8 +467,8 @@ class _BaseWithoutBytes:
         Its file has other tensors, and the library computes these from the weights each time.
         """
         for fqn, module in self.model.named_modules() if self.derived else ():
-            kept = {**vars(module), **module._parameters, **module._buffers}
-            for name, value in kept.items():
+            attributes = {**vars(module), **module._parameters, **module._buffers}
+            for name, value in attributes.items():
                 if any(_storage(tensor) in self.derived for tensor in tree_leaves(value)):
                     raise SourceError(
                         f"{adapter}: peft computes {fqn}.{name} ({adapter_kind(adapter)}) from the weights "
@@ -468,23 +478,23 @@ class _BaseWithoutBytes:
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
         """Return the tables and names of parameters and persistent buffers of the model's modules."""
-        found: list[tuple[dict[str, Any], str]] = []
+        places: list[tuple[dict[str, Any], str]] = []
         for module in self.model.modules():
-            found += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)
+            places += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)
             persistent = module._buffers.keys() - module._non_persistent_buffers_set
-            found += ((module._buffers, n) for n in persistent if module._buffers[n] is not None)
-        return found
+            places += ((module._buffers, n) for n in persistent if module._buffers[n] is not None)
+        return places
 
     def _proxy(self, tensor: Tensor) -> Tensor:
-        known = self.proxies.get(id(tensor))
-        if known is None:
-            known = _without_bytes(tensor)
+        proxy = self.proxies.get(id(tensor))
+        if proxy is None:
+            proxy = _without_bytes(tensor)
             if isinstance(tensor, nn.Parameter):
-                known = nn.Parameter(known, requires_grad=tensor.requires_grad)
-            self.proxies[id(tensor)] = known
-            self.originals[id(known)] = tensor
-            self.memory[_address(known)] = tensor
-        return known
+                proxy = nn.Parameter(proxy, requires_grad=tensor.requires_grad)
+            self.proxies[id(tensor)] = proxy
+            self.originals[id(proxy)] = tensor
+            self.memory[_address(proxy)] = tensor
+        return proxy
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         if self.has(tensor):

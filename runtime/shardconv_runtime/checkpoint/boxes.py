@@ -117,13 +117,13 @@ def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
     Yields:
         ``(start, stop)`` in elements, ascending.
     """
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for box in boxes:
         run, starts = source_runs(box.dims)
-        found += ((box.source + start, box.source + start + run) for start in starts)
-    found.sort()
-    start, stop = found[0]
-    for low, high in found[1:]:
+        runs += ((box.source + start, box.source + start + run) for start in starts)
+    runs.sort()
+    start, stop = runs[0]
+    for low, high in runs[1:]:
         if low - stop > gap:
             yield start, stop
             start = low

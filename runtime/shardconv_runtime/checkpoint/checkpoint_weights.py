@@ -95,8 +95,8 @@ def lazy_weights(
         )
     _require_all(spec, info["missing_keys"], wrapped_name(plain))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of old buffers
-    known = [name for name in plain if not any(re.search(pattern, name) for pattern in ignored)]
-    _refuse_extra(spec, info["unexpected_keys"], known)
+    expected_names = [name for name in plain if not any(re.search(pattern, name) for pattern in ignored)]
+    _refuse_extra(spec, info["unexpected_keys"], expected_names)
     if extra := sorted(info["unexpected_keys"], key=natural_key):
         done = "carried along" if with_unused else "left out"
         of_cache = spec.quantization is not None and any(is_of_cache(n, spec.quantization) for n in extra)
@@ -116,7 +116,7 @@ def lazy_weights(
     drawn = {name for name in made if not torch.equal(state[name], again[name])}
     weights = {name: None if name in drawn else lazy_of(tensor) for name, tensor in state.items()}
     _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
-    found = {name: lazy for name, lazy in weights.items() if lazy is not None}
+    present_weights = {name: lazy for name, lazy in weights.items() if lazy is not None}
     # Parameters that the config ties, but that have different values in the checkpoint, are not tied.
     present = dict(model.named_parameters(remove_duplicate=False))
     declared = model.get_expanded_tied_weights_keys(all_submodels=True).items()
@@ -127,11 +127,13 @@ def lazy_weights(
             "them; they are not tied, as from_pretrained has it"
         )
     tied = tied_names(model) if apart else None
-    unused = _unused(plain, found.values()) if with_unused else {}
+    unused = _unused(plain, present_weights.values()) if with_unused else {}
     if packed is None or spec.dequantize:
-        return CheckpointWeights(found, tied, unused)
+        return CheckpointWeights(present_weights, tied, unused)
     stored = packed.as_stored(unused)
-    return CheckpointWeights({n: packed.of(n, lazy) or lazy for n, lazy in found.items()}, tied, stored)
+    return CheckpointWeights(
+        {n: packed.of(n, lazy) or lazy for n, lazy in present_weights.items()}, tied, stored
+    )
 
 
 def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> dict[str, LazyTensor]:
@@ -144,8 +146,8 @@ def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> 
                 continue
             read.add(piece.leaf)
             if isinstance(piece.leaf, ComputedLeaf) and isinstance(piece.leaf.compute, RecordedOperator):
-                given = tree_leaves((piece.leaf.compute.args, dict(piece.leaf.compute.kwargs)))
-                todo += [value for value in given if isinstance(value, LazyTensor)]
+                arguments = tree_leaves((piece.leaf.compute.args, dict(piece.leaf.compute.kwargs)))
+                todo += [value for value in arguments if isinstance(value, LazyTensor)]
     return {name: t for name, t in stored.items() if read.isdisjoint(piece.leaf for piece in t.pieces)}
 
 
@@ -155,15 +157,15 @@ def _unwrapped(
     """Load the checkpoint of a wrapped model, if it is complete under the model's names."""
     for names in without_wrappers(tensors):
         try:
-            found = _loaded(spec, {names[name]: tensor for name, tensor in tensors.items()})
+            renamed = _loaded(spec, {names[name]: tensor for name, tensor in tensors.items()})
         except SourceError:
             continue
-        if not found[3]["missing_keys"]:
+        if not renamed[3]["missing_keys"]:
             old, new = next((old, new) for old, new in names.items() if old != new)
             tell(
                 f"the checkpoint is that of a wrapped model; its names are read without that: {old} is {new}"
             )
-            return found
+            return renamed
     return None
 
 
@@ -282,7 +284,7 @@ def _loading_reports() -> Iterator[list[str]]:
     logger = logging.getLogger(PreTrainedModel.__module__)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
-    kept = logger.level, logger.propagate
+    previous_settings = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING - 1)  # at WARNING, transformers checks its own plan and logs the result
     logger.propagate = False
@@ -290,8 +292,8 @@ def _loading_reports() -> Iterator[list[str]]:
         yield reports
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(kept[0])
-        logger.propagate = kept[1]
+        logger.setLevel(previous_settings[0])
+        logger.propagate = previous_settings[1]
 
 
 def _require_all(spec: ModelSpec, missing: Iterable[str], wrapped: str | None = None) -> None:

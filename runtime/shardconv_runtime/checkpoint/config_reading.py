@@ -76,8 +76,8 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
     for mapping_name in FALLBACKS:
         mapping = getattr(transformers, mapping_name, {})
         if type(config) in mapping:
-            found = mapping[type(config)]
-            cls = found[0] if isinstance(found, tuple) else found
+            entry = mapping[type(config)]
+            cls = entry[0] if isinstance(entry, tuple) else entry
             if _is_model(cls):  # not _fits: some types use the class of another one
                 assert isinstance(cls, type)
                 return cls

@@ -161,9 +161,9 @@ class _Workers:
         if isinstance(unit.leaf, ComputedLeaf):
             with self._computing:  # each holds a tensor in memory, so one at a time
                 tensor = unit.leaf.compute()
-                found = (dtype_name(tensor.dtype), tensor.numel())
-                wanted = unit.leaf.dtype, unit.leaf.num_elements
-                assert found == wanted, f"{unit.leaf.name} was computed as {found}"
+                computed_form = (dtype_name(tensor.dtype), tensor.numel())
+                expected_form = unit.leaf.dtype, unit.leaf.num_elements
+                assert computed_form == expected_form, f"{unit.leaf.name} was computed as {computed_form}"
                 flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element: any stride
                 data: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
                 elements = data.view(_UNSIGNED[item_bytes(unit.leaf.dtype)])
@@ -224,11 +224,11 @@ class _Workers:
         return buffer.view(_UNSIGNED[size])
 
     def _buffer(self, name: str, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        held: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, name, None)
-        if held is None or len(held) < num_bytes:
-            held = np.empty(num_bytes, np.uint8)
-            setattr(self._buffers, name, held)
-        return held[:num_bytes]
+        buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, name, None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = np.empty(num_bytes, np.uint8)
+            setattr(self._buffers, name, buffer)
+        return buffer[:num_bytes]
 
     def _put(self, box: Move, dtype: str, band: np.ndarray[Any, Any], low: int, sink: Sink) -> None:
         """Hand the elements of a box to the sink; ``band`` holds all of them and begins at ``low``."""
@@ -280,9 +280,9 @@ def _leaf_units(leaf: LazyLeaf, moves: list[Move], memory: int, gap_bytes: int) 
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
-        held = tuple(move for move in ordered if move.source < stop and move.end > start)
-        if held:
-            yield CopyUnit(leaf, start, stop, held, band, gap_bytes // size)
+        moves_of_unit = tuple(move for move in ordered if move.source < stop and move.end > start)
+        if moves_of_unit:
+            yield CopyUnit(leaf, start, stop, moves_of_unit, band, gap_bytes // size)
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
@@ -311,9 +311,9 @@ def _sparse_stretch(unit: CopyUnit) -> int:
         return 0
     size = item_bytes(unit.leaf.dtype)
     span = max(box.end for box in boxes) - min(box.source for box in boxes)
-    wanted = sum(box.num_elements for box in boxes)
+    num_needed = sum(box.num_elements for box in boxes)
     cost = sum(_gather_bytes(box, size) for box in boxes)
-    return unit.band * (span // wanted) if SPARSE * cost < span * size else 0
+    return unit.band * (span // num_needed) if SPARSE * cost < span * size else 0
 
 
 def _gather_bytes(box: Move, size: int) -> int:

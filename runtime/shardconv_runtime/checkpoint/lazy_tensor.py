@@ -310,10 +310,10 @@ def _reshape_piece(piece: StridedBox, old: Shape, new: Shape, groups: Sequence[_
                 [*strides, piece.strides[a]],
             )
             continue
-        found = _regroup(piece, (a, b), old, new[c:d])
-        if found is None:
+        box = _regroup(piece, (a, b), old, new[c:d])
+        if box is None:
             return None
-        start, shape, strides = [*start, *found[0]], [*shape, *found[1]], [*strides, *found[2]]
+        start, shape, strides = [*start, *box[0]], [*shape, *box[1]], [*strides, *box[2]]
     return replace(piece, start=tuple(start), shape=tuple(shape), strides=tuple(strides))
 
 
@@ -325,15 +325,15 @@ def _regroup(
     Its elements must be evenly strided over ``dims`` in row-major order and form a box of ``new``; otherwise
     the result is None.
     """
-    kept = [dim for dim in range(*dims) if old[dim] > 1]
-    if not kept:
+    long_dims = [dim for dim in range(*dims) if old[dim] > 1]
+    if not long_dims:
         return [0] * len(new), [1] * len(new), [0] * len(new)
-    outer, inner = kept[0], kept[1:]
+    outer, inner = long_dims[0], long_dims[1:]
     if any(piece.shape[dim] != old[dim] for dim in inner):
         return None
-    step = piece.strides[kept[-1]]
+    step = piece.strides[long_dims[-1]]
     extent = 1
-    for dim in reversed(kept):
+    for dim in reversed(long_dims):
         if piece.strides[dim] != step * extent and piece.shape[dim] > 1:
             return None
         extent *= old[dim]

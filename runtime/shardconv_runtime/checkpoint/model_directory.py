@@ -131,8 +131,8 @@ def _read_index(index: Path) -> Index:
     """Return an index; each of its names must be a file in the directory, or in a folder of it."""
     try:
         read = json.loads(index.read_text(encoding="utf-8"))
-        found = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
-        names = found.files
+        weight_index = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
+        names = weight_index.files
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{index} is not an index of weights; download or copy it again") from error
     for name in names:
@@ -141,7 +141,7 @@ def _read_index(index: Path) -> Index:
             raise SourceError(f"{index} names {name!r}, which is not a file of its directory")
     if not names:
         raise SourceError(f"{index} names no files; download or copy it again")
-    return found
+    return weight_index
 
 
 def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
@@ -173,14 +173,14 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
         _refuse_other_weights(directory)
     _refuse_pointer(directory / CONFIG)
     if need_weights:
-        known = {name for names in LAYOUTS for name in names}
+        layout_names = {name for names in LAYOUTS for name in names}
         for file in sorted(directory.iterdir()):
-            if file.name in known or file.suffix in (".safetensors", ".bin"):
+            if file.name in layout_names or file.suffix in (".safetensors", ".bin"):
                 _refuse_pointer(file)
         if (index := index_of(directory)) is not None:
             for name in index.files:  # which may be in folders
                 _refuse_pointer(directory / name)
-        if not any((directory / name).is_file() for name in known):
+        if not any((directory / name).is_file() for name in layout_names):
             _refuse_other_weights(directory)
 
 
@@ -201,10 +201,11 @@ def remarks(directory: Path) -> list[str]:
 
 def _refuse_other_weights(directory: Path) -> None:
     for pattern, kind in _OTHER_WEIGHTS.items():
-        if found := next(directory.glob(pattern), None):
+        if other_file := next(directory.glob(pattern), None):
             raise SourceError(
-                f"{directory} holds {kind} ({found.name}), which shardconv does not read; name the model in "
-                "transformers' format, or load it with from_pretrained and save it with save_pretrained"
+                f"{directory} holds {kind} ({other_file.name}), which shardconv does not read; name the "
+                "model in transformers' format, or load it with from_pretrained and save it with "
+                "save_pretrained"
             )
 
 

@@ -92,14 +92,14 @@ def _remote(
         chosen.remove(LAYOUTS[0][0])  # the single file next to the files of an index
     if not chosen or all((directory / name).is_file() for name in chosen):
         return ()
-    found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
-    return found if len(found) == len(chosen) else ()
+    weight_files = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
+    return weight_files if len(weight_files) == len(chosen) else ()
 
 
 def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
     try:
         with bounded():
-            found = snapshot_download(
+            snapshot = snapshot_download(
                 repo_id,
                 revision=hub.revision,
                 cache_dir=None if hub.cache_dir is None else Path(hub.cache_dir),
@@ -107,6 +107,6 @@ def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
                 token=hub.token,
                 allow_patterns=list(patterns),
             )
-        return Path(found)
+        return Path(snapshot)
     except Exception as error:  # including errors of the HTTP library
         raise SourceError(explain(repo_id, hub.revision, error)) from error

@@ -68,7 +68,7 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
             f"{file} was written by a machine of another byte order; load it with torch, then save it again"
         )
     try:
-        found: Any = torch.load(file, map_location=device, weights_only=True)
+        tensors: Any = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # the unpickler may raise anything on a corrupt file
         if match := _GLOBAL.search(str(error)):
             raise SourceError(
@@ -78,11 +78,11 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
         raise SourceError(
             f"{file} cannot be read by torch.load ({brief(error, 100)}); download or copy it again"
         ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
     ):
         raise SourceError(f"{file} does not hold a dict of tensors; name a file of weights")
-    return found
+    return tensors
 
 
 def _is_swapped(file: Path) -> bool:
@@ -99,17 +99,17 @@ def _records(file: Path) -> dict[int, int]:
     """Return the offset and size of the uncompressed records of a zip file; empty for other files."""
     if not zipfile.is_zipfile(file):
         return {}
-    found = {}
+    sizes_by_offset = {}
     try:
         with zipfile.ZipFile(file) as archive, file.open("rb") as raw:
             for info in archive.infolist():
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
                     raw.seek(info.header_offset)
                     lengths = struct.unpack("<HH", raw.read(_ENTRY_BYTES)[-4:])
-                    found[info.header_offset + _ENTRY_BYTES + sum(lengths)] = info.file_size
+                    sizes_by_offset[info.header_offset + _ENTRY_BYTES + sum(lengths)] = info.file_size
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, struct.error) as error:
         raise SourceError(f"{file} is damaged ({brief(error, 100)}); download or copy it again") from error
-    return found
+    return sizes_by_offset
 
 
 def _storage_offset(file: Path, name: str, tensor: torch.Tensor, records: dict[int, int]) -> int | None:

@@ -45,8 +45,8 @@ def quantization_of(config: Any) -> Settings | None:
     for part in _parts(config):
         settings = getattr(part, "quantization_config", None)
         if settings:
-            found = settings if isinstance(settings, dict) else settings.to_dict()
-            return dict(found)
+            quantization = settings if isinstance(settings, dict) else settings.to_dict()
+            return dict(quantization)
     return None
 
 
@@ -117,21 +117,25 @@ class PackedWeights:
         self._tensors = tensors
         self._dequantize = dequantize
         self._by_leaf: dict[LazyLeaf, Found] = {}
-        found = format_of_checkpoint(settings, where, dequantize=dequantize).find(_Checkpoint(tensors, files))
-        packed = {stored for weight in found.values() for stored in weight.tensors.values()}
+        weights = format_of_checkpoint(settings, where, dequantize=dequantize).find(
+            _Checkpoint(tensors, files)
+        )
+        packed = {stored for weight in weights.values() for stored in weight.tensors.values()}
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
-        for name, weight in found.items():
+        for name, weight in weights.items():
             self.plain[name] = self._proxy(name, weight, dtype)
         self.of_linear_layers = {
-            n for n, w in found.items() if format_of(w.packing.method).is_of_linear_layers
+            n for n, w in weights.items() if format_of(w.packing.method).is_of_linear_layers
         }
 
     def is_of_linear_layers(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter, as transformers loaded it, is made of such weights."""
         if not isinstance(tensor, RecordedTensor) or tensor.absent:
             return False
-        found = (self._by_leaf.get(piece.leaf) for piece in tensor.lazy.pieces)
-        return any(one is not None and format_of(one.packing.method).is_of_linear_layers for one in found)
+        packed_weights = (self._by_leaf.get(piece.leaf) for piece in tensor.lazy.pieces)
+        return any(
+            one is not None and format_of(one.packing.method).is_of_linear_layers for one in packed_weights
+        )
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
         """Return the stored tensors of a parameter; None if it has no packed weights."""
@@ -140,19 +144,19 @@ class PackedWeights:
             return None
         if not all(packed):
             raise _inseparable(name, "packed and plain weights")
-        found = self._by_leaf[weight.pieces[0].leaf]
-        if weight.shape == found.shape and _is_whole(weight):
-            return PackedWeight(weight.shape, found.packing, self._stored(found))
+        packed_weight = self._by_leaf[weight.pieces[0].leaf]
+        if weight.shape == packed_weight.shape and _is_whole(weight):
+            return PackedWeight(weight.shape, packed_weight.packing, self._stored(packed_weight))
         return self._composed(name, weight)
 
     def as_stored(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Return tensors of ``plain`` as they are in the checkpoint: packed weights as stored tensors."""
-        found: dict[str, LazyTensor] = {}
+        stored_tensors: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
             weight = self._by_leaf.get(tensor.pieces[0].leaf) if tensor.pieces else None
             stored = [name] if weight is None else weight.tensors.values()
-            found |= {each: self._tensors[each] for each in stored}
-        return found
+            stored_tensors |= {each: self._tensors[each] for each in stored}
+        return stored_tensors
 
     def _proxy(self, name: str, found: Found, dtype: str) -> LazyTensor:
         """Return the weight as a tensor that is computed when it is read, a stack of matrices one by one."""
@@ -167,14 +171,14 @@ class PackedWeights:
 
     def _part(self, name: str, found: Found, dtype: str, span: Range) -> ComputedLeaf:
         """Return some positions of the first dim of a weight."""
-        held = WeightSlice.whole(found.shape).rows(*span)
+        part = WeightSlice.whole(found.shape).rows(*span)
 
         def compute() -> torch.Tensor:
             stored = self._stored(found)
             read = {t.name: read_tensor(rows_of(stored[t.name], t, span)) for t in found.packing.tensors}
-            return dequantize(found.packing, read, held, getattr(torch, dtype))
+            return dequantize(found.packing, read, part, getattr(torch, dtype))
 
-        count = torch.Size(held.local_shape).numel()
+        count = torch.Size(part.local_shape).numel()
         return ComputedLeaf(f"{name}, dequantized", compute, dtype, count)
 
     def _stored(self, found: Found) -> dict[str, LazyTensor]:
@@ -201,14 +205,14 @@ class PackedWeights:
         packed = []
         for tensor in first.tensors:
             # The steps in the dims of the parameter must be the same in all pieces.
-            found: list[set[int]] = [set() for _ in weight.shape]
+            steps_by_dim: list[set[int]] = [set() for _ in weight.shape]
             for piece in pieces:
                 for index, step in enumerate(piece.steps(tensor.name)):
                     if step is not None:
-                        found[index].add(step)
-            if any(len(each) > 1 for each in found):
+                        steps_by_dim[index].add(step)
+            if any(len(each) > 1 for each in steps_by_dim):
                 raise _inseparable(name, "weights that are packed in different steps")
-            steps = tuple(max(each, default=1) for each in found)
+            steps = tuple(max(each, default=1) for each in steps_by_dim)
             shape = tuple(-(-size // step) for size, step in zip(weight.shape, steps, strict=True))
             boxes = (
                 piece.box(tensors[tensor.name], tensor.name, weight.shape, steps)

@@ -53,8 +53,8 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
     failed = {number: text for number, text in enumerate(texts) if text is not None}
     if failed:
         first, text = next(iter(failed.items()))
-        others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
-        raise LaunchError(f"rank {first}: {text}{others}")
+        failed_ranks = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
+        raise LaunchError(f"rank {first}: {text}{failed_ranks}")
 
 
 def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = None) -> T:

@@ -117,8 +117,8 @@ class Communicator(ABC):
 
     def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
         """Begin to concatenate; the returned function waits for the result."""
-        found = self.concatenate(x, axes)
-        return lambda: found
+        concatenated = self.concatenate(x, axes)
+        return lambda: concatenated
 
     def reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Sum ``[p * n, ...]`` over ``p`` ranks along ``axes`` to local ``[n, ...]``. No backward."""

@@ -126,9 +126,9 @@ class KnownParts(Parts):
 
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
         """See ``Parts``."""
-        wanted = frozenset(axes)
+        divided_axes = frozenset(axes)
         pieces = [
-            x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in wanted - sharded)
+            x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in divided_axes - sharded)
             for (start, stop), sharded in local_segments(self._layout, self._mesh, self._rank)
         ]
         return torch.cat(pieces, dim) if pieces else x

@@ -18,8 +18,8 @@ _functional = torch.ops._c10d_functional
 def host_gather(x: Tensor, num_ranks: int, group_name: str) -> Tensor:
     """Gather contiguous local ``[n, ...]`` of all ranks of a group, in order, as ``[num_ranks * n, ...]``."""
     gathered = _functional.all_gather_into_tensor(x.cpu(), num_ranks, group_name)
-    found: Tensor = _functional.wait_tensor(gathered).to(x.device)
-    return found
+    gathered_on_device: Tensor = _functional.wait_tensor(gathered).to(x.device)
+    return gathered_on_device
 
 
 @host_gather.register_fake

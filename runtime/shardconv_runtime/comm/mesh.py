@@ -27,11 +27,11 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
     ``init_process_group(device_id=)``, otherwise the GPU of the launcher's local rank. If a process sees only
     one GPU, it is that one: launchers may show each process its own.
     """
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type != "cuda" or (found.index is not None and torch.cuda.is_available()):
-        return found
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type != "cuda" or (chosen.index is not None and torch.cuda.is_available()):
+        return chosen
     if not torch.cuda.is_available():
-        raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
+        raise LaunchError(f"the model should be on {chosen}, but torch finds no cuda; pass device='cpu'")
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
         return torch.device("cuda", world.bound_device_id.index)
@@ -42,12 +42,12 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
         return torch.device("cuda", 0)
     if local < 0:  # a launcher that fills one host after the other; duplicates are found once all have joined
         return torch.device("cuda", env_int("RANK", 0) % count)
-    wanted = max(local + 1, num_local)
-    if wanted > count:
+    num_processes = max(local + 1, num_local)
+    if num_processes > count:
         raise LaunchError(
-            f"the launcher started {wanted} processes on this host, where {count} GPUs are visible, and each "
-            f"rank needs its own GPU; start {count} processes per host (torchrun --nproc-per-node {count}), "
-            "or pass device='cpu'"
+            f"the launcher started {num_processes} processes on this host, where {count} GPUs are visible, "
+            f"and each rank needs its own GPU; start {count} processes per host (torchrun --nproc-per-node "
+            f"{count}), or pass device='cpu'"
         )
     return torch.device("cuda", local)
 
@@ -81,25 +81,25 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     """Return this process's rank, without starting a group."""
     if group is None and not dist.is_initialized():
         return env_int("RANK", 0)
-    found = dist.get_rank(group)
-    if found < 0:
+    rank_in_group = dist.get_rank(group)
+    if rank_in_group < 0:
         raise LaunchError("this process is not in the group that was given to load the model")
-    return found
+    return rank_in_group
 
 
 def check_world_size(plan: Plan, group: dist.ProcessGroup | None, stages_per_process: int) -> None:
     """Check that there is one process for each rank of the plan, or of this many stages."""
-    found, wanted = world_size(group), plan.tp
+    num_processes, num_planned = world_size(group), plan.tp
     made_for = f"tp={plan.tp}"
     if plan.stages is not None:
-        wanted *= plan.stages.count // stages_per_process
+        num_planned *= plan.stages.count // stages_per_process
         made_for += f" and {plan.stages.count} stages"
         made_for += f", {stages_per_process} in each process" if stages_per_process > 1 else ""
-    if found != wanted:
+    if num_processes != num_planned:
         raise LaunchError(
-            f"the model was converted for {made_for}, and {found} process(es) load it; "
-            f"start it with: torchrun --nproc-per-node {wanted} your_script.py"
-            + (" (or pass a group of that size)" if found > 1 else other_launcher())
+            f"the model was converted for {made_for}, and {num_processes} process(es) load it; "
+            f"start it with: torchrun --nproc-per-node {num_planned} your_script.py"
+            + (" (or pass a group of that size)" if num_processes > 1 else other_launcher())
         )
 
 
@@ -124,11 +124,13 @@ def launch(
 
     if everyone:
         start_group(found_device, timeout_s)
-    found = rank(group)
+    rank_in_group = rank(group)
     group = group or dist.group.WORLD
     assert group is not None
     check_group(group, found_device)
-    return Launch(found, dist.get_world_size(group), found_device, group, control_group(group), timeout_s)
+    return Launch(
+        rank_in_group, dist.get_world_size(group), found_device, group, control_group(group), timeout_s
+    )
 
 
 def connect(

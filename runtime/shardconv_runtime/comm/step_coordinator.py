@@ -114,8 +114,8 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
 
 def _largest(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
-    found: list[int] = numbers.tolist()
-    return found
+    maxima: list[int] = numbers.tolist()
+    return maxima
 
 
 def checksum(device: torch.device) -> int:
@@ -184,8 +184,8 @@ class StageCoordinator(StepCoordinator):
             if decision[2]:
                 self._paused = self._num_steps
             self._send(decision, _DECISION)
-        found: list[int] = decision.tolist()
-        return found
+        decided: list[int] = decision.tolist()
+        return decided
 
     def _agreed(self, found: list[int]) -> tuple[int, ...]:
         if found[3] == _NONE:  # nobody draws

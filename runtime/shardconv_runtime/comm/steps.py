@@ -171,10 +171,10 @@ class Gather(Resharding):
     def backward(self, gradient: Tensor) -> Tensor:
         assert self._partial is not None
         if self._partial == self.axes:
-            own = self._reduce_scatter(gradient)
+            shard = self._reduce_scatter(gradient)
         else:
-            own = self._own(self.comm.all_reduce(gradient, self._partial))
-        return self._divided(own, self._local)
+            shard = self._own(self.comm.all_reduce(gradient, self._partial))
+        return self._divided(shard, self._local)
 
 
 class Slice(Resharding):
@@ -296,8 +296,8 @@ class Inner:
         on_outer = bool(axes_of(outer))
         factor = (0, outer) if on_outer else (2, inner)
         self._step = step(comm, *factor, grad_axes, local_grad_axes)
-        known = [local_size(d, comm.mesh, comm.rank) if step is Gather else size(d) for d in (outer, inner)]
-        self._sizes = (known[0], -1, known[1])
+        sizes = [local_size(d, comm.mesh, comm.rank) if step is Gather else size(d) for d in (outer, inner)]
+        self._sizes = (sizes[0], -1, sizes[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         dim = self.dim % x.dim()

@@ -58,8 +58,8 @@ def prepare_symmetric(start: Launch, groups: Iterable[dist.ProcessGroup]) -> Non
         )
     try:
         for group in groups:
-            known, _ = _shared.get(group.group_name, (None, None))
-            if known is not group:
+            prepared_group, _ = _shared.get(group.group_name, (None, None))
+            if prepared_group is not group:
                 _shared[group.group_name] = group, _shared_buffer(start.device, group)
     except RuntimeError as error:
         first = str(error).splitlines()[0]

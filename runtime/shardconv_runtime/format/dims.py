@@ -149,8 +149,8 @@ def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
     if isinstance(dim, Leaf) and not dim.size and dim.axes:
         return None
     positions = [i for i, factor in enumerate(factors) if factor == Leaf(0)]
-    known = [factor for factor in factors if factor != Leaf(0)]
-    if len(positions) > 1 or any(leaf.size == 0 for factor in known for leaf in leaves(factor)):
+    known_factors = [factor for factor in factors if factor != Leaf(0)]
+    if len(positions) > 1 or any(leaf.size == 0 for factor in known_factors for leaf in leaves(factor)):
         raise PlanError(f"dim {shown(dim)}: only one factor of a product may be open")
     if not positions:
         return None
@@ -201,9 +201,9 @@ class _TextReader:
         return PlanError(f'not a dim: {_shortened(self.text)!r} (a dim reads like "32@0*128 + 8@0*128")')
 
     def accept(self, token: str) -> bool:
-        found = self.tokens[self.position] == token
-        self.position += found
-        return found
+        is_next = self.tokens[self.position] == token
+        self.position += is_next
+        return is_next
 
     def read_sum(self, depth: int) -> Dim:
         if depth > MAX_DEPTH:

@@ -79,15 +79,15 @@ def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
     if not plan.fused:
         return ()
     parameters = parameter_plans(plan)
-    found: list[tuple[str, ...]] = []
+    adjacent: list[tuple[str, ...]] = []
     for group in fused_groups(plan):
         for attribute in FUSED_PARAMETERS:
             names = tuple(f"{fqn}.{attribute}" for fqn in group)
             if all(name in parameters for name in names):
                 dtypes = [_dtypes_by_rows(parameters[name]) for name in names]
                 alike = (s for s, dtype in dtypes[0].items() if all(d.get(s) == dtype for d in dtypes))
-                found += (tuple(tensor_name(name, stored) for name in names) for stored in alike)
-    return tuple(found)
+                adjacent += (tuple(tensor_name(name, stored) for name in names) for stored in alike)
+    return tuple(adjacent)
 
 
 def _dtypes_by_rows(entry: ParameterPlan) -> dict[str, str]:

@@ -183,11 +183,11 @@ def parse_header(
 
 
 def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    found = decode(text)
-    if not text.startswith("{") or not isinstance(found, dict):
+    header = decode(text)
+    if not text.startswith("{") or not isinstance(header, dict):
         raise MalformedError("", "its header is not a JSON object")
-    metadata = from_json(Mapping[str, str], found.pop("__metadata__", {}), "__metadata__")
-    tensors = {name: _tensor(name, value) for name, value in found.items()}
+    metadata = from_json(Mapping[str, str], header.pop("__metadata__", {}), "__metadata__")
+    tensors = {name: _tensor(name, value) for name, value in header.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: item[1].offsets))
     end = 0
     for name, tensor in ordered.items():

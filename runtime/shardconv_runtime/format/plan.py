@@ -512,15 +512,15 @@ def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 def by_name(path: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
     """Expand the names of entries."""
-    found: dict[str, _Entry] = {}
+    entry_of: dict[str, _Entry] = {}
     for index, entry in enumerate(entries):
         try:
-            names = expand_all(entry.names, MAX_NAMES - len(found))
+            names = expand_all(entry.names, MAX_NAMES - len(entry_of))
         except PlanError as error:
             raise PlanError(f"{path}[{index}].names: {error}") from error
         for name in names:
-            if name in found:
-                earlier = entries.index(found[name])
+            if name in entry_of:
+                earlier = entries.index(entry_of[name])
                 raise PlanError(f"{path}[{index}].names: {name!r} is claimed by {path}[{earlier}] already")
-            found[name] = entry
-    return found
+            entry_of[name] = entry
+    return entry_of

@@ -150,8 +150,8 @@ def _check_stages(stages: StagesPlan, plan: Plan) -> None:
 
 def _ways(plan: Plan) -> dict[str, tuple[object, ...]]:
     """Return by module where it runs, and which of its results are sent where."""
-    found = staged_modules(plan)
-    return {fqn: (entry.stages, [(s.item, s.to) for s in entry.sent]) for fqn, (entry, _) in found.items()}
+    entries = staged_modules(plan)
+    return {fqn: (entry.stages, [(s.item, s.to) for s in entry.sent]) for fqn, (entry, _) in entries.items()}
 
 
 def _check_staged_module(where: str, entry: StagedModule, stages: StagesPlan, plan: Plan) -> None:

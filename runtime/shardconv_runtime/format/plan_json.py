@@ -138,11 +138,11 @@ def of_stage(plan: Plan, stages: Stages) -> Plan:
     if plan.stages is None:
         return plan
     absent = absent_modules(plan, stages)
-    held = held_names(plan, stages)
+    names_in_model = held_names(plan, stages)
     tied = [
-        (alias, held[name])
+        (alias, names_in_model[name])
         for alias, name in plan.tied
-        if name in held and alias != held[name] and not is_inside(alias, absent)
+        if name in names_in_model and alias != names_in_model[name] and not is_inside(alias, absent)
     ]
     groups = [group for group in fused_groups(plan) if not any(is_inside(fqn, absent) for fqn in group)]
     fused = tuple(FusedPlan(tuple((fqn,) for fqn in group)) for group in groups)

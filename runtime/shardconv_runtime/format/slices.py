@@ -97,20 +97,20 @@ def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
             out.extend((offset + a, offset + b) for a, b in ranges(segment, mesh, rank))
             offset += size(segment)
         return merged(out)
-    held: tuple[Range, ...] = ((0, 1),)
+    held_ranges: tuple[Range, ...] = ((0, 1),)
     for factor in dim.factors:
         extent, inner = size(factor), ranges(factor, mesh, rank)
         if inner == ((0, extent),):  # the rank holds all of the factor
-            held = tuple((a * extent, b * extent) for a, b in held)
+            held_ranges = tuple((a * extent, b * extent) for a, b in held_ranges)
             continue
-        if sum(b - a for a, b in held) * len(inner) > MAX_RANGES:
+        if sum(b - a for a, b in held_ranges) * len(inner) > MAX_RANGES:
             raise PlanError(
                 f"a dim falls into more than {MAX_RANGES} ranges for one rank: shard an outer factor"
             )
-        held = merged(
-            (i * extent + a, i * extent + b) for s, e in held for i in range(s, e) for a, b in inner
+        held_ranges = merged(
+            (i * extent + a, i * extent + b) for s, e in held_ranges for i in range(s, e) for a, b in inner
         )
-    return held
+    return held_ranges
 
 
 def num_ranges(dim: Dim) -> int:
@@ -270,8 +270,8 @@ class GatherIndex:
                 to a common size; by default each takes its own positions.
         """
         offsets = [0]
-        for held in self.sizes:
-            offsets.append(offsets[-1] + (held if stride is None else stride))
+        for local_length in self.sizes:
+            offsets.append(offsets[-1] + (local_length if stride is None else stride))
         return merged((offsets[m] + start, offsets[m] + stop) for m, start, stop in self.pieces)
 
 
@@ -292,8 +292,8 @@ def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> Gat
         )
     members = group_of(mesh, group_axes, 0)
     sizes = tuple(local_size(dim, mesh, rank) for rank in members)
-    held = chain.from_iterable(_held(dim, mesh, rank, member) for member, rank in enumerate(members))
-    return GatherIndex(sizes, tuple(_cover(sorted(held))))
+    held_pieces = chain.from_iterable(_held(dim, mesh, rank, member) for member, rank in enumerate(members))
+    return GatherIndex(sizes, tuple(_cover(sorted(held_pieces))))
 
 
 _Held = tuple[int, int, int, int]

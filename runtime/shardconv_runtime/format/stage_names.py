@@ -24,13 +24,13 @@ def num_stages(plan: Plan) -> int:
 
 def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
     """Return the entry of each module that has stages by FQN, with its position among the entry's names."""
-    found: dict[str, tuple[StagedModule, int]] = {}
+    entries: dict[str, tuple[StagedModule, int]] = {}
     for entry in plan.stages.modules if plan.stages is not None else ():
         for position, name in enumerate(expand_all(entry.names)):
-            if name in found:
+            if name in entries:
                 raise PlanError(f"stages.modules: {name!r} is claimed twice")
-            found[name] = entry, position
-    return found
+            entries[name] = entry, position
+    return entries
 
 
 def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
@@ -48,28 +48,34 @@ def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None)
     """Return the parameters that a stage or process holds: first name -> name in its model."""
     names = parameter_plans(plan).keys() if names is None else names
     absent = absent_modules(plan, stages)
-    others: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for alias, name in plan.tied:
-        others.setdefault(name, []).append(alias)
-    found: dict[str, str] = {}
+        aliases.setdefault(name, []).append(alias)
+    names_in_model: dict[str, str] = {}
     for name in names:
-        held = next((one for one in (name, *others.get(name, ())) if not is_inside(one, absent)), None)
-        if held is not None:
-            found[name] = held
-    return found
+        present_name = next(
+            (one for one in (name, *aliases.get(name, ())) if not is_inside(one, absent)), None
+        )
+        if present_name is not None:
+            names_in_model[name] = present_name
+    return names_in_model
 
 
 def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the values of a stage or process, by the names in its model."""
-    held = held_names(plan, stages, tensors.keys())
-    return {name: tensors[first] for first, name in held.items()}
+    names_in_model = held_names(plan, stages, tensors.keys())
+    return {name: tensors[first] for first, name in names_in_model.items()}
 
 
 def held_before(plan: Plan, place: int, num_places: int) -> dict[str, str]:
     """Return the first names of parameters that an earlier process holds too -> their names in its model."""
-    own, *others = (stages_of(plan, p, num_places) for p in (place, *range(place)))
-    earlier = {name for stages in others for name in held_names(plan, stages)}
-    return {first: held for first, held in held_names(plan, own).items() if first in earlier}
+    stages_here, *earlier_stages = (stages_of(plan, p, num_places) for p in (place, *range(place)))
+    earlier = {name for stages in earlier_stages for name in held_names(plan, stages)}
+    return {
+        first: name_in_model
+        for first, name_in_model in held_names(plan, stages_here).items()
+        if first in earlier
+    }
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
@@ -84,5 +90,5 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 def own_parameters(plan: Plan, stages: Stages) -> tuple[ParameterPlan, ...]:
     """Return the parameters of a stage or process by the names in its model, one entry for each."""
     entries = parameter_plans(plan)
-    held = held_names(plan, stages)
-    return tuple(replace(entries[first], names=(name,)) for first, name in held.items())
+    names_in_model = held_names(plan, stages)
+    return tuple(replace(entries[first], names=(name,)) for first, name in names_in_model.items())

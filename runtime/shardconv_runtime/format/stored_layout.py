@@ -29,8 +29,8 @@ def packed_entries(entry: ParameterPlan) -> Iterator[ParameterPlan]:
 
 def tensor_name(parameter: str, name: str) -> str:
     """Return the name of a stored tensor next to a parameter, for FQNs or for patterns."""
-    owner, dot, own = parameter.rpartition(".")
-    return owner + dot + name.replace(WHOLE, own)
+    owner, dot, attribute = parameter.rpartition(".")
+    return owner + dot + name.replace(WHOLE, attribute)
 
 
 def granularity(packing: Packing, num_dims: int) -> tuple[int, ...]:
@@ -118,11 +118,13 @@ def layout_sha256(plan: Plan) -> str:
         shape = ",".join(str(size(dim)) for dim in parameter.dims)
         positions = "common"
         if not is_common(parameter):
-            held = hashlib.sha256()
+            positions_digest = hashlib.sha256()
             for rank in range(math.prod(plan.mesh)):
                 spans = [ranges(dim, plan.mesh, rank) for dim in parameter.dims]
-                held.update(f"{rank} {holds_values(parameter, plan.mesh, rank)} {spans}\n".encode())
-            positions = held.hexdigest()
+                positions_digest.update(
+                    f"{rank} {holds_values(parameter, plan.mesh, rank)} {spans}\n".encode()
+                )
+            positions = positions_digest.hexdigest()
         text = f"{parameter.dtype} [{shape}] {positions}"
         lines += [f"{name} {text}\n" for name in expand_all(parameter.names)]
     for line in sorted(lines):
@@ -174,17 +176,17 @@ def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tu
 
     The positions of a sum are replicated along its axes.
     """
-    wanted = {a for a in axes if mesh[a] > 1}
-    if not wanted:
+    summed_axes = {a for a in axes if mesh[a] > 1}
+    if not summed_axes:
         return ()
     dims = [by_axes(dim, mesh, rank) for dim in entry.dims]
     cells = list(product(*(each.items() for each in dims)))
-    found = []
+    gradient_sums = []
     for cell in cells:
-        left = tuple(sorted(wanted.difference(*(sharded for sharded, _ in cell))))
+        left = tuple(sorted(summed_axes.difference(*(sharded for sharded, _ in cell))))
         if left:
-            found.append(GradSum(left, tuple(spans for _, spans in cell), len(cells) == 1))
-    return tuple(sorted(found, key=lambda each: (each.axes, each.positions)))
+            gradient_sums.append(GradSum(left, tuple(spans for _, spans in cell), len(cells) == 1))
+    return tuple(sorted(gradient_sums, key=lambda each: (each.axes, each.positions)))
 
 
 def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:

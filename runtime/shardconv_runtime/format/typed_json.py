@@ -121,15 +121,15 @@ def load_document(
     """Read a document that ``dump_document`` wrote."""
     if len(text) > max_bytes:
         _fail("", f"the document is longer than {max_bytes} characters")
-    found = decode(text)
-    if not isinstance(found, dict):
-        _fail("", f"expected a JSON object, got {_shown(found)}")
-    if found.pop("format", None) != format_name:
+    document = decode(text)
+    if not isinstance(document, dict):
+        _fail("", f"expected a JSON object, got {_shown(document)}")
+    if document.pop("format", None) != format_name:
         _fail("format", f'expected "{format_name}"; this is another kind of file')
-    if type(found.get("version")) is not int or found["version"] != version:
-        problem = f"this reads version {version}, the file has {_shown(found.get('version'))}"
+    if type(document.get("version")) is not int or document["version"] != version:
+        problem = f"this reads version {version}, the file has {_shown(document.get('version'))}"
         _fail("version", f"{problem}; {remedy}" if remedy else problem)
-    value: _T = _read_fields(kind, found, "")
+    value: _T = _read_fields(kind, document, "")
     return value
 
 
@@ -193,12 +193,12 @@ def decode(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             _fail("", f"the key {_shown(key)} is twice in one object")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -248,13 +248,15 @@ def _read_union(hint: Any, value: Any, where: str) -> Any:
     if len(kinds) > 1:
         if not isinstance(value, dict):
             _fail(where, f"expected an object, got {_shown(value)}")
-        name, known = _tags(kinds)
+        name, kind_of_tag = _tags(kinds)
         if name not in value:
             _fail(where, f'the key "{name}" is missing')
         tag = value[name]
-        if not isinstance(tag, str) or tag not in known:
-            _fail(_join(where, name), f"expected one of {', '.join(known)}; got {_shown(tag)}")
-        return _read_fields(known[tag], {key: item for key, item in value.items() if key != name}, where)
+        if not isinstance(tag, str) or tag not in kind_of_tag:
+            _fail(_join(where, name), f"expected one of {', '.join(kind_of_tag)}; got {_shown(tag)}")
+        return _read_fields(
+            kind_of_tag[tag], {key: item for key, item in value.items() if key != name}, where
+        )
     return from_json(kinds[0], value, where)
 
 

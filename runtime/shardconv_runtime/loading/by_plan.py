@@ -58,10 +58,10 @@ class Windows:
         end = begin + tensor.num_bytes
         if begin % size or not is_run(move_of(tensor, piece, 0, 0).dims):
             return None
-        others = self._given.setdefault(leaf, [])
-        if any(begin < other_end and other_begin < end for other_begin, other_end in others):
+        earlier_windows = self._given.setdefault(leaf, [])
+        if any(begin < other_end and other_begin < end for other_begin, other_end in earlier_windows):
             return None
-        others.append((begin, end))
+        earlier_windows.append((begin, end))
         dtype = getattr(torch, tensor.dtype)
         if leaf.path not in self._files:
             try:
@@ -109,8 +109,10 @@ def ordinary(
             "make a plan of that model"
         )
     with without_library_logging():  # transformers would log of a model that is not loaded yet
-        found = lazy_weights(spec).tensors
-    planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
+        lazy_tensors = lazy_weights(spec).tensors
+    planned, weights = flatten(
+        solved, select(spec, lazy_tensors, parameter_plans(solved).keys(), solved.tied)
+    )
     if is_packed and parameter_plans(planned) != parameter_plans(solved):
         raise PlanError(
             f"the packed weights of {spec.name} are not the ones in the plan; make a plan of this model"

@@ -38,8 +38,8 @@ class LocalCaches:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        for given in (*args, *kwargs.values()):
-            for cache in _parts(given):
+        for argument in (*args, *kwargs.values()):
+            for cache in _parts(argument):
                 if cache not in self._seen:
                     self._seen.add(cache)
                     for layer in cache.layers:
@@ -71,9 +71,9 @@ def require_scales_within_heads(layer: Any, width: int) -> None:
     states = torch.linspace(-1, 1, 10 * width).reshape(1, 2, 5, width) * sizes
 
     def kept(given: Tensor) -> Tensor:
-        own = copy.deepcopy(layer)
+        layer_copy = copy.deepcopy(layer)
         for tokens in torch.split(given, [3, 2], 2):
-            keys, values = own.update(tokens, tokens)
+            keys, values = layer_copy.update(tokens, tokens)
         return torch.stack((keys, values))
 
     try:

@@ -84,9 +84,9 @@ class _Comparison:
             return
         self._num_calls += 1
         if self._always or self._num_calls & (self._num_calls - 1) == 0:
-            given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+            arguments = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
             with _disable_current_modes():
-                require_same_inputs(self._start, given)
+                require_same_inputs(self._start, arguments)
 
 
 def guard(
@@ -106,13 +106,13 @@ def guard(
     assert start.group is not None, "several ranks have one"
     if hasattr(model, "num_parameters"):
         model.num_parameters = MethodType(_num_parameters, model)  # type: ignore[assignment]
-    found = loaded(model)
-    names = module_plans(found.plan).keys()
+    source = loaded(model)
+    names = module_plans(source.plan).keys()
     ranks = dist.get_process_group_ranks(start.group)
     refuse_changes(model, names, ranks, (start.rank, start.world_size))
-    scheduled = None if found.stage is None else found.stage.link.is_scheduled
+    scheduled = None if source.stage is None else source.stage.link.is_scheduled
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
-    _before_each_call(model, LocalCaches(has_all_heads=found.plan.tp == 1))
+    _before_each_call(model, LocalCaches(has_all_heads=source.plan.tp == 1))
     if training:
         # The hook also registers copies of the model: torch's clipping must know whose gradients are parts.
         def known(model: nn.Module, args: object) -> None:
@@ -126,11 +126,11 @@ def guard(
         guard_optimizers()
         refuse_distributed_checkpoints()
         if stage.world_size > 1:
-            is_known = found.plan.training is not None and found.plan.training.draws_on_host
+            is_known = source.plan.training is not None and source.plan.training.draws_on_host
             compare_draws(model, stage, draws_on_host=is_known)
-        if found.stage is None:
-            refuse_direct_use(model, found.plan, comm)
-    watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
+        if source.stage is None:
+            refuse_direct_use(model, source.plan, comm)
+    watch_hooks(model, comm, ranks, has_stages=source.stage is not None)
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -74,8 +74,8 @@ class LoadOptions:
     @property
     def form(self) -> dict[str, bool]:
         """Return the options of the form of the plan; empty for plain inference."""
-        wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
-        return wanted if any(wanted.values()) else {}
+        options = {"training": self.training, "sequence_parallel": self.sequence_parallel}
+        return options if any(options.values()) else {}
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class CheckedSource:
         """Return the byte ranges of files that this process will read, as far as they are known."""
         if self.files is None:
             return ()
-        own = self.files.spans if sharding is None else sharding.spans(self.files.shards)
-        return [*own, *(span for other in self.more for span in other.spans(sharding))]
+        spans_of_files = self.files.spans if sharding is None else sharding.spans(self.files.shards)
+        return [*spans_of_files, *(span for other in self.more for span in other.spans(sharding))]
 
 
 def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Module]:
@@ -153,8 +153,10 @@ def remote_class(directory: Path, class_name: str) -> type[nn.Module]:
     reference = class_name.replace(":", ".")
     if "--" in reference:
         raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
-    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
-    return found
+    model_class: type[nn.Module] = get_class_from_dynamic_module(
+        reference, str(directory), local_files_only=True
+    )
+    return model_class
 
 
 def stays_packed(plan: Plan, wanted: LoadOptions) -> bool:

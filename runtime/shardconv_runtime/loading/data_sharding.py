@@ -48,13 +48,13 @@ class DataSharding(Transform):
         """
         along = data_dims(self.mesh)[-1]
         part, parts = self.mesh.get_local_rank(along), self.mesh[along].size()
-        found = []
+        spans = []
         for shard in shards:
             shapes = {name: tensor.shape for name, tensor in shard.tensors.items() if tensor.shape}
             rows = {name: chunk((0, shape[0]), parts, part) for name, shape in shapes.items()}
-            held = [tensor.offsets for tensor in with_rows([shard], rows)[0].tensors.values()]
-            found += [(shard.path, shard.start + begin, shard.start + end) for begin, end in held]
-        return found
+            offsets = [tensor.offsets for tensor in with_rows([shard], rows)[0].tensors.values()]
+            spans += [(shard.path, shard.start + begin, shard.start + end) for begin, end in offsets]
+        return spans
 
     def shape(self, rank: RankModel) -> RankModel:
         """Shard the model of local shapes. FSDP2 reads the dtypes when it does, so they are set before."""

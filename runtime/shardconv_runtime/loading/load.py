@@ -63,15 +63,15 @@ def require_same(
     """Compare the models that the ranks load; every rank calls it."""
     content = sha256(repr((manifest.plan_sha256, manifest.files, manifest.source.revision)).encode())
     form = ", ".join(f"{name}={getattr(options, name)}" for name in FORM)
-    own = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
+    load_summary = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
     if adapters is not None:
-        own["adapters"] = adapters.content
-    found = exchange(start, own)
-    for what in own:
-        for rank, theirs in enumerate(found):
-            if theirs.get(what) != found[0].get(what):
+        load_summary["adapters"] = adapters.content
+    summaries = exchange(start, load_summary)
+    for what in load_summary:
+        for rank, theirs in enumerate(summaries):
+            if theirs.get(what) != summaries[0].get(what):
                 raise LaunchError(
-                    f"the ranks must load the same {what}: rank 0 loads {found[0].get(what)}, and rank "
+                    f"the ranks must load the same {what}: rank 0 loads {summaries[0].get(what)}, and rank "
                     f"{rank} loads {theirs.get(what)}; give all ranks the same files and arguments"
                 )
 

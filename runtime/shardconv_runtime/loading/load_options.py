@@ -104,7 +104,7 @@ def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
-    return found
+    return torch_dtype

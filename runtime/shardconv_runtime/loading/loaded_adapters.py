@@ -76,10 +76,10 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
         >>> model = shardconv_runtime.add_adapter(model, LoraConfig(target_modules="all-linear"))
     """
     building: ModelBuilder = loaded(model).building
-    known = {} if building.checked.adapters is None else building.checked.adapters.adapters
+    present_adapters = {} if building.checked.adapters is None else building.checked.adapters.adapters
     _require_unsplit(model, "add_adapter")
     require_name(name)
-    if name in known:
+    if name in present_adapters:
         raise PlanError(f"the model has an adapter {name!r}; give another name")
     adapter = Adapter(config, None, seed)
 
@@ -89,11 +89,11 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
         plan_adapter = converter_function("plan_adapter", "a new adapter needs a plan with its layers")
         return plan_json.dumps(plan_adapter(building.checked.directory, building.checked.plan, adapter))
 
-    own: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
-    text = agreement.exchange(building.start, own)[0]
+    plan_text: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
+    text = agreement.exchange(building.start, plan_text)[0]
     planned = PlannedAdapter(adapter, plan_json.loads(text), plan_json.sha256(text))
     adapters = AdapterSet.of(
-        {**known, name: planned},
+        {**present_adapters, name: planned},
         building.checked.plan,
         lambda: unsharded(building.checked, building.options)[1],
     )
@@ -105,7 +105,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
             """Yield the tensors of ``model``, without copying them, and the tensors of the new adapter."""
             assert attached is not None, "the model has adapters"
             for fqn, tensor in adapters.tensors(lambda rows: _each(base), attached, building.start, {}):
-                is_present = any(is_of_adapter(fqn, each) for each in known)
+                is_present = any(is_of_adapter(fqn, each) for each in present_adapters)
                 yield fqn, present[fqn].detach() if is_present else tensor
 
     return guard_adapters(building.with_adapters(adapters).model(stored))
@@ -121,13 +121,15 @@ def _base_tensors(model: nn.Module) -> dict[str, Tensor]:
     building: ModelBuilder = source.building
     before, entries = parameter_plans(building.checked.plan), parameter_plans(source.plan)
     names = source.attached.base_names if source.attached is not None else {}
-    found = {}
+    base_tensors = {}
     for name, tensor in named_tensors(model).items():
         old = names.get(name, name)
         if old in before and name in entries and (source.attached is None or name in names):
             is_term = entries[name].partial != before[old].partial
-            found[old] = _summed(tensor.detach(), entries[name], source) if is_term else tensor.detach()
-    return found
+            base_tensors[old] = (
+                _summed(tensor.detach(), entries[name], source) if is_term else tensor.detach()
+            )
+    return base_tensors
 
 
 def _summed(tensor: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
@@ -136,9 +138,11 @@ def _summed(tensor: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
     Without adapters all ranks hold the sum; with them one rank of each group does, and the others zeros.
     """
     parts = agreement.exchange(source.launch, tensor.cpu())
-    mesh, own = source.plan.mesh, coordinates(source.plan.mesh, source.launch.rank)
-    wanted = tuple(0 if axis in entry.partial else own[axis] for axis in range(len(mesh)))
-    holder = next(rank for rank in range(len(parts)) if coordinates(mesh, rank) == wanted)
+    mesh, own_coordinates = source.plan.mesh, coordinates(source.plan.mesh, source.launch.rank)
+    holder_coordinates = tuple(
+        0 if axis in entry.partial else own_coordinates[axis] for axis in range(len(mesh))
+    )
+    holder = next(rank for rank in range(len(parts)) if coordinates(mesh, rank) == holder_coordinates)
     return parts[holder].to(tensor.device)
 
 
@@ -167,11 +171,11 @@ def _save_pretrained(
 ) -> None:
     """Write the adapters as peft does; every rank calls it."""
     if options or not safe_serialization or save_embedding_layers is True:
-        given = ", ".join(options) or (
+        unsupported = ", ".join(options) or (
             "safe_serialization" if not safe_serialization else "save_embedding_layers"
         )
         raise PlanError(
-            f"save_pretrained: {given} is not supported for adapters of a sharded model; leave it out"
+            f"save_pretrained: {unsupported} is not supported for adapters of a sharded model; leave it out"
         )
     save_adapters(wrapper, save_directory, selected_adapters, overwrite=True)
 
@@ -238,10 +242,10 @@ def _rebuilt(wrapper: Any) -> Any:
         together[first].append(alias)
     parameters, tied = list(plan.parameters), []
     for first, names in together.items():
-        own: dict[int, str] = {}
+        first_name_of: dict[int, str] = {}
         for name in names:
-            if (known := own.setdefault(id(values[name]), name)) != name:
-                tied.append((name, known))
+            if (first_name := first_name_of.setdefault(id(values[name]), name)) != name:
+                tied.append((name, first_name))
             elif name != first:
                 _require_separable(building, first, name)
                 parameters.append(replace(entries[first], names=(name,)))
@@ -295,8 +299,8 @@ def _stays_the_same(layer: Any, names: list[str], tp: int) -> bool:
     base = layer.get_base_layer()
     if hasattr(layer, "parameter_name"):  # a stack of experts: compare shapes, since its layouts are pinned
         shape = getattr(base, layer.parameter_name).shape
-        known = [name for name in names if name in layer.lora_A]
-        return all(layer.get_delta_weight(name).shape == shape for name in known)
+        lora_names = [name for name in names if name in layer.lora_A]
+        return all(layer.get_delta_weight(name).shape == shape for name in lora_names)
     trial = copy.deepcopy(layer)
     generator = torch.Generator().manual_seed(0)
     tokens = (1, 2 * tp)  # steps of sequence parallelism are for inputs [B, S, ...]

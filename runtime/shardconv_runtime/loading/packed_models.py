@@ -46,8 +46,8 @@ def unpacked(
         for tensor in entry.packing.tensors
     }
     waiting: dict[str, dict[str, Tensor]] = {}
-    with closing(stored) as found:
-        for stored_name, tensor in found:
+    with closing(stored) as stored_tensors:
+        for stored_name, tensor in stored_tensors:
             if stored_name not in owners:
                 yield stored_name, tensor
                 continue
@@ -57,12 +57,12 @@ def unpacked(
             if len(parts) < len(packing.tensors):
                 continue
             del waiting[name]
-            held = held_part(entries[name], plan.mesh, rank)
-            check_values(packing, parts, held, name)
+            local_part = held_part(entries[name], plan.mesh, rank)
+            check_values(packing, parts, local_part, name)
             if modules is not None:
-                modules.fill(name, parts, held)
+                modules.fill(name, parts, local_part)
             else:
-                yield name, dequantize(packing, parts, held, getattr(torch, entries[name].dtype))
+                yield name, dequantize(packing, parts, local_part, getattr(torch, entries[name].dtype))
     if waiting:
         raise CheckpointError(f"{min(waiting)}: the files have some of its stored tensors, and not all")
 

@@ -79,7 +79,7 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
                 f"{MANIFEST_NAME}); {REMEDY}"
             )
     layout = layout_sha256(plan)
-    found: dict[str, tuple[StoredTensor, FileEntry]] = {}
+    tensors_by_name: dict[str, tuple[StoredTensor, FileEntry]] = {}
     shards = []
     for entry in manifest.files_of(rank):
         in_shards = entry.rank is not None or entry.path.startswith(f"{COMMON_DIRECTORY}/")
@@ -90,12 +90,12 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
         if entry.sample:
             check_sample(path, entry.sample)
         for name, tensor in shards[-1].tensors.items():
-            if name in found:
+            if name in tensors_by_name:
                 raise CheckpointError(
-                    f"{directory}: {name} is in {found[name][1].path} and in {entry.path}; {REMEDY}"
+                    f"{directory}: {name} is in {tensors_by_name[name][1].path} and in {entry.path}; {REMEDY}"
                 )
-            found[name] = (tensor, entry)
-    _compare(directory, found, plan, rank)
+            tensors_by_name[name] = (tensor, entry)
+    _compare(directory, tensors_by_name, plan, rank)
     return RankFiles(tuple(shards))
 
 

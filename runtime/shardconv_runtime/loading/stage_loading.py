@@ -106,10 +106,10 @@ def tensors_of_stages(
     plan: Plan, stages: Sequence[int], read_each: Sequence[ReadTensors], rows: Rows
 ) -> Tensors:
     """Yield each tensor of the stages of a process once, with the name that it has in the process's model."""
-    held = held_names(plan, stages)
+    first_names = held_names(plan, stages)
     taken: set[str] = set()
     for stage, read in zip(stages, read_each, strict=True):
-        names = {name: held[first] for first, name in held_names(plan, stage).items()}
+        names = {name: first_names[first] for first, name in held_names(plan, stage).items()}
         rows_of_stage = {name: rows[in_model] for name, in_model in names.items() if in_model in rows}
         with closing(read(rows_of_stage)) as tensors:
             for name, tensor in tensors:

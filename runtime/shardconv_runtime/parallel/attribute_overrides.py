@@ -54,8 +54,8 @@ def _set_int(owner: Any, path: list[str], override: AttributeOverride, value: in
     if isinstance(owner, (list, tuple)):
         index = int(name)
         return type(owner)([*owner[:index], new, *owner[index + 1 :]])
-    found = getattr(type(owner), name, None)
-    if not (isinstance(found, property) and found.fset is None):
+    class_attribute = getattr(type(owner), name, None)
+    if not (isinstance(class_attribute, property) and class_attribute.fset is None):
         setattr(owner, name, new)
     elif id(owner) in copied:
         # The class of the config computes the value, so the copy gets its own class with the local one.
@@ -71,13 +71,13 @@ def _own_copy(value: Any, override: AttributeOverride, copied: set[int]) -> Any:
         return value
     if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot override {override.attribute}: it leads through a {type(value).__name__}")
-    own = copy.copy(value)
+    config = copy.copy(value)
     # The copied config has the implementations of the original one, also when these change later.
-    object.__setattr__(own, "_followed", _Followed(value))
-    kind: Any = type(own)
-    object.__setattr__(own, "__class__", _following(kind))
-    copied.add(id(own))
-    return own
+    object.__setattr__(config, "_followed", _Followed(value))
+    kind: Any = type(config)
+    object.__setattr__(config, "__class__", _following(kind))
+    copied.add(id(config))
+    return config
 
 
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
@@ -125,6 +125,6 @@ def _of_original(name: str) -> property:
 def _to_dict(own: Any) -> dict[str, Any]:
     """Return the dict of the copy, without the config that it follows."""
     kind: Any = next(base for base in type(own).__mro__[1:] if vars(base).get("to_dict") is not _to_dict)
-    found: dict[str, Any] = kind.to_dict(own)
-    found.pop("_followed", None)
-    return found
+    entries: dict[str, Any] = kind.to_dict(own)
+    entries.pop("_followed", None)
+    return entries

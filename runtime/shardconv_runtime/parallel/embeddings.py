@@ -44,13 +44,13 @@ def attach_embeddings(
 ) -> None:
     """Have embeddings return full rows outside of a forward pass, and forward passes take full embeddings."""
     names = {module: name for name, module in model.named_modules()}
-    found: dict[nn.Module, None] = {}
+    embeddings: dict[nn.Module, None] = {}
     for part in model.modules():
         try:
-            found[part.get_input_embeddings()] = None  # type: ignore[operator]
+            embeddings[part.get_input_embeddings()] = None  # type: ignore[operator]
         except (AttributeError, NotImplementedError):  # a part without one
             continue
-    for module in found:
+    for module in embeddings:
         if not isinstance(module, nn.Module):
             continue
         name = names.get(module)
@@ -173,8 +173,8 @@ class _Embedding:
         if embeds.requires_grad and torch.is_grad_enabled():
             raise PlanError(_WHY_NO_GRADIENT)
         self._is_placed = True
-        own = self._slice(embeds)
-        return own if self._keeps else torch.zeros_like(own)
+        shard = self._slice(embeds)
+        return shard if self._keeps else torch.zeros_like(shard)
 
 
 class _Before:

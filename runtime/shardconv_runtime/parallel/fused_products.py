@@ -46,13 +46,13 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
             whole = torch.empty(shape, dtype=first.dtype, device=first.device)
         if whole.is_meta:
             return whole, list(parts)
-        own, at = [], int(whole.storage_offset()) * whole.itemsize
+        views, at = [], int(whole.storage_offset()) * whole.itemsize
         for part in parts:
-            own.append(tensor_at(whole.untyped_storage(), at, part.nbytes, part.dtype, tuple(part.shape)))
-            if own[-1].data_ptr() != part.data_ptr():
-                own[-1].copy_(part)
+            views.append(tensor_at(whole.untyped_storage(), at, part.nbytes, part.dtype, tuple(part.shape)))
+            if views[-1].data_ptr() != part.data_ptr():
+                views[-1].copy_(part)
             at += part.nbytes
-    return whole, own
+    return whole, views
 
 
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:
@@ -112,12 +112,12 @@ class FusedProduct:
         itself.
         """
         if index:
-            held = self._held  # once: another thread may run the model
-            if held is None or held[0] is not input or held[1] != _version(input):
+            product_parts = self._held  # once: another thread may run the model
+            if product_parts is None or product_parts[0] is not input or product_parts[1] != _version(input):
                 return None
             if index == self.last:
                 self._held = None
-            return held[2]
+            return product_parts[2]
         self._held = None
         if not torch.compiler.is_compiling():
             self.refresh()
@@ -227,8 +227,8 @@ def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
 
 def fused_products(model: nn.Module) -> tuple[FusedProduct, ...]:
     """Return the products of a model whose layers were fused; none of another one."""
-    found: tuple[FusedProduct, ...] = model.__dict__.get(_PRODUCTS, ())
-    return found
+    products: tuple[FusedProduct, ...] = model.__dict__.get(_PRODUCTS, ())
+    return products
 
 
 def add_products(model: nn.Module, products: Iterable[FusedProduct]) -> None:
@@ -244,8 +244,8 @@ def refresh_fused(model: nn.Module) -> None:
 
 def at_present(places: Iterable[tuple[dict[str, Any], str]]) -> Places:
     """Return the tensors at these places now, without those that are None."""
-    found = ((tensors, name, tensors.get(name)) for tensors, name in places)
-    return tuple((tensors, name, t, _address(t)) for tensors, name, t in found if t is not None)
+    tensors_at_places = ((tensors, name, tensors.get(name)) for tensors, name in places)
+    return tuple((tensors, name, t, _address(t)) for tensors, name, t in tensors_at_places if t is not None)
 
 
 def are_in_place(places: Places | None) -> bool:
@@ -273,12 +273,12 @@ def _address(tensor: Tensor) -> int:
 
 def joined_parameter(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
     """Return a parameter that spans these along their first dim; None if they are not alike."""
-    found = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
-    kinds = {(part.dtype, part.device, part.shape[1:]) for part in found}
-    if len(found) < len(parts) or len(kinds) > 1:
+    parameters = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
+    kinds = {(part.dtype, part.device, part.shape[1:]) for part in parameters}
+    if len(parameters) < len(parts) or len(kinds) > 1:
         return None
-    whole, own = joined(found)
+    whole, views = joined(parameters)
     if not whole.is_meta:
-        for part, tensor in zip(found, own, strict=True):
+        for part, tensor in zip(parameters, views, strict=True):
             part.data = tensor
     return nn.Parameter(whole, requires_grad=False)

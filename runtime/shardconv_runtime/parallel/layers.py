@@ -53,11 +53,11 @@ def without_logits_gather(
         PlanError: the plan gathers none.
     """
     module, gather = _gather(modules, logits)
-    found = dict(modules)
+    without_gather = dict(modules)
     for name in {module, *heads}:
         outputs = tuple(step for step in modules[name].outputs if step != gather)
-        found[name] = replace(modules[name], outputs=outputs)
-    return found
+        without_gather[name] = replace(modules[name], outputs=outputs)
+    return without_gather
 
 
 def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tuple[str, AllGatherStep]:
@@ -84,20 +84,20 @@ def with_local_logits(plan: Plan) -> Plan:
     assert plan.stages is not None
     gather = _gather(module_plans(plan), plan.logits)
     module, port = gather[0], gather[1].port
-    found = staged_modules(plan).get(module)
-    if found is None or found[0].returns != "tensor" or port != "output":
+    entry_and_step = staged_modules(plan).get(module)
+    if entry_and_step is None or entry_and_step[0].returns != "tensor" or port != "output":
         raise PlanError(
             f"gather_logits=False: with stages, the module that computes the logits ({module}) should not be "
             "a part of another one that has parameters; leave it out, or convert without --pp"
         )
-    entry, step = found[0], gather[1]
+    entry, step = entry_and_step[0], gather[1]
     tensor = entry.items[0].tensor
     assert tensor is not None, "it is the only item"
     dims = list(tensor.dims)
     dims[step.dim] = PlaceholderDim(size=step.layout)
-    own = replace(entry, names=(module,), items=(PlaceholderItem(replace(tensor, dims=tuple(dims))),))
-    others = [replace(each, names=_without(each, module)) for each in plan.stages.modules]
-    modules = (*(each for each in others if each.names), own)
+    head = replace(entry, names=(module,), items=(PlaceholderItem(replace(tensor, dims=tuple(dims))),))
+    without_head = [replace(each, names=_without(each, module)) for each in plan.stages.modules]
+    modules = (*(each for each in without_head if each.names), head)
     return replace(plan, stages=replace(plan.stages, modules=modules))
 
 

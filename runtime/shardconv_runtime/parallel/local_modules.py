@@ -103,10 +103,10 @@ class _Target:
     def parameter(self, name: str) -> ParameterPlan:
         """Return the plan of one of the module's parameters."""
         fqn = f"{self.fqn}.{name}" if self.fqn else name
-        found = self.parameters.get(self.tied.get(fqn, fqn))
-        if found is None:
+        entry = self.parameters.get(self.tied.get(fqn, fqn))
+        if entry is None:
             raise PlanError(f"the plan lacks the parameter {fqn!r}")
-        return found
+        return entry
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return local shape of one of the module's parameters."""

@@ -324,32 +324,34 @@ def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     for parameter, together in names.items():
-        own: dict[str, nn.Parameter] = {}
+        parameter_of: dict[str, nn.Parameter] = {}
         for name in together:
             first = tied.get(name, name)
-            if first not in own:
+            if first not in parameter_of:
                 like = torch.empty_like(parameter)
-                own[first] = nn.Parameter(like, parameter.requires_grad) if own else parameter
+                parameter_of[first] = (
+                    nn.Parameter(like, parameter.requires_grad) if parameter_of else parameter
+                )
             owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._parameters[attribute] = own[first]
+            model.get_submodule(owner)._parameters[attribute] = parameter_of[first]
     # transformers keeps tied names in this attribute, from which from_pretrained takes such names, too.
-    known: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied_keys: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     present = dict(model.named_parameters(remove_duplicate=False))
-    for alias, name in list(known.items()):
+    for alias, name in list(tied_keys.items()):
         if present.get(alias) is not present.get(name):
-            del known[alias]
+            del tied_keys[alias]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return alias -> first name of the parameters of a model that are one tensor."""
     first: dict[nn.Parameter, str] = {}
-    found = {}
+    first_names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in first:
-            found[name] = first[parameter]
+            first_names[name] = first[parameter]
         else:
             first[parameter] = name
-    return found
+    return first_names
 
 
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
@@ -358,18 +360,18 @@ def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
     The patterns are private attributes of transformers' base class. They are matched here as its
     ``from_pretrained`` matches them: as regular expressions, in which ``*`` matches any text.
     """
-    kept: set[str] = set()
+    float32_names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
-        kept.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        float32_names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
-        kept.update(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if not kept:
+        float32_names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not float32_names:
         return
-    wanted = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in sorted(kept)))
+    pattern = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in sorted(float32_names)))
     stored = {id(tensor) for tensor in _persistent_buffers(model)}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in stored]
     for name, tensor in (*model.named_parameters(), *buffers):
-        if wanted.search(name):
+        if pattern.search(name):
             tensor.data = tensor.data.float()  # integers too: a count of batches
 
 
@@ -386,12 +388,12 @@ def find_class(name: str) -> type[nn.Module]:
             "if it is yours, import its module before the model is loaded"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        model_class = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module may raise anything, for example if a package is missing
         raise PlanError(f"the model class {name!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise PlanError(f"{name!r} is not a model class")
-    return found
+    return model_class
 
 
 def _fill(model: nn.Module, lazy: LazyInit) -> None:
@@ -448,13 +450,13 @@ def _is_fill(func: Any) -> bool:
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among arguments, at the top or one list deep (``tree_leaves`` is slow)."""
-    found = []
+    tensors = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(v for v in value if isinstance(v, Tensor))
-    return found
+            tensors.extend(v for v in value if isinstance(v, Tensor))
+    return tensors
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -68,13 +68,13 @@ class PackedProduct(FusedProduct):
         if len(self._waiting) < len(self.members):
             return
         parts = [self._waiting.pop(index) for index in range(len(self.members))]
-        found = (
+        joined_weight = (
             None
             if format_of(parts[0].packing.method).is_repacked(self.members[0], parts[0])
             else joined_parts(parts)
         )
-        if found is not None:
-            spanning, parts = found
+        if joined_weight is not None:
+            spanning, parts = joined_weight
             self.wide = _wide(self.members[0], sum(self.sizes))
             fill_module(self.wide, WEIGHT, spanning)
         for member, part in zip(self.members, parts, strict=True):
@@ -158,9 +158,11 @@ def _wide(member: nn.Module, rows: int) -> nn.Module:
     assert isinstance(member, FusedModule)
     wide: Any = object.__new__(member.library_class)
     nn.Module.__init__(wide)
-    own = {*wide.__dict__, "product", "index"}
-    known = {name: value for name, value in vars(member).items() if name not in own}
-    wide.__dict__.update(copy.deepcopy(known))
+    member_attributes = {*wide.__dict__, "product", "index"}
+    library_attributes = {
+        name: value for name, value in vars(member).items() if name not in member_attributes
+    }
+    wide.__dict__.update(copy.deepcopy(library_attributes))
     wide._parameters.update(member._parameters)
     wide._buffers.update(member._buffers)
     wide.out_features = rows
@@ -235,12 +237,12 @@ class PackedModules:
         # The module was made from one with overrides; the values that it read are local already.
         for override in entry.overrides:
             value = override.local[0] if len(override.local) == 1 else override.local[self._comm.rank]
-            found = getattr(
+            current = getattr(
                 module, override.attribute, value
             )  # paths into a config lead to the overridden copy
-            if found not in (override.value, value):
+            if current not in (override.value, value):
                 raise PlanError(
-                    f"{fqn}: cannot override {override.attribute}: it is {found}, and was {override.value}"
+                    f"{fqn}: cannot override {override.attribute}: it is {current}, and was {override.value}"
                 )
             if hasattr(module, override.attribute):
                 setattr(module, override.attribute, value)
@@ -279,15 +281,17 @@ class PackedModules:
         """Finish the modules once all tensors of the model are on the device."""
         model = self._model
         assert model is not None, "modules are replaced before they are filled"
-        held = set(model.modules())  # modules of other stages are not
-        for module in held.intersection(self._without_bias):
+        present_modules = set(model.modules())  # modules of other stages are not
+        for module in present_modules.intersection(self._without_bias):
             module.bias.data.zero_()  # type: ignore[union-attr, operator]  # the first rank adds it
         model.hf_quantizer = self._quantizer
         self._quantizer.postprocess_model(model)
         for name, module in model.named_modules():
-            for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and tensor.is_meta:
-                    raise CheckpointError(f"no file had {name}.{own}, which a {type(module).__name__} needs")
+                    raise CheckpointError(
+                        f"no file had {name}.{attribute}, which a {type(module).__name__} needs"
+                    )
 
     def _localize(self, model: nn.Module, name: str) -> None:
         """Give the plain module of a packed weight its local shape, for the quantizer to copy."""
@@ -313,8 +317,8 @@ class PackedModules:
 @contextmanager
 def _without(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Take modules out of a model for a while."""
-    found = [(model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in names]
-    modules = [(parent, name, parent._modules[name]) for parent, name in found]
+    places = [(model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in names]
+    modules = [(parent, name, parent._modules[name]) for parent, name in places]
     for parent, name, _ in modules:
         parent._modules[name] = nn.Identity()
     try:

@@ -112,8 +112,8 @@ class _Comparison:
         self._comm = comm
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        given = dict(enumerate(args)).get(self._position, kwargs.get(ARGUMENT))
-        if not is_asked_for(module, ARGUMENT, given):
+        argument = dict(enumerate(args)).get(self._position, kwargs.get(ARGUMENT))
+        if not is_asked_for(module, ARGUMENT, argument):
             return
         if torch.compiler.is_compiling():
             raise PlanError(f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled")
@@ -132,10 +132,12 @@ class _Comparison:
 def _hidden_states(output: Any) -> Iterator[Tensor]:
     """Yield the hidden states of an output; of a tuple, which has no names, the tensors in its tuples."""
     if isinstance(output, Mapping):
-        found = [value for name, value in output.items() if "hidden_states" in name]
+        hidden_states = [value for name, value in output.items() if "hidden_states" in name]
     else:
-        found = [value for value in output if isinstance(value, tuple)] if isinstance(output, tuple) else []
-    for leaf in _pytree.tree_leaves(found):
+        hidden_states = (
+            [value for value in output if isinstance(value, tuple)] if isinstance(output, tuple) else []
+        )
+    for leaf in _pytree.tree_leaves(hidden_states):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and leaf.numel():
             yield leaf.detach()
 

@@ -115,9 +115,9 @@ def _check_state(
 ) -> None:
     """Refuse another rank's part in ``load_state_dict``, which would take it if sizes are the same."""
     require_own_part("load_state_dict", metadata.get(MARK), place)
-    own = model.state_dict()
+    local_state = model.state_dict()
     for name, value in state.items():
-        shapes = [tuple(getattr(x, "shape", ())) for x in (value, own.get(name, value))]
+        shapes = [tuple(getattr(x, "shape", ())) for x in (value, local_state.get(name, value))]
         if shapes[0] != shapes[1]:
             raise PlanError(
                 f"load_state_dict: {name} has shape {shapes[0]}, and this rank's part of it {shapes[1]}; "
@@ -163,8 +163,8 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     keeps_parameters = set(new.parameters()) == set(old.parameters())
     if keeps_parameters and old in new.modules():
         return  # a wrapper without its own parameters changes nothing
-    known = _part(old)
-    if keeps_parameters and known is not None and not known.is_planned and _is_in_forward_pass():
+    old_part = _part(old)
+    if keeps_parameters and old_part is not None and not old_part.is_planned and _is_in_forward_pass():
         # The model's own forward pass replaces the module, as it did when the plan was verified. Modules with
         # overrides or steps are not allowed to, since these would be lost.
         setattr(new, _ATTRIBUTE, replace(around, is_planned=False))

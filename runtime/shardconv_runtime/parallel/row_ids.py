@@ -134,21 +134,21 @@ class RowIds:
     def __init__(
         self, comm: Communicator, layout: Dim, *, past_end: bool = False, table: str | None = None
     ) -> None:
-        held = ranges(layout, comm.mesh, comm.rank)
-        self.num_rows = sum(stop - start for start, stop in held)
+        local_ranges = ranges(layout, comm.mesh, comm.rank)
+        self.num_rows = sum(stop - start for start, stop in local_ranges)
         self.num_global_rows = size(layout)
         self._out_of_shard_id = self.num_rows if past_end else 0
         self._check = None if table is None else IdCheck(self.num_global_rows, table)
-        self._range = held[0] if len(held) == 1 else None
-        if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
+        self._range = local_ranges[0] if len(local_ranges) == 1 else None
+        if len(local_ranges) > 1 and size(layout) > MAX_TABLE_ROWS:
             raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
-        self._held = held
+        self._held = local_ranges
         self._table: Tensor | None = None
-        if len(held) > 1:
+        if len(local_ranges) > 1:
             # The local id of each global row, int64 [num_global_rows]; -1 for out-of-shard rows.
             local_ids = torch.full((self.num_global_rows,), -1, dtype=torch.int64, device="cpu")
             local = 0
-            for start, stop in held:
+            for start, stop in local_ranges:
                 local_ids[start:stop] = torch.arange(local, local + stop - start, device="cpu")
                 local += stop - start
             self._table = local_ids.to(comm.device)
@@ -161,10 +161,10 @@ class RowIds:
         elif self._check is not None:
             self._check(ids)
         if self._table is not None:
-            known = ids if outside is None else ids.masked_fill(outside, 0)
+            valid_ids = ids if outside is None else ids.masked_fill(outside, 0)
             if self._table.device != ids.device:
                 self._table = self._table.to(ids.device)
-            local = self._table[known]
+            local = self._table[valid_ids]
             out_of_shard = local < 0
         else:
             start, stop = self._range or (0, 0)

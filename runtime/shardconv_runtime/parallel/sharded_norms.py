@@ -64,11 +64,11 @@ class ShardedNorm(nn.Module):
         """Return the local output; the arguments are the replaced norm's, local ``[..., D/n]``."""
         info, gate = self.info, None
         if info.gate:
-            given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
-            gate = given.get(info.gate)
+            arguments: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
+            gate = arguments.get(info.gate)
             if gate is None:
                 raise PlanError(f"a gated norm was called without {info.gate!r}")
-            x = given[info.input]
+            x = arguments[info.input]
         else:
             (x,) = (*args, *kwargs.values())
         if info.compute_dtype != "input":

@@ -271,18 +271,20 @@ class _Views:
     def _axes_of_parts(self, x: Tensor) -> tuple[int, ...]:
         comm = self._watch.comm
         axes = comm.real(range(len(comm.mesh)))
-        own = digest(x)
-        sizes = torch.tensor([float(size) for size in x.shape[-8:]], dtype=torch.float64, device=own.device)
+        local_digest = digest(x)
+        sizes = torch.tensor(
+            [float(size) for size in x.shape[-8:]], dtype=torch.float64, device=local_digest.device
+        )
         sizes = F.pad(sizes, (0, 8 - len(sizes)))
-        ranks = comm.concatenate(torch.cat((own, sizes))[None], axes)
+        ranks = comm.concatenate(torch.cat((local_digest, sizes))[None], axes)
         ranks = ranks.reshape(*(comm.mesh[a] for a in axes), -1)
-        found = []
+        differing_axes = []
         for dim, axis in enumerate(axes):
             along = ranks.movedim(dim, 0).reshape(comm.mesh[axis], -1, ranks.shape[-1])
             has_sizes = bool((along[..., -8:] == along[0, :, -8:]).all())
             if not (has_sizes and are_alike(along[..., :-8])):
-                found.append(axis)
-        return tuple(found)
+                differing_axes.append(axis)
+        return tuple(differing_axes)
 
     def is_on_all(self) -> bool:
         """Return whether all ranks have registered the hook."""
@@ -338,21 +340,21 @@ class _Gradient:
         return self._of_the_model
 
     def _summed(self, gradient: Tensor) -> Tensor:
-        known = self._views.partial_axes
-        if self._place not in known and not torch.compiler.is_compiling() and self._views.is_on_all():
+        axes_by_place = self._views.partial_axes
+        if self._place not in axes_by_place and not torch.compiler.is_compiling() and self._views.is_on_all():
             partial_axes = self._views.axes_of_parts(gradient)
             if not partial_axes and not bool(gradient.any()):
                 return gradient  # zeros say nothing of other gradients
-            known[self._place] = partial_axes
-        if not known.get(self._place):
+            axes_by_place[self._place] = partial_axes
+        if not axes_by_place.get(self._place):
             return gradient
         # There may be no process group for only these axes.
-        times = self._comm.num_ranks(set(self._axes).difference(known[self._place]))
+        times = self._comm.num_ranks(set(self._axes).difference(axes_by_place[self._place]))
         return self._comm.all_reduce(gradient, self._axes) / times
 
     def _as_planned(self, gradient: Tensor) -> Tensor:
-        known = self._views.partial_axes
-        if self._place not in known and self._views.is_on_all() and bool(gradient.any()):
+        axes_by_place = self._views.partial_axes
+        if self._place not in axes_by_place and self._views.is_on_all() and bool(gradient.any()):
             raise PlanError(
                 f"a hook on {self._views.name} gives its own loss, and no other loss needs the results of "
                 "the module, so it is unknown how its gradients are sharded; use the model's outputs, or "
@@ -366,7 +368,7 @@ class _Gradient:
                 f"a hook on {self._views.name} made a loss of a tensor to which the model writes later, but "
                 "the hook has the earlier value; put it on a module behind this one"
             )
-        return gradient / self._comm.num_ranks(known.get(self._place, ()))
+        return gradient / self._comm.num_ranks(axes_by_place.get(self._place, ()))
 
     def _refuse(self, gradient: Tensor) -> Tensor:
         raise PlanError(
@@ -410,8 +412,8 @@ class _AfterForward:
         shown = _mapped(output, seen)
         look = partial(self._views.full, goes_back=False)
         args, kwargs = _mapped((args, kwargs), lambda x: look(x)[0])
-        found = self._hook(module, args, *((kwargs,) if self._with_kwargs else ()), shown)
-        return _in_parts(shown if found is None else found, parts, self._views.name)
+        replacement = self._hook(module, args, *((kwargs,) if self._with_kwargs else ()), shown)
+        return _in_parts(shown if replacement is None else replacement, parts, self._views.name)
 
 
 class _BeforeForward:
@@ -433,12 +435,12 @@ class _BeforeForward:
 
         shown = _mapped((args, kwargs), seen)
         if self._with_kwargs:
-            found = self._hook(module, *shown)
+            replacement = self._hook(module, *shown)
         else:
-            found = self._hook(module, shown[0])
-            if found is not None:
-                found = (found if isinstance(found, tuple) else (found,)), shown[1]
-        return _in_parts(shown if found is None else found, parts, self._views.name)
+            replacement = self._hook(module, shown[0])
+            if replacement is not None:
+                replacement = (replacement if isinstance(replacement, tuple) else (replacement,)), shown[1]
+        return _in_parts(shown if replacement is None else replacement, parts, self._views.name)
 
 
 def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
@@ -475,14 +477,14 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors of which ``_mapped`` makes others, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
-        found.append(x)
+        tensors.append(x)
         return x
 
     _mapped(value, keep)
-    return found
+    return tensors
 
 
 def _knows_parts(hook: Any) -> bool:
@@ -500,6 +502,8 @@ def _origin(hook: Any) -> str:
 
 def _put_own(hooks: Any, *, first: bool) -> None:
     """Move the hooks of this package to the beginning or to the end of a table of torch, in their order."""
-    own = [number for number, hook in hooks.items() if not isinstance(hook, _AfterForward | _BeforeForward)]
-    for number in reversed(own) if first else own:
+    numbers = [
+        number for number, hook in hooks.items() if not isinstance(hook, _AfterForward | _BeforeForward)
+    ]
+    for number in reversed(numbers) if first else numbers:
         hooks.move_to_end(number, last=not first)

@@ -66,22 +66,22 @@ def save_adapters(
 
 def wrapper_of(model: nn.Module) -> Any:
     """Return the ``peft.PeftModel`` that a model is, or that is in its wrappers."""
-    found = next((module for module in model.modules() if isinstance(module, peft().PeftModel)), None)
-    if found is None:
+    wrapper = next((module for module in model.modules() if isinstance(module, peft().PeftModel)), None)
+    if wrapper is None:
         raise PlanError("this is the model inside of a PeftModel; pass the PeftModel, which has the adapters")
-    return found
+    return wrapper
 
 
 def adapter_files(directory: Path) -> list[str]:
     """Return the files of a directory of adapters."""
-    found = [
+    paths = [
         f"{path.parent.relative_to(directory) / name}"
         for path in directory.rglob(PLAN_NAME)
         for name in (PLAN_NAME, CONFIG_NAME, WEIGHTS_NAME, README)
     ]
-    if not found:
+    if not paths:
         raise CheckpointError(f"{directory}: it has no {PLAN_NAME}")
-    return found
+    return paths
 
 
 def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> dict[str, Tensor]:
@@ -92,20 +92,20 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
     source = loaded(wrapper)
     entries = parameter_plans(source.plan)
     firsts = dict(source.plan.tied)
-    tensors, held = named_tensors(wrapper), held_names(source.plan, source.stages)
+    tensors, names_in_model = named_tensors(wrapper), held_names(source.plan, source.stages)
     gathered: dict[str, Tensor] = {}
-    wanted = {*saved_names(whole, name, [*entries, *firsts]), *source.attached.replaced}
+    names_to_save = {*saved_names(whole, name, [*entries, *firsts]), *source.attached.replaced}
     for fqn, entry in entries.items():
-        if fqn in wanted:
-            local = tensors[held[fqn]].detach() if fqn in held else None
+        if fqn in names_to_save:
+            local = tensors[names_in_model[fqn]].detach() if fqn in names_in_model else None
             if isinstance(local, DTensor):
                 local = full_tensor(local)
             # One tensor is enough if all ranks have the same; with stages, only some processes have it.
             if not holders.is_first or (is_common(entry) and source.stage is None):
                 parts = [] if local is None else [local.cpu()]
             else:
-                found = agreement.exchange(source.launch, None if local is None else local.cpu())
-                parts = [part for part in found if part is not None][: source.plan.tp]
+                parts_of_ranks = agreement.exchange(source.launch, None if local is None else local.cpu())
+                parts = [part for part in parts_of_ranks if part is not None][: source.plan.tp]
             if holders.is_leader:
                 mesh = source.plan.mesh
                 if is_common(entry):
@@ -118,7 +118,7 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
                                 out[there] = part[here]
                     gathered[fqn] = out
     for alias, first in firsts.items():
-        if first in gathered and alias in wanted:
+        if first in gathered and alias in names_to_save:
             gathered[alias] = gathered[first]
     return gathered
 

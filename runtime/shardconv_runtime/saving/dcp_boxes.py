@@ -101,18 +101,18 @@ def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow
         pieces.append(
             [
                 (piece, holders[bisect_left(bounds, piece.start + 1) - 1])
-                for held in _pieces(ranges(dim, mesh, rank), *part)
-                for piece in _divided(held, bounds)
+                for local_piece in _pieces(ranges(dim, mesh, rank), *part)
+                for piece in _divided(local_piece, bounds)
             ]
         )
-    found = []
+    boxes = []
     for chosen in product(*pieces):
         holding = values
         for _, mask in chosen:
             holding &= mask
         if holding & -holding == 1 << rank:
-            found.append(_box([piece for piece, _ in chosen]))
-    return found
+            boxes.append(_box([piece for piece, _ in chosen]))
+    return boxes
 
 
 class _Piece(NamedTuple):
@@ -146,10 +146,10 @@ def _divided(piece: _Piece, bounds: Sequence[int]) -> list[_Piece]:
 @lru_cache(maxsize=256)
 def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
     """Return the bounds of ranks' ranges of a dim, and as bits the ranks that hold each cell."""
-    held = [ranges(dim, mesh, rank) for rank in range(math.prod(mesh))]
-    bounds = sorted({end for spans in held for span in spans for end in span})
+    ranges_of_ranks = [ranges(dim, mesh, rank) for rank in range(math.prod(mesh))]
+    bounds = sorted({end for spans in ranges_of_ranks for span in spans for end in span})
     holders = [0] * len(bounds)
-    for rank, spans in enumerate(held):
+    for rank, spans in enumerate(ranges_of_ranks):
         for start, stop in spans:
             for cell in range(bisect_left(bounds, start), bisect_left(bounds, stop)):
                 holders[cell] |= 1 << rank
@@ -288,20 +288,20 @@ def _write_item(tensor: BoxedTensor, box: Box) -> WriteItem:
 
 def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
     """Return the stored chunks that fill the boxes."""
-    found = metadata.state_dict_metadata.get(tensor.name)
-    if not isinstance(found, TensorStorageMetadata):
+    stored = metadata.state_dict_metadata.get(tensor.name)
+    if not isinstance(stored, TensorStorageMetadata):
         raise CheckpointError(f"the checkpoint lacks {tensor.name}")
-    if tuple(found.size) != tensor.shape or found.properties.dtype != tensor.local.dtype:
+    if tuple(stored.size) != tensor.shape or stored.properties.dtype != tensor.local.dtype:
         raise CheckpointError(
-            f"{tensor.name} is {found.properties.dtype} {list(found.size)} in the checkpoint, "
+            f"{tensor.name} is {stored.properties.dtype} {list(stored.size)} in the checkpoint, "
             f"and {tensor.local.dtype} {list(tensor.shape)} was expected"
         )
-    items = create_read_items_for_chunk_list(tensor.name, found, [_chunk(box) for box in tensor.boxes])
-    wanted = sum(math.prod(box.sizes) for box in tensor.boxes)
+    items = create_read_items_for_chunk_list(tensor.name, stored, [_chunk(box) for box in tensor.boxes])
+    expected = sum(math.prod(box.sizes) for box in tensor.boxes)
     covered = sum(math.prod(item.lengths) for item in items)
-    if wanted != covered:
+    if expected != covered:
         raise CheckpointError(
-            f"the checkpoint has {covered} of {wanted} elements of {tensor.name} for this rank"
+            f"the checkpoint has {covered} of {expected} elements of {tensor.name} for this rank"
         )
     return items
 

@@ -129,7 +129,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
     source = loaded(model)
     plan = source.plan
     stored = stored_model(model).tensors
-    firsts = {held: first for first, held in held_names(plan, source.stages).items()}
+    firsts = {name_in_model: first for first, name_in_model in held_names(plan, source.stages).items()}
     tensors = {firsts[name]: tensor for name, tensor in stored.items()}
     entries = parameter_plans(plan)
     # The optimizer's parameters by FQN, in the order of its groups.
@@ -143,8 +143,8 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
                     "make the optimizer from the model as it is now (e.g. after fully_shard)"
                 )
             parameters[names[parameter]] = parameter
-    known = set(parameters.values())
-    if any(parameter not in known for parameter in optimizer.state):
+    parameters_in_groups = set(parameters.values())
+    if any(parameter not in parameters_in_groups for parameter in optimizer.state):
         raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
     windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
     return HeldState(
@@ -214,13 +214,13 @@ def install(
     held.optimizer.load_state_dict({"state": states, "param_groups": groups})
     entries = {entry.name: entry for entry in index.parameters}
     for name, state in fresh.items():  # load_state_dict has cast tensors to the parameter's dtype
-        kept = held.optimizer.state[held.parameters[name]]
+        loaded_state = held.optimizer.state[held.parameters[name]]
         followed = () if entries[name].has_own_dtypes else entries[name].tensors
         for key, thing in state.items():
             if key in followed:
                 continue
-            if key != "step" and isinstance(thing, Tensor) and kept[key].dtype != thing.dtype:
-                kept[key] = thing.to(kept[key].device)
+            if key != "step" and isinstance(thing, Tensor) and loaded_state[key].dtype != thing.dtype:
+                loaded_state[key] = thing.to(loaded_state[key].device)
 
 
 def _parameter_state(
@@ -264,11 +264,11 @@ def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> Opt
 
 def _common_state(name: str, summaries: Sequence[OptimizerSummary]) -> ParameterState | None:
     """Return the state of a parameter on all processes that hold values of it; None without any."""
-    found = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
-    if not found:
+    states = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
+    if not states:
         return None
-    first, state = next(iter(found.items()))
-    for other, theirs in found.items():
+    first, state = next(iter(states.items()))
+    for other, theirs in states.items():
         if theirs != state:
             raise PlanError(
                 f"{name}: processes {first} and {other} keep different state ({_shown(state)}, and "
@@ -295,8 +295,10 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
                 f"has {summary.optimizer} with {len(summary.groups)}; make the optimizer alike on all ranks"
             )
         for number, (ours, theirs) in enumerate(zip(first.groups, summary.groups, strict=True)):
-            own, other_values = ours.hyperparameters, theirs.hyperparameters
-            differing = (key for key in {**own, **other_values} if own.get(key) != other_values.get(key))
+            our_values, other_values = ours.hyperparameters, theirs.hyperparameters
+            differing = (
+                key for key in {**our_values, **other_values} if our_values.get(key) != other_values.get(key)
+            )
             if changed := next(differing, ""):
                 raise PlanError(
                     f"{changed} of parameter group {number} differs between processes 0 and {other}; set it "

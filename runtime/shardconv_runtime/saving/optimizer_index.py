@@ -126,8 +126,8 @@ def to_value(thing: Any) -> StoredValue | None:
         return StoredValue(type(thing).__name__, repr(thing))
     if type(thing) in (tuple, list):
         items = [to_value(item) for item in thing]
-        known = tuple(item for item in items if item is not None)
-        return StoredValue(type(thing).__name__, items=known) if len(known) == len(items) else None
+        storable = tuple(item for item in items if item is not None)
+        return StoredValue(type(thing).__name__, items=storable) if len(storable) == len(items) else None
     return None
 
 

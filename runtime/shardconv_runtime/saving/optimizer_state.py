@@ -63,13 +63,13 @@ def save_optimizer(
         >>> shardconv_runtime.save_optimizer(model, optimizer, "step-1000/optimizer")
     """
     holders = replicas_of(model, replicas)
-    held = holders.together(lambda: held_state(model, optimizer, holders))
-    own = holders.together(held.summary)
-    index = common_index(agreement.exchange(holders.launch, own), held.entries)
+    state = holders.together(lambda: held_state(model, optimizer, holders))
+    summary = holders.together(state.summary)
+    index = common_index(agreement.exchange(holders.launch, summary), state.entries)
     target = Path(directory).expanduser().resolve()
     source = loaded(model).directory.resolve()
     with staged(holders, target, overwrite=overwrite, known=optimizer_files, apart_from=source) as staging:
-        dcp_boxes.write(held.written(index), staging.path, holders.launch)
+        dcp_boxes.write(state.written(index), staging.path, holders.launch)
         holders.together(lambda: _finish(holders, staging, index), agreement.READ_TIMEOUT_S)
 
 
@@ -107,19 +107,19 @@ def load_optimizer(
     """
     holders = replicas_of(model, replicas)
     source = Path(directory).expanduser().resolve()
-    held = holders.together(lambda: held_state(model, optimizer, holders))
-    own, index = holders.together(lambda: (held.summary(), read_index(source)))
-    found = resumption(source, index, agreement.exchange(holders.launch, own), held.entries)
+    state = holders.together(lambda: held_state(model, optimizer, holders))
+    summary, index = holders.together(lambda: (state.summary(), read_index(source)))
+    resumed = resumption(source, index, agreement.exchange(holders.launch, summary), state.entries)
     fresh, groups = holders.together(
-        lambda: (fresh_state(held, index), fresh_groups(held, found.hyperparameters))
+        lambda: (fresh_state(state, index), fresh_groups(state, resumed.hyperparameters))
     )
-    dcp_boxes.read(held.wanted(fresh, index), source, holders.launch)
-    holders.together(lambda: install(held, index, fresh, groups))
-    if found.new and holders.is_leader:
-        what = f"{len(found.new)} parameters start" if len(found.new) > 1 else "1 parameter starts"
+    dcp_boxes.read(state.wanted(fresh, index), source, holders.launch)
+    holders.together(lambda: install(state, index, fresh, groups))
+    if resumed.new and holders.is_leader:
+        what = f"{len(resumed.new)} parameters start" if len(resumed.new) > 1 else "1 parameter starts"
         warnings.warn(
-            f"load_optimizer: {what} anew, of which {source} has no state: {', '.join(found.new[:_SHOWN])}"
-            + (" ..." if len(found.new) > _SHOWN else ""),
+            f"load_optimizer: {what} anew, of which {source} has no state: {', '.join(resumed.new[:_SHOWN])}"
+            + (" ..." if len(resumed.new) > _SHOWN else ""),
             stacklevel=2,
         )
 

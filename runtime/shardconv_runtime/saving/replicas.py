@@ -89,10 +89,10 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
     if not groups:
         return Replicas(start, is_first=True, **place)
     me = dist.get_rank()
-    own = (me,) if start.group is None else tuple(dist.get_process_group_ranks(start.group))
-    ranks = set(own)
+    model_ranks = (me,) if start.group is None else tuple(dist.get_process_group_ranks(start.group))
+    ranks = set(model_ranks)
     for along in groups:
-        if mixed := set(dist.get_process_group_ranks(along)).intersection(own) - {me}:
+        if mixed := set(dist.get_process_group_ranks(along)).intersection(model_ranks) - {me}:
             raise LaunchError(
                 f"the processes {me} and {min(mixed)} are ranks of one model, but replicas for its data "
                 "parallelism; pass it the dim of the device mesh that the model was not loaded on"
@@ -251,8 +251,10 @@ def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Pat
     except CheckpointError as error:
         raise ShardconvError(f"{out} cannot be replaced: {error}; name another directory") from error
     files = (file for file in out.rglob("*") if file.is_symlink() or not file.is_dir())
-    if others := sorted({file.relative_to(out).as_posix() for file in files} - set(written)):
-        raise ShardconvError(f"{out} holds {others[0]}, which shardconv did not write; move it away first")
+    if foreign_files := sorted({file.relative_to(out).as_posix() for file in files} - set(written)):
+        raise ShardconvError(
+            f"{out} holds {foreign_files[0]}, which shardconv did not write; move it away first"
+        )
 
 
 def _beside(out: Path, kind: str, token: str) -> Path:

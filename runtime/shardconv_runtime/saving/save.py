@@ -90,8 +90,8 @@ def save(
         save_adapters(wrapper_of(model), out, overwrite=overwrite)
         return
     holders = replicas_of(model, replicas)
-    found = holders.together(lambda: stored_model(model))
-    plan = _common_plan(holders, loaded(model), found)
+    model_to_store = holders.together(lambda: stored_model(model))
+    plan = _common_plan(holders, loaded(model), model_to_store)
     source, target = loaded(model), Path(out).expanduser().resolve()
     apart_from = source.directory.resolve()
     with staged(
@@ -103,12 +103,14 @@ def save(
         for stage in source.stages:
             directory = _directory(staging.path, plan, stage)
             files = shard_files(_of_stage(plan, stage), ranks, max_file_size)
-            own = found
+            stage_model = model_to_store
             if len(source.stages) > 1:  # the tensors of one stage, by their names in its directory
                 here, there = held_names(source.plan, source.stages), held_names(source.plan, stage)
-                tensors = {name: found.tensors[here[first]] for first, name in there.items()}
-                own = StoredModel(with_dtypes(of_stage(source.plan, stage), dtypes_of(tensors)), tensors)
-            entries[stage], failure = _write_shards(own, holders, directory, files)
+                tensors = {name: model_to_store.tensors[here[first]] for first, name in there.items()}
+                stage_model = StoredModel(
+                    with_dtypes(of_stage(source.plan, stage), dtypes_of(tensors)), tensors
+                )
+            entries[stage], failure = _write_shards(stage_model, holders, directory, files)
             error = error or failure
         holders.agree(error, agreement.READ_TIMEOUT_S)
         written = agreement.exchange(holders.launch, entries)
@@ -137,9 +139,9 @@ def _of_stage(plan: Plan, stage: int) -> Plan:
 
 def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
     """Return the plan of the whole model with the dtypes of the tensors, the same on all ranks."""
-    held = held_names(source.plan, source.stages)
+    names_in_model = held_names(source.plan, source.stages)
     present = dtypes_of(found.tensors)
-    mine = {first: present[name] for first, name in held.items()}
+    mine = {first: present[name] for first, name in names_in_model.items()}
     everyone: Sequence[dict[str, str] | None]
     if source.plan.stages is None:
         digests = agreement.exchange(holders.launch, plan_json.sha256(repr(mine)))
@@ -287,10 +289,10 @@ def save_pretrained(
     ``save_directory`` may exist; files of other names stay, and ``config.json`` is written last. It needs
     room for the model twice, on a file system that all processes share.
     """
-    found = loaded(model)
+    source = loaded(model)
     target = Path(save_directory).expanduser().resolve()
-    is_whole = found.plan.tp == 1 and found.plan.stages is None
-    if is_whole and not found.packed and mesh_of(model) is None:
+    is_whole = source.plan.tp == 1 and source.plan.stages is None
+    if is_whole and not source.packed and mesh_of(model) is None:
         if (unfit := _unfit(target)) is not None:
             raise unfit
         arguments = {"state_dict": state_dict, "push_to_hub": push_to_hub, "max_shard_size": max_shard_size}
@@ -314,10 +316,10 @@ def save_pretrained(
 
 def _note_new_files(model: nn.Module, target: Path) -> None:
     """If the model was loaded from the target, record the new files other than weights in its manifest."""
-    found = loaded(model)
-    if target == found.directory.resolve():
-        files = tuple(entry_of(target, Path(entry.path)) for entry in found.manifest.files)
-        remember(unwrapped(model), replace(found, manifest=replace(found.manifest, files=files)))
+    source = loaded(model)
+    if target == source.directory.resolve():
+        files = tuple(entry_of(target, Path(entry.path)) for entry in source.manifest.files)
+        remember(unwrapped(model), replace(source, manifest=replace(source.manifest, files=files)))
 
 
 def _check_options(model: nn.Module, **options: Any) -> None:

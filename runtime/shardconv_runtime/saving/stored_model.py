@@ -49,16 +49,16 @@ def stored_model(model: nn.Module) -> StoredModel:
             )
     aliases = dict(plan.tied)
     entries = parameter_plans(plan)
-    found = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    sides = [("the plan", entries.keys()), ("the model", found.keys())]
-    for (owner, present), (holder, others) in (sides, sides[::-1]):
-        if names := present - others:
+    stored_tensors = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    sides = [("the plan", entries.keys()), ("the model", stored_tensors.keys())]
+    for (owner, present), (holder, names_of_holder) in (sides, sides[::-1]):
+        if names := present - names_of_holder:
             raise PlanError(
                 f"{missing(names, 'tensor', owner, holder)}; undo the changes that add or remove parameters "
                 "(e.g. merge adapters)"
             )
     for name, entry in entries.items():
-        tensor, shape = found[name], local_shape(entry, plan.mesh, source.rank)
+        tensor, shape = stored_tensors[name], local_shape(entry, plan.mesh, source.rank)
         if tuple(tensor.shape) != shape:
             raise PlanError(
                 f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {source.rank} holds {shape}"
@@ -67,7 +67,9 @@ def stored_model(model: nn.Module) -> StoredModel:
             raise PlanError(f"{name} is on the meta device, so it has no values to save")
         if (dtype := dtype_name(tensor.dtype)) not in STORED_NAME:
             raise PlanError(f"{name} is {dtype}, which safetensors cannot store; cast it first")
-    return StoredModel(with_dtypes(plan, dtypes_of(found)), {name: found[name] for name in entries})
+    return StoredModel(
+        with_dtypes(plan, dtypes_of(stored_tensors)), {name: stored_tensors[name] for name in entries}
+    )
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

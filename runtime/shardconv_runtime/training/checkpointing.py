@@ -29,9 +29,9 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
     Children that are containers without a ``forward`` are replaced by their own children.
     """
-    found: dict[nn.Module, None] = {}
-    _collect(model, found)
-    return list(found)
+    layers: dict[nn.Module, None] = {}
+    _collect(model, layers)
+    return list(layers)
 
 
 def _collect(module: nn.Module, found: dict[nn.Module, None]) -> None:
@@ -92,17 +92,17 @@ def checkpoint_activations(
     inner: Any = unwrapped(model)
     if getattr(inner, _MARK, False) or getattr(inner, "is_gradient_checkpointing", False):
         raise PlanError("the model recomputes its activations already; enable that only once")
-    kept: frozenset[Any] = frozenset()
+    saved_operators: frozenset[Any] = frozenset()
     if save == "matmul":
-        kept = MATRIX_PRODUCTS
+        saved_operators = MATRIX_PRODUCTS
     elif save is not None:
         if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
             raise PlanError(
                 f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default '
                 "(with overload)"
             )
-        kept = frozenset(save)
-    run = _checkpoint(kept)
+        saved_operators = frozenset(save)
+    run = _checkpoint(saved_operators)
     layers = repeated_layers(inner)
     if replaced := [layer for layer in layers if "forward" in vars(layer)]:
         raise PlanError(

@@ -242,13 +242,13 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return groups such that reductions over one after the other cover all processes of the model."""
     tp, mesh = loaded(model).launch.group, mesh_of(model)
-    found = [] if tp is None else [tp]
+    groups = [] if tp is None else [tp]
     if mesh is not None:
-        found += [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    world = dist.group.WORLD if found else None
-    if world is not None and math.prod(group.size() for group in found) == world.size():
+        groups += [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    world = dist.group.WORLD if groups else None
+    if world is not None and math.prod(group.size() for group in groups) == world.size():
         return [world]
-    return found
+    return groups
 
 
 @cache
@@ -273,11 +273,11 @@ def _norm_over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Any:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        model = _model_of(given)
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        model = _model_of(gradients)
         if model is None:
-            return local_norm(given, norm_type, error_if_nonfinite, foreach)
-        norm = norm_of_gradients(model, given, norm_type)
+            return local_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        norm = norm_of_gradients(model, gradients, norm_type)
         if error_if_nonfinite:
             require_finite(norm, norm_type)
         return norm
@@ -287,15 +287,16 @@ def _norm_over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
     """Return the loaded model whose gradients these are; None if they are of others."""
-    given = set(tensors)  # by identity
+    gradients = set(tensors)  # by identity
     for model in MODELS:
-        own = {p.grad for p in model.parameters() if p.grad is not None} & given
-        if own and own != given:
+        model_gradients = {p.grad for p in model.parameters() if p.grad is not None} & gradients
+        if model_gradients and model_gradients != gradients:
             raise PlanError(
-                f"{len(given) - len(own)} of {len(given)} gradients are not of the parameters of the "
-                f"{type(model).__name__} that is sharded over ranks; clip these apart from its own"
+                f"{len(gradients) - len(model_gradients)} of {len(gradients)} gradients are not of the "
+                f"parameters of the {type(model).__name__} that is sharded over ranks; clip these apart "
+                "from its own"
             )
-        if own:
+        if model_gradients:
             return model
     return None
 
@@ -317,20 +318,20 @@ def _over_ranks(own: Callable[..., dict[torch.device, Tensor]]) -> Callable[...,
     def unscaled(
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
-        found = own(self, optimizer, inv_scale, found_inf, *args, **kwargs)
+        infinities = own(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         models = models_of(p for group in optimizer.param_groups for p in group["params"])
         if not models:
-            return found
-        if not found:  # this process has no gradients; the others do, and wait for it
-            found[found_inf.device] = found_inf.clone()
+            return infinities
+        if not infinities:  # this process has no gradients; the others do, and wait for it
+            infinities[found_inf.device] = found_inf.clone()
         total = found_inf.new_zeros((), device=loaded(models[0]).launch.device)
-        for value in found.values():
+        for value in infinities.values():
             total = torch.maximum(total, value.to(total.device).reshape(()))
         groups = {group.group_name: group for model in models for group in groups_of(model)}
         for name in sorted(groups):  # in the same order on all processes
             dist.all_reduce(total, dist.ReduceOp.MAX, groups[name])
-        for value in found.values():
+        for value in infinities.values():
             value.copy_(total.expand_as(value))
-        return found
+        return infinities
 
     return unscaled

@@ -64,13 +64,16 @@ def _check_models(model: nn.Module, optimizers: Any) -> None:
 def _check_tensors(state: Mapping[str, Any], _: Any) -> None:
     sharded = {parameter for model in MODELS for parameter in _sharded(model)}
     states = [optimizer.state.get(parameter, {}) for optimizer in TRIED for parameter in sharded]
-    held = [*sharded, *(x for each in states for x in each.values() if isinstance(x, Tensor) and x.dim())]
-    parts = set(map(_memory, held)) - {_NOTHING}
-    given: list[Any] = []
+    local_tensors = [
+        *sharded,
+        *(x for each in states for x in each.values() if isinstance(x, Tensor) and x.dim()),
+    ]
+    parts = set(map(_memory, local_tensors)) - {_NOTHING}
+    tensors_to_store: list[Any] = []
     for value in state.values():
         value = value.state_dict() if isinstance(value, (nn.Module, Optimizer)) else value
-        given += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    if parts & set(map(_memory, given)):
+        tensors_to_store += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if parts & set(map(_memory, tensors_to_store)):
         raise PlanError(
             "torch.distributed.checkpoint was given this rank's part of a parameter, which it takes for the "
             f"full one; {_REMEDY}"

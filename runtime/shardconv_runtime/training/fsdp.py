@@ -36,8 +36,8 @@ MODELS: WeakSet[nn.Module] = WeakSet()
 
 def models_of(parameters: Iterable[object]) -> list[nn.Module]:
     """Return the models of ``MODELS`` that have some of these parameters."""
-    given = set(parameters)  # by identity
-    return [model for model in MODELS if any(parameter in given for parameter in model.parameters())]
+    distinct = set(parameters)  # by identity
+    return [model for model in MODELS if any(parameter in distinct for parameter in model.parameters())]
 
 
 MAX_DIMS = 2
@@ -124,9 +124,9 @@ def require_data_dims(mesh: DeviceMesh) -> None:
     model_group(mesh)
     if not 1 <= len(data_dims(mesh)) <= MAX_DIMS:
         names = mesh.mesh_dim_names or ()
-        others = " and ".join(repr(name) for name in names if name in (PP, TP))
+        model_dims = " and ".join(repr(name) for name in names if name in (PP, TP))
         raise LaunchError(
-            f"the mesh has the dims {names}; in addition to {others} it should have one for data "
+            f"the mesh has the dims {names}; in addition to {model_dims} it should have one for data "
             "parallelism, or two (replicas, shards)"
         )
 
@@ -183,13 +183,13 @@ def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
     if source.stage is not None:
         raise PlanError("a model with stages is sharded while it is loaded; pass data_parallel= to load")
     require_data_dims(mesh)
-    found = dist.get_process_group_ranks(model_group(mesh))
+    mesh_ranks = dist.get_process_group_ranks(model_group(mesh))
     group = source.launch.group
-    own = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    if found != own:
+    model_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    if mesh_ranks != model_ranks:
         raise LaunchError(
-            f"the dim {TP!r} of the mesh has the processes {found}, and the model was loaded by {own}; also "
-            "pass the mesh to load"
+            f"the dim {TP!r} of the mesh has the processes {mesh_ranks}, and the model was loaded by "
+            f"{model_ranks}; also pass the mesh to load"
         )
     return _units(unwrapped(model), source.plan)
 
@@ -212,8 +212,8 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     layers = repeated_layers(model)
     # Modules that are in one stage and in no layer, such as embeddings and heads.
     in_layers = {module for layer in layers for module in layer.modules()}
-    found = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
-    apart = [module for module in found if in_layers.isdisjoint(module.modules())]
+    staged = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
+    apart = [module for module in staged if in_layers.isdisjoint(module.modules())]
     times = Counter(parameter for module in (*layers, *apart) for parameter in module.parameters())
 
     def is_closed(module: nn.Module) -> bool:

@@ -127,11 +127,11 @@ class TokenLosses(torch.autograd.Function):
             out_of_shard: ``[T]``, bool: this rank does not hold the label.
             ignored: ``[T]``, bool: the token has no loss.
         """
-        own = [
+        statistics = [
             columns.statistics(*tensors, smoothed=smoothing > 0)
             for tensors in _chunks(chunk, logits, ids, out_of_shard)
         ]
-        losses, largest, sums = columns.combine(torch.cat(own, 1), smoothing)
+        losses, largest, sums = columns.combine(torch.cat(statistics, 1), smoothing)
         ctx.save_for_backward(logits, ids, out_of_shard, ignored, largest, sums)
         ctx.smoothing, ctx.vocab_size, ctx.chunk = smoothing, columns.vocab_size, chunk
         return losses.masked_fill(ignored, 0)
@@ -219,8 +219,8 @@ class LabelCheck:
             flat = labels.to(torch.int64).reshape(-1)
             bad = ((flat < 0) | (flat >= self._vocab_size)) & (flat != ignore_index)
             first = bad.to(torch.uint8).argmax()
-            found = torch.stack([bad.sum(), first, flat[first]])
-            self._later.report(found, lambda x, which: self._require_none(x, shape, ignore_index, which))
+            summary = torch.stack([bad.sum(), first, flat[first]])
+            self._later.report(summary, lambda x, which: self._require_none(x, shape, ignore_index, which))
 
     def _require_none(self, found: Tensor, shape: tuple[int, ...], ignore_index: int, which: str) -> None:
         count, first, label = found.tolist()

@@ -51,8 +51,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _check_state(optimizer)
     if optimizer in TRIED or not _models(optimizer):
         return
-    name, given = type(optimizer).__name__, getattr(optimizer, "args", None)
-    option = next((n for n, without in OPTIONS.items() if getattr(given, n, without) != without), None)
+    name, settings = type(optimizer).__name__, getattr(optimizer, "args", None)
+    option = next((n for n, without in OPTIONS.items() if getattr(settings, n, without) != without), None)
     name += f" with {option}" if option else ""
     try:
         if option or needs_full_tensors(optimizer):
@@ -89,8 +89,8 @@ def _check_state(optimizer: Optimizer) -> None:
         return
     launch = loaded(models[0]).launch
     place = (launch.rank, launch.world_size)
-    for found in filter(None, marks):
-        require_own_part("optimizer.load_state_dict", found, place)
+    for mark in filter(None, marks):
+        require_own_part("optimizer.load_state_dict", mark, place)
     if optimizer not in _MARKING:
         _MARKING.add(optimizer)
         optimizer.register_state_dict_post_hook(partial(_mark_state, place))

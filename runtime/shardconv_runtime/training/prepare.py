@@ -44,9 +44,9 @@ def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> Non
         if entry.category in ("column", "row"):
             of_parent = kinds.setdefault(fqn.rpartition(".")[0], {"column": [], "row": []})
             of_parent[entry.category].append(model.get_submodule(fqn))
-    for parent, found in kinds.items():
-        if found["column"] and found["row"]:
-            _Watch(parent, model.get_submodule(parent), found["column"], found["row"])
+    for parent, by_category in kinds.items():
+        if by_category["column"] and by_category["row"]:
+            _Watch(parent, model.get_submodule(parent), by_category["column"], by_category["row"])
 
 
 class _Watch:
@@ -126,9 +126,9 @@ def parallelize_for_training(
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
         # Refuse outputs of inner activations, except those that the plan was solved for.
-        known = plan.training.extra_outputs if plan.training is not None else ()
+        planned_outputs = plan.training.extra_outputs if plan.training is not None else ()
         for argument in ("output_hidden_states", *FLAT_OUTPUTS):
-            if argument not in known:
+            if argument not in planned_outputs:
                 refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     apply_plan(model, plan, comm, modules, training=training, packed=packed)
     if training:
@@ -172,10 +172,10 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
     if logits is None or plan.training is None or not plan.training.parallel_loss:
         return None
     steps = modules[logits.module].outputs if logits.module in modules else ()
-    found = next((b for b in steps if isinstance(b, AllGatherStep) and b.port == logits.port), None)
-    if found is None:
+    gather = next((b for b in steps if isinstance(b, AllGatherStep) and b.port == logits.port), None)
+    if gather is None:
         raise PlanError(f"{logits.module}: this form of the plan gathers no logits at port {logits.port!r}")
-    return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
+    return LogitsGather(comm, gather.dim, gather.layout, gather.grad_axes)
 
 
 def _attach_gates(
@@ -196,8 +196,8 @@ def _attach_gates(
             around = model.get_submodule(".".join(name.split(".")[: -1 - entry.grad_levels]))
             # Layers of an adapter may share a module, which then has a name in each of them.
             gated.setdefault(around, {}).setdefault((owner, attribute), Gated(owner, attribute, name, gate))
-    for module, found in gated.items():
-        attach_gates(module, tuple(found.values()))
+    for module, gated_parameters in gated.items():
+        attach_gates(module, tuple(gated_parameters.values()))
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:

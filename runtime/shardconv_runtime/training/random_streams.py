@@ -94,7 +94,7 @@ def resumable(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @_apart
 def _resumable(forward: Callable[..., Any], streams: _Streams) -> Callable[..., Any]:
-    found = streams.position()
+    start = streams.position()
     calls = 0
 
     @_apart
@@ -104,7 +104,7 @@ def _resumable(forward: Callable[..., Any], streams: _Streams) -> Callable[..., 
         if calls == 1:
             return forward(*args, **kwargs)
         before = streams.position()
-        streams.resume(found)
+        streams.resume(start)
         try:
             return forward(*args, **kwargs)
         finally:
@@ -188,10 +188,10 @@ class _Streams:
         if axes == self._axes:
             return
         if self._axes:
-            found = self._common
-            torch.set_rng_state(found[0])
-            if len(found) > 1:
-                torch.cuda.set_rng_state(found[1])
+            common_states = self._common
+            torch.set_rng_state(common_states[0])
+            if len(common_states) > 1:
+                torch.cuda.set_rng_state(common_states[1])
             self._common = ()
         self._axes = axes
         if axes:
@@ -276,18 +276,18 @@ class _StreamHooks:
 
 def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
     """Return the owners and names of the attributes of a module that are probabilities."""
-    found: dict[tuple[int, str], tuple[Any, str]] = {}  # by identity: configs cannot be hashed
+    places: dict[tuple[int, str], tuple[Any, str]] = {}  # by identity: configs cannot be hashed
     for child in module.modules():
         if isinstance(child, DROPOUTS):
-            found[id(child), "p"] = child, "p"
+            places[id(child), "p"] = child, "p"
         for owner in (child, getattr(child, "config", None)):
             for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
                 is_known = _is_number(value) or (
                     isinstance(value, dict) and bool(value) and all(map(_is_number, value.values()))
                 )
                 if is_known and any(part in name.lower() for part in _RANDOM_NAMES):
-                    found[id(owner), name] = owner, name
-    return list(found.values())
+                    places[id(owner), name] = owner, name
+    return list(places.values())
 
 
 def _is_number(value: Any) -> bool:

@@ -48,11 +48,11 @@ def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int) -> Non
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         around = comm.regathering
-        comm.regathering = found = _Pass(min_bytes)
+        comm.regathering = forward_pass = _Pass(min_bytes)
         try:
-            with saved_tensors_hooks(found.pack, found.unpack):
+            with saved_tensors_hooks(forward_pass.pack, forward_pass.unpack):
                 output = forward(self, *args, **kwargs)
-            found.end()
+            forward_pass.end()
         finally:
             comm.regathering = around
         return output
@@ -67,8 +67,10 @@ class _Pass:
         self._min_bytes = min_bytes
         # The hooks that would see the tensors that autograd saves.
         # Torch has no public way to ask for them; only this line knows of it.
-        found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-        self._around = _Hooks(*found[:2]) if found is not None else _Hooks(_with_version, _of_same_version)
+        outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        self._around = (
+            _Hooks(*outer_hooks[:2]) if outer_hooks is not None else _Hooks(_with_version, _of_same_version)
+        )
         self._latest: _Reference = _nothing
 
     def end(self) -> None:
@@ -101,8 +103,8 @@ class _Pass:
         self._latest = this = weakref.ref(gathered)
 
         def backward(gradient: Tensor) -> Tensor:
-            if (found := this()) is not None:
-                found.release()
+            if (target := this()) is not None:
+                target.release()
             return _then_begin(step.backward, before)(gradient)
 
         full = apply(x, step.forward, backward)
