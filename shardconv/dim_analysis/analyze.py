@@ -20,7 +20,7 @@ from .analysis import Analysis, Reader, frozen_leaves
 from .dim_trees import IncompatibleDims, Node
 from .norm_sites import NormSite, find_norms
 from .rule_builder import Arguments, Builder, NotCovered, owning_modules
-from .rules import POINTWISE, RULES
+from .rules import POINTWISE, rule_of
 
 STRICT_RULES = "SHARDCONV_STRICT_RULES"
 """Environment variable. If it is set, errors in rules are raised."""
@@ -188,7 +188,7 @@ def _apply(builder: Builder, op: Op) -> None:
     builder.why = f"{base.partition('.')[2] or 'code'} in {where} needs all of it"
     if base == OPAQUE:
         builder.why = f"{where} could not be traced"
-    rule = RULES.get(op.name) or RULES.get(base) or RULES.get(base.rstrip("_"))
+    rule = rule_of(op.name)
     if rule is None and op.overload is not None:
         if op.overload not in _POINTWISE_TAG:  # tags are looked up once
             _POINTWISE_TAG[op.overload] = torch.Tag.pointwise in op.overload.tags
@@ -205,10 +205,8 @@ def _apply(builder: Builder, op: Op) -> None:
             if os.environ.get(STRICT_RULES):
                 raise RuleError(f"the rule of {op.name} failed: {type(error).__name__}: {error}") from error
             raise NotCovered from error
-    except (
-        IncompatibleDims,
-        NotCovered,
-    ):  # calls of the builder that the rule made so far only add constraints
+    except (IncompatibleDims, NotCovered):
+        # Calls of the builder that the rule made so far only add constraints.
         _block_all(builder, op, f"{op.name} as it is called")
         return
     if op.inputs and builder.parametric.issuperset(op.inputs):

@@ -30,7 +30,12 @@ POINTWISE: Rule = pointwise_rules.nonlinear
 """The rule of operators that torch tags as pointwise and that ``RULES`` lacks."""
 
 
-def traits_of(name: str) -> Traits:
-    """Return the traits of an operator, by its name with or without the overload."""
+def rule_of(name: str) -> Rule | None:
+    """Return the rule of an operator, or of the one that it does in place, with or without the overload."""
     base = ".".join(name.split(".")[:2])
-    return traits_of_rule(RULES.get(name) or RULES.get(base) or RULES.get(base.rstrip("_")))
+    return RULES.get(name) or RULES.get(base) or RULES.get(base.rstrip("_"))
+
+
+def traits_of(name: str) -> Traits:
+    """Return the traits of an operator; see ``rule_of``."""
+    return traits_of_rule(rule_of(name))
