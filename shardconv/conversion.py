@@ -76,7 +76,8 @@ def convert_model(
         dtype=source.dtype,
         trust_remote_code=source.trust_remote_code,
         need_weights=not weights.random_init,
-        stream=weights.stream,
+        # An output that is complete is only compared with the source: nothing is downloaded for that.
+        stream=weights.stream or (outputs.is_complete and not source.hub.local_files_only),
     )
     if options.example is not None:
         example_call(options.example, spec.config)  # refused now, and not after the weights were found
@@ -113,7 +114,7 @@ def convert_model(
     def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
 
-    write_to(outputs, solved, tensors, origin.source, write_options, write_one, progress.stage)
+    write_to(outputs, solved, tensors, write_options, write_one, progress.stage)
     return solved
 
 

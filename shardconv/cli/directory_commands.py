@@ -27,6 +27,7 @@ from .options import (
     loudness_options,
     opened,
     part_options,
+    print_complete,
     print_plan,
     print_written,
     printable,
@@ -37,6 +38,7 @@ from .options import (
     tokens_option,
     tp_option,
     trust_option,
+    was_complete,
     where_options,
     working,
 )
@@ -245,7 +247,9 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
     """
     with working(quiet, verbose) as progress:
         merged = merge(out, hf_dir, progress=progress, **options)
-    if not quiet:
+    if merged.was_complete and not quiet:
+        print_complete(hf_dir)
+    elif not quiet:
         files = f"{merged.num_files} file{'s' if merged.num_files > 1 else ''}"
         click.echo(f"{hf_dir}: {merged.num_tensors} tensors in {files}, {human_bytes(merged.num_bytes)}")
 
@@ -273,9 +277,12 @@ def reshard_command(
       shardconv reshard out/ out-4/ --tp 4
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
+    is_complete = was_complete(out2, overwrite=options["overwrite"])
     with working(quiet, verbose) as progress:
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
-    if not quiet and (Path(out2) / "manifest.json").is_file():
+    if not quiet and is_complete:
+        print_complete(out2)
+    elif not quiet and (Path(out2) / "manifest.json").is_file():
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(out2, f"at most {most}", f"{tp} ranks")
 

@@ -15,7 +15,16 @@ from ..exports.export_dcp import export
 from ..exports.export_vllm import export_vllm
 from ..exports.vllm_calls import TESTED, is_tested
 from ..reporting.summary import human_bytes
-from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
+from .options import (
+    DTYPES,
+    hub_options,
+    loudness_options,
+    print_complete,
+    size_options,
+    stream_option,
+    trust_option,
+    working,
+)
 
 VLLM = "vllm"
 FORMATS = (*OF_DIRECTORIES, VLLM)
@@ -77,7 +86,9 @@ def export_command(
     sizes = {name: options[name] for name in _OF_SIZES}
     with working(quiet, verbose) as progress:
         found = export(model, directory, chosen, progress=progress, **sizes)
-    if not quiet:
+    if found.was_complete and not quiet:
+        print_complete(directory)
+    elif not quiet:
         files = _files(found.num_files)
         click.echo(f"{directory}: {found.num_tensors} tensors in {files}, {human_bytes(found.num_bytes)}")
 
@@ -90,7 +101,9 @@ def _export_vllm(model: str, directory: str, quiet: bool, verbose: bool, options
     parse_ranks(options["ranks"], tp)
     with working(quiet, verbose) as progress:
         found = export_vllm(model, directory, tp, progress=progress, **options)
-    if not quiet and found.is_complete:
+    if found.was_complete and not quiet:
+        print_complete(directory)
+    elif not quiet and found.is_complete:
         click.echo(
             f"{directory}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
             f"{human_bytes(found.rank_bytes)} per rank"

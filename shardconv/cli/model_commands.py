@@ -27,6 +27,7 @@ from .options import (
     initial_options,
     model_options,
     part_options,
+    print_complete,
     print_written,
     sequence_option,
     size_options,
@@ -34,6 +35,7 @@ from .options import (
     stream_option,
     tokens_option,
     tp_option,
+    was_complete,
     working,
 )
 
@@ -76,12 +78,17 @@ def convert_command(
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     require_seed(options["seed"], random_init=options["random_init"])
+    is_complete = was_complete(out, overwrite=options["overwrite"])
     with working(quiet, verbose) as progress:
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
-    if not quiet and solved.stages is not None:
+    if quiet:
+        return
+    if is_complete:
+        print_complete(out)
+    elif solved.stages is not None:
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(out, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
-    elif not quiet and (Path(out) / MANIFEST_NAME).is_file():
+    elif (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         held = human_bytes(max(summary.rank_bytes))
         if held != human_bytes(min(summary.rank_bytes)):

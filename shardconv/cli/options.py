@@ -67,6 +67,17 @@ def print_written(out: str, held: str, ranks: str) -> None:
     click.echo(f"{out}: {held} on each of {ranks}; to see the plan, run shardconv inspect {out}")
 
 
+def was_complete(out: str, *, overwrite: bool = False) -> bool:
+    """Return whether an earlier run has completed an output that this run may not replace."""
+    directories = stage_directories(Path(out)) or [Path(out)]
+    return not overwrite and all((directory / MANIFEST_NAME).is_file() for directory in directories)
+
+
+def print_complete(out: str) -> None:
+    """Print that an earlier run has written the same output."""
+    click.echo(f"{out}: already complete")
+
+
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
     """Print a plan as JSON, or as a report on a forward pass of ``tokens`` tokens."""
     click.echo(plan_json.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)

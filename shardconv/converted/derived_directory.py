@@ -45,11 +45,20 @@ def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -
         raise ShardconvError(f"{target} is in {out}, which is read; name a directory outside of it")
 
 
-def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Output:
-    """Check that a directory of another kind may be created, without creating it."""
+def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str], last: str) -> Output:
+    """Check that a directory of another kind may be created, without creating it, or that it is complete.
+
+    Args:
+        name: what messages call the directory.
+        directory: the directory.
+        out: the converted directory that is read.
+        last: a pattern of the file that makes the directory complete.
+    """
     require_apart(out, directory)
     path = Path(directory).expanduser()
     if path.is_dir() and not known_files(path) and any(file.name != PARTIAL for file in path.iterdir()):
+        if any(file.stat().st_size for file in path.glob(last)):
+            return Output(path.absolute(), overwrite=False, is_complete=True)
         raise ShardconvError(f"{name} {directory} is not empty; name another directory")
     return Output.prepare(path, overwrite=False, source=out)
 

@@ -77,5 +77,5 @@ def resharded(
         lazy = weights[name]
         parts = (shard(entry, lazy, solved.mesh, rank) for rank in range(solved.tp))
         gathered_weights[name] = gathered(name, lazy) if any(map(is_interleaved, parts)) else lazy
-    write_to(outputs, solved, gathered_weights, origin.source, write_options, write_one, progress.stage)
+    write_to(outputs, solved, gathered_weights, write_options, write_one, progress.stage)
     return solved

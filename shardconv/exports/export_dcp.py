@@ -42,7 +42,7 @@ from ..converted.shards import Converted, OwnedPart
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import fsync
 from ..writing.job import PARTIAL, TargetFile, read_state, target_file
-from ..writing.outputs import Output
+from ..writing.outputs import Output, refuse_other_output
 from ..writing.workspace import Claim, opened, refuse_if_busy
 
 FORMATS = ("dcp",)
@@ -70,6 +70,8 @@ class Exported:
     """Number of files of weights."""
     num_bytes: int
     """Bytes of tensors."""
+    was_complete: bool = False
+    """Whether an earlier run has written the same files, so that nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def export(
         for file in path.iterdir():
             if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
                 file.unlink()
-    output = derived_directory.prepare("DIR", directory, out)
+    output = derived_directory.prepare("DIR", directory, out, "shard-*.safetensors")
     found = shards.read(Path(out).expanduser())
     # Chunks by rank and name. A tied tensor is there under each of its names.
     chunks: dict[int, dict[str, list[Chunk]]] = {}
@@ -142,7 +144,7 @@ def export(
     _write(found, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
     tensors = {name for held in chunks.values() for name in held}
     num_bytes = sum(c.tensor.num_bytes for held in chunks.values() for many in held.values() for c in many)
-    return Exported(len(tensors), len(files), num_bytes)
+    return Exported(len(tensors), len(files), num_bytes, output.is_complete)
 
 
 def shard_name(rank: int, index: int, count: int) -> str:
@@ -228,8 +230,15 @@ def _write(
     memory: int,
     progress: Progress,
 ) -> None:
-    from ..writing.fill import fill  # it imports torch, which most errors do not need
+    from ..writing.fill import fill  # these import torch, which most errors do not need
+    from ..writing.finished import difference_of_files
 
+    if output.is_complete:
+        reason = difference_of_files(
+            output.path, files, lambda to: derived_directory.copy_small_files(found, to)
+        )
+        refuse_other_output("DIR", output.path, reason, "name another directory")
+        return
     source = {"name": found.manifest.source.name, **derived_directory.identity(found)}
     job = {"source": source, **options, "versions": tool_versions()}
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:

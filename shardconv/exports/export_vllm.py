@@ -16,12 +16,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardconv_runtime.default_modes import in_default_modes
+from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.hub_options import Hub
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
 from ..writing.outputs import Output, WriteOptions
 from . import vllm_state
+from .state_files import is_engine_state
 from .vllm_calls import require_vllm
 
 
@@ -43,6 +45,8 @@ class StateExport:
     """The platform for which vLLM chose its parameters."""
     is_complete: bool
     """Whether all ranks are written."""
+    was_complete: bool = False
+    """Whether an earlier run has written the same files, so that nothing was written."""
 
 
 @in_default_modes
@@ -97,6 +101,8 @@ def export_vllm(
     version = require_vllm()
     options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
     output = Output.prepare(directory, overwrite=False, source=model, owners=options.owners(tp))
+    if output.is_complete and not is_engine_state(output.path):
+        raise ShardconvError(f"DIR {directory} is not empty; name another directory")
     progress = progress or Silent()
 
     progress.stage(f"reading {os.fspath(model)}")
@@ -105,7 +111,7 @@ def export_vllm(
         from .vllm_files import engine_source, sizes_of, target_files, write_state
 
         hub = Hub(revision, cache_dir, local_files_only, token)
-        stream = ranks is not None if stream is None else stream
+        stream = ranks is not None or output.is_complete if stream is None else stream
         found = engine_source(model, hub, trust_remote_code=trust_remote_code, stream=stream)
         own = options.ranks if options.ranks is not None else range(tp)
         progress.stage(f"recording the loader of vLLM {version} for {len(own)} rank{'s' * (len(own) > 1)}")
@@ -128,4 +134,5 @@ def export_vllm(
         version,
         state.platform,
         is_complete,
+        output.is_complete,
     )

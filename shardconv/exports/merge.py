@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.default_modes import in_default_modes
@@ -17,6 +18,7 @@ from ..converted.shards import Converted
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import write_durably
 from ..writing.job import LEAST_ALIGNMENT, target_file
+from ..writing.outputs import refuse_other_output
 from ..writing.workspace import Claim, Workspace, opened
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Merged:
     """Number of files of weights."""
     num_bytes: int
     """Bytes of tensors."""
+    was_complete: bool = False
+    """Whether an earlier run has written the same files, so that nothing was written."""
 
 
 @in_default_modes
@@ -75,12 +79,13 @@ def merge(
     """
     progress = progress or Silent()
     limit, budget = parse_size(max_file_size), parse_memory(memory)
-    output = derived_directory.prepare("HF_DIR", hf_dir, out)
+    output = derived_directory.prepare("HF_DIR", hf_dir, out, CONFIG_NAME)
     found = derived_directory.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
     # torch and transformers are imported once the arguments are known to be right.
     from ..writing.fill import fill
+    from ..writing.finished import difference_of_files
     from .saved_layout import checkpoint_tensors, divided_into_files
 
     tensors, num_parameters = checkpoint_tensors(found, derived_directory.spec_of(found))
@@ -98,6 +103,11 @@ def merge(
             path, _OWNER, declared, {"format": "pt"}, held.__getitem__, alignment=LEAST_ALIGNMENT
         )
         files.append(made)
+    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
+    if output.is_complete:
+        reason = difference_of_files(output.path, files, lambda to: _write_others(to, found, layout))
+        refuse_other_output("HF_DIR", output.path, reason, "name another directory")
+        return Merged(len(layout.tensors), len(layout.files), num_bytes, was_complete=True)
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
@@ -106,21 +116,24 @@ def merge(
             with workspace.exclusive():
                 derived_directory.require_nothing_new("HF_DIR", output.path)
                 _finish(workspace, found, layout)
-    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
     return Merged(len(layout.tensors), len(layout.files), num_bytes)
 
 
 def _finish(workspace: Workspace, found: Converted, layout: CheckpointLayout) -> None:
     """Move all files to ``hf_dir``. ``config.json`` is last, since nothing loads a directory without it."""
     assert workspace.checksums() is not None, "all of it was written"
-    paths = [
-        *layout.files,
-        *(entry.path for entry in derived_directory.copy_small_files(found, workspace.path)),
-    ]
-    config = workspace.path / CONFIG_NAME
+    others = _write_others(workspace.path, found, layout)
+    paths = [*layout.files, *(path for path in others if path != CONFIG_NAME)]
+    workspace.finish([*paths, CONFIG_NAME], ())
+
+
+def _write_others(directory: Path, found: Converted, layout: CheckpointLayout) -> list[str]:
+    """Write the files that are not weights, and return their paths."""
+    paths = [entry.path for entry in derived_directory.copy_small_files(found, directory)]
+    config = directory / CONFIG_NAME
     write_durably(config, config_in_dtype(config.read_text(encoding="utf-8"), found.plan.model.dtype))
     if layout.index:
         text = json.dumps(layout.index, indent=2, sort_keys=True) + "\n"
-        write_durably(workspace.path / INDEX_NAME, text)
+        write_durably(directory / INDEX_NAME, text)
         paths.append(INDEX_NAME)
-    workspace.finish([path for path in paths if path != CONFIG_NAME] + [CONFIG_NAME], ())
+    return paths

@@ -26,8 +26,9 @@ from ..converted import derived_directory
 from ..reporting.progress import Progress
 from ..writing.durable import write_durably
 from ..writing.fill import fill
+from ..writing.finished import difference_of_files
 from ..writing.job import TargetFile, target_file
-from ..writing.outputs import Output, WriteOptions
+from ..writing.outputs import Output, WriteOptions, refuse_other_output
 from ..writing.workspace import Workspace, opened
 from ..writing.writer import Origin, checksums_of_all, claim_of, origin_of, require_unchanged
 from . import state_files
@@ -102,6 +103,15 @@ def write_state(
 ) -> bool:
     """Write the files, and return whether the directory is complete."""
     source = found.origin.source
+    if output.is_complete:
+        # An engine of another version has other tensors in its files, or the same ones.
+        signatures = state_files.read(output.path).signatures
+        reason = "" if signatures == _signatures(state) else f"other tensors are for vLLM {version}"
+        reason = reason or difference_of_files(
+            output.path, files, lambda to: _copy_others(to, found, state), options.owners(len(state.declared))
+        )
+        refuse_other_output("DIR", output.path, reason, "name another directory")
+        return True
     job = {
         "source": {"name": source.name, "revision": source.revision, **found.origin.identity},
         "tp": len(state.declared),
@@ -138,13 +148,7 @@ def _finish(
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [FileEntry(path, sizes[path], checksum) for path, checksum in checksums.items()]
-    small_files = {entry.path: entry for entry in found.origin.copy_small_files(workspace.path)}
-    if CONFIG_NAME not in small_files:
-        raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")
-    config = workspace.path / CONFIG_NAME  # it says the dtype that vLLM is to take
-    config.write_text(config_in_dtype(config.read_text(encoding="utf-8"), state.dtype), encoding="utf-8")
-    small_files[CONFIG_NAME] = entry_of(workspace.path, Path(CONFIG_NAME))
-    entries += small_files.values()
+    entries += _copy_others(workspace.path, found, state)
     manifest = state_files.StateManifest(
         tp=len(state.declared),
         engine="vllm",
@@ -159,3 +163,14 @@ def _finish(
     write_durably(workspace.path / MANIFEST_NAME, state_files.dumps(manifest))
     workspace.finish([*(entry.path for entry in manifest.files), MANIFEST_NAME], ())
     return True
+
+
+def _copy_others(directory: Path, found: EngineSource, state: EngineState) -> list[FileEntry]:
+    """Copy the files that are not weights, and return their entries in the manifest."""
+    small_files = {entry.path: entry for entry in found.origin.copy_small_files(directory)}
+    if CONFIG_NAME not in small_files:
+        raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")
+    config = directory / CONFIG_NAME  # it says the dtype that vLLM is to take
+    config.write_text(config_in_dtype(config.read_text(encoding="utf-8"), state.dtype), encoding="utf-8")
+    small_files[CONFIG_NAME] = entry_of(directory, Path(CONFIG_NAME))
+    return list(small_files.values())

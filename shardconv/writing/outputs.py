@@ -9,15 +9,16 @@ from pathlib import Path
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, Source, rank_directory
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, check_size, rank_directory
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directory
-from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stage_names import held_by
 
 from .job import PARTIAL, is_placed, known_files, read_state
 from .workspace import refuse_if_busy
+
+OTHER_REMEDY = "name another directory, or pass --overwrite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Output:
     path: Path
     overwrite: bool
     """Whether a converted directory may be replaced."""
+    is_complete: bool = False
+    """Whether an earlier run has completed it: this run compares it with what it would write."""
 
     @classmethod
     def prepare(
@@ -60,14 +63,20 @@ class Output:
         source: str | os.PathLike[str],
         owners: Collection[str] | None = None,
     ) -> Output:
-        """Check that ``out`` may be written, without creating it."""
+        """Check that ``out`` may be written, without creating it, or that it is complete already."""
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
             raise ShardconvError(f"OUT {out} is a file; name a directory that does not exist yet")
         if path.is_dir() and any(file.name != PARTIAL for file in path.iterdir()):
+            _require_apart(path, Path(source).expanduser())
             if not overwrite and not _is_being_finished(path):
-                raise ShardconvError(f"OUT {out} is not empty; name another directory, or pass --overwrite")
-            _require_replaceable(path, Path(source).expanduser())
+                if not (path / MANIFEST_NAME).is_file():
+                    raise ShardconvError(
+                        f"OUT {out} is not empty, and has no {MANIFEST_NAME} of an earlier conversion; name "
+                        "another directory"
+                    )
+                return cls(path, overwrite, is_complete=True)
+            _require_replaceable(path)
         parent = path
         while not parent.exists():
             parent = parent.parent
@@ -102,10 +111,14 @@ def _is_being_finished(path: Path) -> bool:
     return not (path / MANIFEST_NAME).is_file() or is_placed(path, state.moves)
 
 
-def _require_replaceable(path: Path, source: Path) -> None:
-    """Require that shardconv wrote every file in ``path``."""
+def _require_apart(path: Path, source: Path) -> None:
+    """Require that ``path`` does not contain the model that is read."""
     if source.exists() and source.resolve().is_relative_to(path.resolve()):
         raise ShardconvError(f"OUT {path} holds the model to convert; name another directory")
+
+
+def _require_replaceable(path: Path) -> None:
+    """Require that shardconv wrote every file in ``path``."""
     written = known_files(path)
     if path.is_symlink() or not (written or (path / MANIFEST_NAME).is_file()):
         raise ShardconvError(
@@ -139,16 +152,35 @@ def prepared(
     tp: int,
 ) -> Output | StageOutputs:
     """Check that a model may be written to ``out``, without creating it."""
+    outputs: Output | StageOutputs
     if pp == 1:
-        return Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
-    return StageOutputs(out, pp, overwrite=overwrite, source=source, options=options, tp=tp)
+        outputs = Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
+        parts = [outputs]
+    else:
+        outputs = StageOutputs(out, pp, overwrite=overwrite, source=source, options=options, tp=tp)
+        parts = outputs.parts
+    # What is damaged, or of another number of ranks, is refused before any work.
+    for directory in (part.path for part in parts if part.is_complete):
+        manifest = read_manifest(directory)
+        for entry in manifest.files:
+            check_size(directory, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
+        if manifest.tp != tp:
+            refuse_other_output("OUT", directory, f"tp was {manifest.tp}, is now {tp}")
+    return outputs
+
+
+def refuse_other_output(name: str, out: Path, reason: str, remedy: str = OTHER_REMEDY) -> None:
+    """Raise ``ShardconvError`` if there is a reason for which a finished output is not this run's."""
+    if reason:
+        raise ShardconvError(
+            f"{name} {out} is not empty: it is complete, and of another conversion ({reason}); {remedy}"
+        )
 
 
 def write_to(
     outputs: Output | StageOutputs,
     plan: Plan,
     weights: Mapping[str, LazyTensor],
-    source: Source,
     options: WriteOptions,
     write: Write,
     tell: Callable[[str], object],
@@ -157,7 +189,7 @@ def write_to(
     if isinstance(outputs, Output):
         write(plan, weights, outputs, options)
         return
-    for stage in outputs.write(plan, weights, source, write):
+    for stage in outputs.write(plan, weights, write):
         tell(f"writing stage {stage}")
 
 
@@ -186,15 +218,6 @@ class StageOutputs:
             for s, d in enumerate(directories)
             if (stage_options := options.of_stage(s, tp)) is not None
         }
-        # A complete stage has no workspace left.
-        complete = [
-            directory
-            for directory in options_by_stage
-            if not overwrite
-            and ((directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists())
-        ]
-        self._complete = complete if len(complete) < len(options_by_stage) else []
-        """Directories that an interrupted run has completed."""
         self._outputs = {
             directory: (
                 Output.prepare(
@@ -203,26 +226,28 @@ class StageOutputs:
                 stage_options,
             )
             for directory, stage_options in options_by_stage.items()
-            if directory not in self._complete
         }
         self._directories = directories
 
-    def write(
-        self, plan: Plan, weights: Mapping[str, LazyTensor], source: Source, write: Write
-    ) -> Iterator[int]:
-        """Write each stage that is not complete, and yield its number before."""
+    @property
+    def parts(self) -> list[Output]:
+        """The directories of the stages that this run writes."""
+        return [output for output, _ in self._outputs.values()]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether earlier runs have completed all of them."""
+        return all(part.is_complete for part in self.parts)
+
+    def write(self, plan: Plan, weights: Mapping[str, LazyTensor], write: Write) -> Iterator[int]:
+        """Compare the stages that are complete, then write the others, and yield each number before."""
         assert plan.stages is not None
         plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]
-        for stage_plan, directory in zip(plans, self._directories, strict=True):
-            if directory not in self._complete:
-                continue
-            complete, plan_sha256 = read_manifest(directory), plan_json.sha256(plan_json.dumps(stage_plan))
-            if (complete.plan_sha256, complete.source) != (plan_sha256, source):
-                raise ShardconvError(
-                    f"{directory} is complete, and of another conversion than this one; name another OUT, "
-                    "or pass --overwrite"
-                )
-        for stage, (stage_plan, directory) in enumerate(zip(plans, self._directories, strict=True)):
-            if directory in self._outputs:
-                yield stage
-                write(stage_plan, held_by(plan, stage, weights), *self._outputs[directory])
+        for is_complete in (True, False):
+            for stage, (stage_plan, directory) in enumerate(zip(plans, self._directories, strict=True)):
+                output, options = self._outputs.get(directory, (None, None))
+                if output is None or options is None or output.is_complete != is_complete:
+                    continue
+                if not is_complete:
+                    yield stage
+                write(stage_plan, held_by(plan, stage, weights), output, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from shardconv_runtime.files.shard_files import PlannedShard, sample_checksum, s
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.versions import tool_versions
 
@@ -41,8 +42,9 @@ from ..inputs.example_inputs import save_example
 from ..reporting.progress import Progress
 from .durable import write_durably
 from .fill import fill
+from .finished import difference_of_files
 from .job import TargetFile, difference, target_file
-from .outputs import Output, WriteOptions
+from .outputs import Output, WriteOptions, refuse_other_output
 from .workspace import Claim, Workspace, opened
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -124,6 +126,9 @@ def write(
     }
     if unused:
         job["unused"] = sorted(unused)
+    if output.is_complete:
+        _require_same(plan, origin, output, files)
+        return True
     claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
@@ -131,6 +136,27 @@ def write(
             require_unchanged(origin)
         with workspace.exclusive():
             return _finish(workspace, plan, origin, output, progress)
+
+
+def _require_same(plan: Plan, origin: Origin, output: Output, files: Sequence[TargetFile]) -> None:
+    """Raise ``ShardconvError`` unless an output that an earlier run has completed is that of this run."""
+    written = manifest.read(output.path)
+    old, source = manifest.read_plan(output.path, written), written.source
+    before, now = (
+        {
+            "source": {"name": origin.name, "revision": origin.revision, "files": list(origin.files)},
+            "pp": num_stages(each),
+            "dtype": each.model.dtype,
+            "experts": each.experts,
+            "versions": {"torch": each.code.torch, "transformers": each.code.transformers},
+            "plan": plan_json.sha256(plan_json.dumps(each)),
+        }
+        for origin, each in ((source, old), (origin.source, plan))
+    )
+    reason = "" if before == now else difference(before, now)
+    refuse_other_output(
+        "OUT", output.path, reason or difference_of_files(output.path, files, origin.copy_small_files)
+    )
 
 
 def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:

@@ -269,8 +269,10 @@ def test_a_conversion_of_stages_is_continued(tmp_path: Path, capsys: pytest.Capt
     shardconv.convert(source, out, 1, **options)
     assert (first / "manifest.json").stat().st_mtime_ns == written
     assert (last / "manifest.json").is_file()
-    with pytest.raises(ShardconvError, match="pass --overwrite"):
-        shardconv.convert(source, out, 1, **options)
+    capsys.readouterr()
+    assert cli.run(["convert", str(source), str(out), "--tp", "1", "--pp", "2", "--no-check"]) == 0
+    assert capsys.readouterr().out == f"{out}: already complete\n"
+    assert (first / "manifest.json").stat().st_mtime_ns == written
     shutil.rmtree(last)
     with pytest.raises(ShardconvError, match="of another conversion"):
         shardconv.convert(source, out, 1, **options, dtype="float32")

@@ -129,7 +129,7 @@ class TestRefused:
 
     def test_only_a_converted_directory_is_replaced(self, out: Path, llama_dir: Path, tmp_path: Path) -> None:
         shardconv.reshard(out, tmp_path / "out2", 3)
-        with pytest.raises(ShardconvError, match="is not empty; name another directory, or pass --overwrite"):
+        with pytest.raises(ShardconvError, match=r"\(tp was 3, is now 1\); name another directory"):
             shardconv.reshard(out, tmp_path / "out2", 1)
         shardconv.reshard(out, tmp_path / "out2", 1, overwrite=True)
         assert manifest.read(tmp_path / "out2").tp == 1

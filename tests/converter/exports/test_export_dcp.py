@@ -376,8 +376,9 @@ class TestRefused:
     def test_an_export_that_is_complete(self, tiny: Path, place: Path) -> None:
         export(tiny, place / "dir")
         before = contents(place / "dir")
-        with pytest.raises(ShardconvError, match="is not empty"):
-            export(tiny, place / "dir")
+        assert export(tiny, place / "dir").was_complete
+        with pytest.raises(ShardconvError, match="is not empty: it is complete, and of another conversion"):
+            export(tiny, place / "dir", max_file_size=1000)
         assert contents(place / "dir") == before
 
     def test_files_that_others_put_there_meanwhile(

@@ -180,9 +180,13 @@ def test_the_config_says_the_dtype(checkpoint: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "state").dtype == "bfloat16"
 
 
-def test_a_full_directory_is_refused(checkpoint: Path, state: Path) -> None:
+def test_a_full_directory_is_its_own_or_refused(checkpoint: Path, state: Path, tmp_path: Path) -> None:
+    assert shardconv.export_vllm(checkpoint, state, TP).was_complete
+    with pytest.raises(ShardconvError, match="is not empty: it is complete, and of another conversion"):
+        shardconv.export_vllm(checkpoint, state, TP, dtype="bfloat16")
+    (tmp_path / "mine.txt").touch()
     with pytest.raises(ShardconvError, match="is not empty"):
-        shardconv.export_vllm(checkpoint, state, TP)
+        shardconv.export_vllm(checkpoint, tmp_path, TP)
 
 
 # verify ----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class TestFiles:
         merged = shardconv.merge(out, tmp_path / "hf")
         assert contents(tmp_path / "hf") == contents(llama_dir)
         num_bytes = sum(t.nbytes for t in load_file(llama_dir / "model.safetensors").values())
-        assert dataclasses.astuple(merged) == (21, 1, num_bytes)
+        assert dataclasses.astuple(merged) == (21, 1, num_bytes, False)
 
     def test_several_files_and_their_index(self, llama_dir: Path, out: Path, tmp_path: Path) -> None:
         merged = shardconv.merge(out, tmp_path / "hf", max_file_size="20kB")
@@ -214,8 +214,10 @@ class TestRefused:
         assert not hf.exists() or not any(hf.glob("*"))
 
     def test_a_directory_that_is_not_empty(self, out: Path, tmp_path: Path, llama_dir: Path) -> None:
+        assert shardconv.merge(out, llama_dir).was_complete  # it holds the files that would be written
+        (llama_dir / "generation_config.json").write_text("{}")
         before = contents(llama_dir)
-        with pytest.raises(ShardconvError, match=r"HF_DIR .* is not empty; name another directory$"):
+        with pytest.raises(ShardconvError, match=r"conversion \(generation_config.json changed\); name ano"):
             shardconv.merge(out, llama_dir)
         assert contents(llama_dir) == before
         with pytest.raises(ShardconvError, match="is a file"):

@@ -86,8 +86,7 @@ def kill_often(
 def resumes(work: Work, out: Path, new: dict[str, bytes]) -> None:
     """Do the work again: the result is ``new``."""
     if placed(out) == new and contents(out / PARTIAL).keys() <= {"setup.lock"}:
-        with pytest.raises(ShardconvError, match="is not empty"):  # it was complete, to the last detail
-            work()
+        work()  # it was complete, to the last detail
         shutil.rmtree(out / PARTIAL, ignore_errors=True)
     else:
         work()

@@ -252,7 +252,7 @@ class TestOutput:
     def test_overwrite_replaces_a_converted_directory(self, llama_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         shardconv.convert(llama_dir, out, 4)
-        with pytest.raises(ShardconvError, match="is not empty; name another directory, or pass --overwrite"):
+        with pytest.raises(ShardconvError, match=r"\(tp was 4, is now 2\); name another directory"):
             shardconv.convert(llama_dir, out, 2)
         shardconv.convert(llama_dir, out, 2, overwrite=True)
         assert manifest.read(out).tp == 2
