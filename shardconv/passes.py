@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,7 +139,10 @@ def _solved(
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
     tell("building the model")
     try:
-        model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+        if spec.twin is not None:
+            model = copy.deepcopy(spec.twin)
+        else:
+            model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
     except ShardconvError:
         raise
     except Exception as error:
@@ -166,6 +170,8 @@ def _with_fewer_positions(
     full: _Run, spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None
 ) -> Source | None:
     """Return the first model from a config with smaller sizes that has the same code, with its bypasses."""
+    if spec.twin is not None:
+        return None  # it is in memory, and has only its own sizes
     for config in smaller_configs(spec.config):
         try:
             run = _traced(replace(spec, config=config), options, adaptation, lambda what: None)

@@ -35,6 +35,7 @@ CONVERTER_ORDER = (
     "conversion",
     "convert",
     "fitting",
+    "launching",
     "converted",
     "exports",
     "__init__",
@@ -69,6 +70,7 @@ RUNTIME_ORDER = (
     "loading",
     "serving",
     "serve",
+    "generate",
     "integrations",
     "__init__",
 )

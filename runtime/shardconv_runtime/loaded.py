@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .comm.mesh import Launch
 from .errors import PlanError
@@ -18,6 +19,17 @@ from .files.manifest import Manifest
 from .format import stage_names
 from .format.plan import Plan
 from .format.plan_json import of_stage
+
+if TYPE_CHECKING:
+
+    class LoadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        """A model of transformers that one rank has loaded, with the methods of its class.
+
+        At run time the model keeps its original class.
+        """
+
+else:
+    LoadedModel = PreTrainedModel
 
 _ATTRIBUTE = "_shardconv_loaded"
 

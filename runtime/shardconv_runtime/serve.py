@@ -7,13 +7,15 @@ import importlib.util
 import os
 import sys
 
-from .errors import ShardconvError
+from .errors import MissingPackageError, ShardconvError
 
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
+INSTALL = "pip install fastapi prometheus-client uvicorn"
+"""The remedy if one of them is missing."""
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; the command of shardconv has the same options."""
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node TP -m shardconv_runtime.serve",
         description="Serves a converted model to clients of OpenAI's API.",
@@ -26,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
         "--num-blocks",
         type=int,
         metavar="N",
-        help="cache size in blocks of 256 tokens; default: all free memory",
+        help="cache size in blocks of 256 tokens; default: all free memory of a GPU, or 128 on a CPU",
     )
     parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="maximum tokens of one step")
     parser.add_argument(
@@ -49,23 +51,23 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FIELD",
         help="unsupported fields of generation_config.json to ignore",
     )
-    return parser.parse_args()
+    return parser
 
 
 def main() -> int:
     """Serve until the process is interrupted; return the exit code."""
-    arguments = parse_arguments()
+    arguments = argument_parser().parse_args()
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            print(f"error: serving needs {package}: pip install 'shardconv-runtime[serve]'", file=sys.stderr)
-            return 2
+            print(f"error: serving needs {package}: {INSTALL}", file=sys.stderr)
+            return MissingPackageError.exit_code
     from .serving.server import run_rank  # imports those packages
 
     try:
         run_rank(arguments)
     except ShardconvError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     return 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import CheckpointError, DamagedError, SourceError
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.typed_json import write_text
@@ -14,7 +14,7 @@ from shardconv_runtime.format.typed_json import write_text
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
 from ..converted.replan import replan, reshard
-from ..converted.verify import DamagedError, describe, verify
+from ..converted.verify import describe, verify
 from ..exports.merge import merge
 from ..exports.state_files import is_engine_state, verify_state
 from ..reporting.picture import picture

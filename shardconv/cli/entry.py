@@ -1,6 +1,6 @@
 """The command line: parse, call, print, exit codes.
 
-0: success; 1: an internal error; 2: the request cannot be met, with one line that says why; 130: interrupted.
+docs/commands.md lists the exit codes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from .directory_commands import COMMANDS as ON_CONVERTED
 from .directory_commands import adapt_command, report_command
 from .export_command import COMMANDS as EXPORTS
 from .export_command import push_command
+from .launch_commands import COMMANDS as LAUNCHING
 from .model_commands import COMMANDS as FROM_MODELS
 from .options import printable
+
+INTERNAL, USAGE, DAMAGE, NETWORK, REFUSED, INTERRUPTED = 1, 2, 3, 4, 5, 130
+"""Exit codes; errors of the project have their own, see ``ShardconvError.exit_code``."""
 
 _REMEDIES = {
     errno.ENOENT: "name a directory that exists",
@@ -55,29 +59,29 @@ def run(argv: Sequence[str] | None = None) -> int:
         hint = f"; see {context.command_path} --help" if context else ""
         return _fail(error.format_message().rstrip(".") + hint)
     except ShardconvError as error:
-        return _fail(str(error))
+        return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         print("interrupted; run the same command again to continue", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on exit
         return 1
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         remedy = _REMEDIES.get(error.errno or 0, "free space or correct the permissions")
-        return _fail(f"{error.strerror or error}{where}; {remedy}, then try again")
+        return _fail(f"{error.strerror or error}{where}; {remedy}, then try again", REFUSED)
     except MemoryError as error:
-        return _fail(f"out of memory; run the command on a machine with more free memory: {error}")
+        return _fail(f"out of memory; run the command on a machine with more free memory: {error}", REFUSED)
     except Exception as error:
         if "-v" in (argv or sys.argv) or "--verbose" in (argv or sys.argv):
             traceback.print_exc()
         return _fail(
             f"internal error ({type(error).__name__}: {error}); please report it, with the output of -v",
-            code=1,
+            INTERNAL,
         )
 
 
-def _fail(message: str, code: int = 2) -> int:
+def _fail(message: str, code: int = USAGE) -> int:
     print("error: " + printable(" ".join(message.split())), file=sys.stderr)
     return code
 
@@ -107,8 +111,11 @@ def cli(context: click.Context) -> None:
       shardconv replan out/                 solve it again after an upgrade of transformers
       shardconv push out/ user/model-tp     publish it on the Hugging Face Hub
 
+      shardconv run out/ "Hello"            answer a prompt, on this machine
+      shardconv serve out/                  serve it to clients of OpenAI's API, on this machine
+
     \b
-    Then, in a script that torchrun starts with 8 processes:
+    In a script that torchrun starts with 8 processes:
       import shardconv_runtime
       model = shardconv_runtime.load("out/")
     """
@@ -116,5 +123,13 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED, *EXPORTS, adapt_command, report_command, push_command):
+for _command in (
+    *LAUNCHING,
+    *FROM_MODELS,
+    *ON_CONVERTED,
+    *EXPORTS,
+    adapt_command,
+    report_command,
+    push_command,
+):
     cli.add_command(_command)

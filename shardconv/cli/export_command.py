@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from shardconv_runtime.errors import DamagedError
 
 from ..arguments import parse_ranks, require_tp
 from ..converted.push import describe, push
-from ..converted.verify import DamagedError
 from ..exports.export_dcp import FORMATS as OF_DIRECTORIES
 from ..exports.export_dcp import export
 from ..exports.export_vllm import export_vllm

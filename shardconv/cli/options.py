@@ -24,7 +24,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import EXPERT_MODES
 from shardconv_runtime.hub_options import Hub, looks_like_path
 
-from ..arguments import parse_memory, parse_size, require_tp
+from ..arguments import Writing, parse_memory, parse_size, require_tp
 from ..converted.shards import of_all_stages
 from ..reporting.progress import for_terminal
 from ..reporting.report import report
@@ -104,7 +104,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return decorate
 
 
-def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+def checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """Return a callback that checks a value before the libraries are imported, and passes it on unchanged."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
@@ -114,7 +114,7 @@ def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.P
     return callback
 
 
-def _optional(check: Callable[[Any], object]) -> Callable[[Any], object]:
+def optional(check: Callable[[Any], object]) -> Callable[[Any], object]:
     """Return the check of a value that may be left out."""
     return lambda value: None if value is None else check(value)
 
@@ -138,7 +138,7 @@ tp_option = click.option(
     type=int,
     required=True,
     metavar="N",
-    callback=_checked(require_tp),
+    callback=checked(require_tp),
     help="Number of ranks.",
 )
 
@@ -154,13 +154,13 @@ device_options = together(
     click.option(
         "--device-memory",
         metavar="SIZE",
-        callback=_checked(_optional(parse_size)),
+        callback=checked(optional(parse_size)),
         help="Memory of each device, for example 80GB or 80GiB. The report shows which sizes fit.",
     ),
     click.option(
         "--reserve",
         metavar="SIZE",
-        callback=_checked(_optional(parse_size)),
+        callback=checked(optional(parse_size)),
         help="Device memory to keep free.  [default: 2GB]",
     ),
     click.option(
@@ -222,7 +222,7 @@ size_options = together(
         default="5GB",
         show_default=True,
         metavar="SIZE",
-        callback=_checked(parse_size),
+        callback=checked(parse_size),
         help="Maximum size of a file, for example 500MB or 5GB. A larger tensor gets its own file.",
     ),
     click.option(
@@ -230,7 +230,7 @@ size_options = together(
         default="512MiB",
         show_default=True,
         metavar="SIZE",
-        callback=_checked(parse_memory),
+        callback=checked(parse_memory),
         help="I/O buffer size.",
     ),
 )
@@ -280,7 +280,7 @@ where_options = together(
         "--tp",
         type=int,
         metavar="N",
-        callback=_checked(_optional(require_tp)),
+        callback=checked(optional(require_tp)),
         help="Number of ranks, if OUT has several directories tp-N/.",
     ),
     hub_options("OUT"),
@@ -417,3 +417,14 @@ def _directories(path: Path, tp: int | None) -> list[Path]:
         if folders(inner):
             return [path / part for part in only(str(path), inner)]
     return stage_directories(path) or [path]
+
+
+def hub_from(options: dict[str, Any]) -> Hub:
+    """Take the options of the Hub out of a command's options, as one value."""
+    return Hub(*(options.pop(name) for name in ("revision", "cache_dir", "local_files_only", "token")))
+
+
+def writing_from(options: dict[str, Any]) -> Writing:
+    """Take the options of written files out of a command's options, as one value."""
+    names = ("ranks", "max_file_size", "memory", "stream", "overwrite")
+    return Writing(**{name: options.pop(name) for name in names if name in options})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
+from shardconv_runtime.errors import CheckpointError, DamagedError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.fingerprint import check_code
 from shardconv_runtime.files.manifest import MANIFEST_NAME
@@ -41,22 +41,11 @@ class Verified:
     """How the simulated ranks compare with the unsharded model; None if they were not run."""
 
 
-class DamagedError(CheckpointError):
-    """A converted directory is damaged.
-
-    Args:
-        directory: the directory.
-        problems: all problems, each in one line. They are also notes of the exception.
-        remarks: differences that may be intended.
-    """
-
-    def __init__(self, directory: Path, problems: Sequence[str], remarks: Sequence[str] = ()) -> None:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{directory}: {count}; copy the directory again, or convert the model again")
-        self.problems = tuple(problems)
-        self.remarks = tuple(remarks)
-        for problem in problems:
-            self.add_note(problem)
+def damaged(directory: Path, problems: Sequence[str], remarks: Sequence[str] = ()) -> DamagedError:
+    """Return the error that lists all problems of a directory."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    message = f"{directory}: {count}; copy the directory again, or convert the model again"
+    return DamagedError(message, problems, remarks)
 
 
 @in_default_modes
@@ -138,7 +127,7 @@ def verify(
     if problems and numerics:
         remarks.append("the ranks were not run, since there are problems")
     if problems:
-        raise DamagedError(directory, problems, remarks)
+        raise damaged(directory, problems, remarks)
     outcome = None
     if numerics:
         from shardconv_runtime.checkpoint.resolve import resolve

@@ -23,7 +23,7 @@ from shardconv_runtime.format.typed_json import (
     read_text,
 )
 
-from ..converted.verify import DamagedError
+from ..converted.verify import damaged
 from ..reporting.progress import Progress, Silent
 from .vllm_calls import installed_version
 
@@ -145,7 +145,7 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
             f"written for {found.engine} {found.engine_version}, and {installed} is installed: export again"
         )
     if problems:
-        raise DamagedError(directory, problems)
+        raise damaged(directory, problems)
     remarks = [] if installed else [f"{found.engine} is not installed: its version was not compared"]
     return VerifiedState(len(found.files) + 1, sum(entry.num_bytes for entry in found.files), tuple(remarks))
 

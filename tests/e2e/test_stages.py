@@ -15,6 +15,7 @@ import transformers
 from checkpoints import HIDDEN, save, save_causal
 from distributed import run_errors, run_processes
 from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
+from shardconv_runtime.errors import DamagedError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.small_files import stage_directory
 from shardconv_runtime.format import plan_json
@@ -25,7 +26,6 @@ from torch import Tensor
 
 import shardconv
 from shardconv import cli
-from shardconv.converted.verify import DamagedError
 from shardconv.reporting.plan_lines import stage_bytes
 
 PP = 2

@@ -16,6 +16,7 @@ import transformers
 from quantized_checkpoints import dense_config, save_quantized
 from shardconv_faults import FAULTS, GRADIENTS, OUTPUTS, PACKED, SEQUENCE, Fault, faulty, watching
 from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.errors import DamagedError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import parallelize
@@ -25,7 +26,6 @@ from small_models import save_random
 from torch import nn
 
 import shardconv
-from shardconv.converted.verify import DamagedError
 from shardconv.simulation import random_weights
 from shardconv.simulation.rank_threads import MetaCommunicator
 

@@ -1,8 +1,11 @@
-"""Environment variables of launchers."""
+"""Launchers: their environment variables, and the end of a rank whose launcher is gone."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 
 from ..errors import LaunchError
 
@@ -35,3 +38,22 @@ def other_launcher() -> str:
                 "export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, see docs/deploying.md)"
             )
     return ""
+
+
+WATCH_S = 0.5
+"""How often a rank looks whether its launcher lives."""
+
+
+def end_with_launcher() -> None:
+    """End this process soon after torchrun, which otherwise would tell it to end."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # started by hand: it may outlive its shell
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        print("error: the launcher of this rank is gone; it ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, NotConvertedError, PlanError
 from ..format import plan_json
 from ..format.field_checks import check_tp, fail, is_sha256
 from ..format.header import StoredTensor, read_header
@@ -192,10 +192,10 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
         if not os.path.isdir(where):
             link = "it is a link to nothing" if os.path.islink(where) else "there is no such directory"
             kind = "it is a file" if os.path.isfile(where) else link
-            raise CheckpointError(f"{where}: {kind}; name a directory that `shardconv convert` wrote")
+            raise NotConvertedError(f"{where}: {kind}; name a directory that `shardconv convert` wrote")
         if stages := sorted(path.name for path in Path(directory).glob("stage-*-of-*")):
-            raise CheckpointError(f"{where} holds stages; name the directory of one, as {stages[0]}")
-        raise CheckpointError(
+            raise NotConvertedError(f"{where} holds stages; name the directory of one, as {stages[0]}")
+        raise NotConvertedError(
             f"{where} has no {MANIFEST_NAME}: it is not a converted model, "
             "or its conversion did not finish; convert the model again"
         )

@@ -8,9 +8,9 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
-import time
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ import uvicorn
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
 from ..comm.agreement import exchange
-from ..comm.launchers import env_int
+from ..comm.launchers import WATCH_S, end_with_launcher, env_int
 from ..errors import ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
@@ -33,8 +33,8 @@ from .prompts import PROMPT_S, PROMPTS_AT_A_TIME
 from .request_sampling import default_sampling, processor_of, serving_config
 from .schemas import Sampling
 
-WATCH_S = 0.5
-"""How often the server looks whether the ranks still answer, and a rank whether its launcher lives."""
+CPU_BLOCKS = 128
+"""Blocks of the cache on a CPU by default: if all ranks took the free memory, each would take all."""
 DRAIN_S = 15
 """How long requests may take that are answered when the server is told to end."""
 END_S = 24
@@ -51,6 +51,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> None:
     end_with_launcher()
+    # transformers would set it itself, too late for NCCL, and warn.
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     model = load(arguments.out)
     directory = loaded(model).directory
     # On all ranks, before they wait: a config that cannot be granted ends each of them.
@@ -68,7 +70,7 @@ def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> 
     if fork_server is not None:
         fork_server.prepare(prepare_calls, tokenizer, *(grammars.tokens if grammars else (0, None)))
     pages = ContinuousBatchingConfig(
-        num_blocks=arguments.num_blocks,
+        num_blocks=arguments.num_blocks or (CPU_BLOCKS if model.device.type == "cpu" else None),
         max_batch_tokens=arguments.max_batch_tokens,
         per_request_processors=True,
     )
@@ -114,15 +116,15 @@ def serve(
     served.metrics.watch_cache(lambda: manager.cache_use)
     app = application(served, defaults, arguments.api_key)
     config = uvicorn.Config(
-        app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
+        app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S, ws="none"
     )
     server = _Server(config)
+    server.address = f"http://{arguments.host}:{arguments.port}/v1, as {served.name}"
 
     async def run() -> None:
         await warm_up(served)
         if told:
             return
-        print(f"serving {served.name} at http://{arguments.host}:{arguments.port}/v1", flush=True)
         watching = asyncio.create_task(watch(manager, server, fork_server))
         await server.serve()
         watching.cancel()
@@ -135,7 +137,16 @@ def serve(
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """uvicorn's server, which ends in time."""
+    """uvicorn's server, which says when it is ready, and ends in time."""
+
+    address = ""
+    """Where clients reach it, as text."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; it does not return an error but ends if the port is in use."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            print(f"ready at {self.address}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn."""
@@ -179,21 +190,6 @@ async def watch(manager: Any, server: Any, fork_server: ForkServer) -> None:
     while manager.is_running() and fork_server.is_running():
         await asyncio.sleep(WATCH_S)
     server.should_exit = True
-
-
-def end_with_launcher() -> None:
-    """End this process soon after torchrun, which otherwise would tell it to end."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return  # started by hand: it may outlive its shell
-    parent = os.getppid()
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
-        print("error: the launcher of this rank is gone; it ends", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    threading.Thread(target=look, daemon=True).start()
 
 
 def leave_signals_to_rank_0() -> list[int]:

@@ -17,12 +17,11 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import DamagedError, ShardconvError
 from small_conversion import crashes
 
 import shardconv
 from shardconv import cli
-from shardconv.converted.verify import DamagedError
 from shardconv.exports import export_vllm as exporting
 from shardconv.exports import state_files as verifying
 from shardconv.exports import vllm_calls, vllm_state

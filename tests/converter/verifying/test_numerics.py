@@ -13,7 +13,13 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint import lazy_tensor
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
+from shardconv_runtime.errors import (
+    CheckpointError,
+    CodeMismatchError,
+    DamagedError,
+    ShardconvError,
+    SolveError,
+)
 from shardconv_runtime.files import manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.measured import Numerics
@@ -27,7 +33,6 @@ from shardconv import cli
 from shardconv.converted import numerics
 from shardconv.converted.derived_directory import identity
 from shardconv.converted.shards import read
-from shardconv.converted.verify import DamagedError
 from shardconv.reporting import report
 from shardconv.reporting.progress import Silent
 from shardconv.simulation.model_runs import PRECISIONS

@@ -18,7 +18,7 @@ import torch
 import transformers
 from plans_once import solve_as
 from shardconv_runtime.checkpoint import copying
-from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
+from shardconv_runtime.errors import CheckpointError, DamagedError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
 from small_models import hand_plan, make_custom, save_random, small_config
 from torch import Tensor
@@ -27,7 +27,7 @@ from verify_cases import change_plan, change_tensors, describe_again, flip, set_
 import shardconv
 from shardconv import cli
 from shardconv.converted import file_checks
-from shardconv.converted.verify import DamagedError, Verified
+from shardconv.converted.verify import Verified
 from shardconv.reporting.progress import Advance, Silent
 
 pytestmark = pytest.mark.usefixtures("hand_solver")

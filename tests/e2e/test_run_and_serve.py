@@ -1,0 +1,234 @@
+"""``shardconv run`` and ``shardconv serve`` at a terminal, and the programs of their ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import VOCAB, save_causal
+from distributed import free_port, torchrun_env
+from forked import Forked
+from shardconv_runtime import generate, serve
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import shardconv
+from shardconv.cli import launch_commands
+from shardconv.cli.entry import cli
+
+TIMEOUT_S = 300
+NEW_TOKENS = 6
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w9"
+
+PROMPTS = ("w11 w245 w3", "w88 w5 w250 w19 w77")
+
+
+def save_words(path: Path) -> None:
+    """A tokenizer with a word for each token, and a chat template."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, its converted directory, and what the unsharded model continues texts with."""
+
+    source: Path
+    out: Path
+
+    def continued(self, text: str) -> list[str]:
+        """The words after a text, greedily."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float64).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.source)
+        inputs = tokenizer(text, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return str(answer).split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Converted for two ranks, with a tokenizer that was saved with the model."""
+    root = tmp_path_factory.mktemp("run")
+    source = save_causal("llama", root / "llama")
+    save_words(source)
+    shardconv.convert(source, root / "out", tp=2, check=False)
+    return Model(source, root / "out")
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    """What a new terminal has in its environment."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | more
+
+
+def command(*arguments: object, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    argv = [sys.executable, "-m", "shardconv", *map(str, arguments)]
+    env = environment(**more)
+    return subprocess.run(
+        argv, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, env=env, check=False
+    )
+
+
+def printed_by_ranks(*arguments: object, stdin: str = "") -> str:
+    """What the ranks of ``shardconv_runtime.generate`` print; torchrun is not started for it."""
+    argv = ["generate", *map(str, arguments), "--max-new-tokens", str(NEW_TOKENS)]
+    port = free_port()
+    quiet = {"TORCHELASTIC_RUN_ID": "test", "TRANSFORMERS_VERBOSITY": "error"}
+    envs = [{**os.environ, **torchrun_env(rank, 2, port), **quiet} for rank in range(2)]
+    ranks = [Forked(generate.main, argv=argv, env=env, stdin=stdin) for env in envs]
+    (text, errors), (nothing, other_errors) = (rank.communicate(TIMEOUT_S) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], errors + other_errors
+    assert nothing == ""
+    return text
+
+
+LINES = f"{PROMPTS[0]}\n\n{PROMPTS[1]}\n"
+"""An empty line is no prompt."""
+
+
+class TestRun:
+    """Text of the unsharded model, and nothing else."""
+
+    def test_a_prompt_is_continued(self, model: Model) -> None:
+        printed = printed_by_ranks(model.out, PROMPTS[0], "--no-chat", "--temperature", "0")
+        assert printed.split() == model.continued(PROMPTS[0])
+
+    def test_a_prompt_is_a_message_to_a_chat_model(self, model: Model) -> None:
+        chat = f"user {PROMPTS[0]} w9"
+        assert printed_by_ranks(model.out, PROMPTS[0]).split() == model.continued(chat)
+        printed = printed_by_ranks(model.out, PROMPTS[0], "--system", "w4 w5")
+        assert printed.split() == model.continued(f"system w4 w5 {chat}")
+
+    def test_prompts_until_the_end_of_the_input(self, model: Model) -> None:
+        lines = printed_by_ranks(model.out, "--no-chat", stdin=LINES).splitlines()
+        assert [line.split() for line in lines] == [model.continued(prompt) for prompt in PROMPTS]
+
+    def test_a_seed_gives_the_same_tokens(self, model: Model) -> None:
+        sampling = ("--no-chat", "--temperature", "3", "--top-k", "50", "--seed", "5")
+        first = printed_by_ranks(model.out, PROMPTS[0], *sampling)
+        assert first == printed_by_ranks(model.out, PROMPTS[0], *sampling)
+        assert first.split() != model.continued(PROMPTS[0])
+
+    def test_from_a_terminal(self, model: Model) -> None:
+        """With the launcher; the model on standard output, and how many ranks start on the other one."""
+        options = ("--max-new-tokens", NEW_TOKENS, "--temperature", 0)
+        done = command("run", model.out, "-", "--no-chat", *options, stdin=PROMPTS[1])
+        assert done.stderr == f"starting 2 ranks: {model.out} is converted for tp 2\n"
+        assert (done.returncode, done.stdout.split()) == (0, model.continued(PROMPTS[1]))
+
+    def test_a_model_that_was_not_converted(self, model: Model, tmp_path: Path) -> None:
+        options = ("--no-chat", "--max-new-tokens", NEW_TOKENS, "--tp", 2)
+        done = command("run", model.source, PROMPTS[0], *options, SHARDCONV_CACHE=str(tmp_path))
+        assert f"starting 2 ranks: {model.source} is not converted" in done.stderr
+        assert (done.returncode, done.stdout.split()) == (0, model.continued(PROMPTS[0]))
+
+    def test_an_error_is_one_line_with_its_exit_code(self, model: Model, tmp_path: Path) -> None:
+        without = tmp_path / "without"
+        shutil.copytree(model.out, without)
+        for file in without.glob("tokenizer*"):
+            file.unlink()
+        done = command("run", "-q", without, "w3")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert "the tokenizer cannot be loaded" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+    def test_wrong_arguments(self, model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+        for options, message in (
+            (["--top-p", "2"], "--top-p must be above 0 and at most 1, got 2.0"),
+            (["--temperature", "-1"], "--temperature must be 0 or more, got -1.0"),
+            (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
+        ):
+            code = shardconv.cli.run(["run", str(model.out), "w3", *options])
+            assert (code, message in capsys.readouterr().err) == (2, True)
+
+    def test_more_ranks_than_gpus(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("shardconv.launching.num_gpus", lambda: 1)
+        assert shardconv.cli.run(["run", str(model.out), "w3"]) == 5
+        assert "there are 2 ranks for 1 GPUs" in capsys.readouterr().err
+
+
+def test_the_number_of_ranks(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = launch_commands.num_ranks
+    assert found(str(model.out), None)[0] == 2
+    assert found(str(model.source), None)[0] == launch_commands.DEFAULT_CPU_RANKS
+    assert found(str(model.source), 3)[0] == 3
+    monkeypatch.setattr("shardconv.launching.num_gpus", lambda: 4)
+    assert found(str(model.source), None)[0] == 4
+    shardconv.convert(model.source, tmp_path / "staged", tp=2, pp=2, check=False)
+    count, why = found(str(tmp_path / "staged"), None)
+    assert (count, why) == (4, f"{tmp_path / 'staged'} is converted for tp 2 and 2 stages")
+    shutil.copytree(model.out, tmp_path / "many" / "tp-2")
+    assert found(str(tmp_path / "many"), 2)[0] == 2
+
+
+class TestServe:
+    """One line when it is ready, and an end that leaves nothing behind."""
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_from_a_terminal(self, model: Model, number: signal.Signals, code: int) -> None:
+        port = free_port()
+        argv = [sys.executable, "-m", "shardconv", "serve", "-q", str(model.out), "--port", str(port)]
+        with subprocess.Popen(
+            [*argv, "--num-blocks", "8", "--api-key", "secret"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        ) as server:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": "Bearer secret"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    name = json.load(answer)["data"][0]["id"]
+            finally:
+                os.killpg(server.pid, number)  # as a terminal does
+                out, err = server.communicate(timeout=60)
+            assert (line, name) == (f"ready at http://127.0.0.1:{port}/v1, as out\n", "out")
+            assert (server.returncode, out, err) == (code, "", "")
+
+    def test_a_package_that_is_missing(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(launch_commands, "PACKAGES", ("no_such_package",))
+        assert shardconv.cli.run(["serve", str(model.out)]) == 5
+        assert "serving needs no_such_package: pip install fastapi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "program"), [("run", generate), ("serve", serve)])
+def test_the_commands_have_the_options_of_the_programs(name: str, program: Any) -> None:
+    actions = {
+        action.option_strings[0]: action
+        for action in program.argument_parser()._actions[1:]
+        if action.option_strings
+    }
+    options = {max(p.opts, key=len): p for p in cli.commands[name].params if p.opts[0].startswith("-")}
+    assert options.keys() - {"--tp", "--quiet"} == actions.keys()
+    # Without a default, click has a marker of its own there.
+    known = (str, int, float)
+    defaults = {o: (p.default or None) if isinstance(p.default, known) else None for o, p in options.items()}
+    for option in actions.keys() - {"--ignore", "--api-key"}:
+        assert defaults[option] == (actions[option].default or None), option
