@@ -26,6 +26,7 @@ from training_runs import cpu_mesh
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 
 CONVERTED, ORIGINAL = "user/model-tp", "user/original"
 TP = 4
@@ -50,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, converted for four ranks, several files for each."""
     path = tmp_path_factory.mktemp("converted") / "tp-4"
-    shardconv.convert(model, path, TP, max_file_size="1MB", check=False)
+    shardconv.convert(model, path, TP, writing=Writing(max_file_size="1MB"), check=False)
     return path
 
 

@@ -11,7 +11,7 @@ import shardconv_runtime
 import torch
 import transformers
 from distributed import run_errors_of_each, run_processes
-from shardconv_runtime import ShardconvError
+from shardconv_runtime import ShardconvError, Training
 from staged_training import (
     Run,
     batch,
@@ -113,7 +113,7 @@ def test_stages_of_one_process_each_go_on_with_several(tmp_path: Path) -> None:
 
 def refused(source: str, plan: str) -> dict[str, str]:
     """What a process is told of things that several stages in each process cannot do."""
-    model = shardconv_runtime.load(source, plan=plan, training=True, stages_per_process=2)
+    model = shardconv_runtime.load(source, plan=plan, training=Training(stages_per_process=2))
     found: dict[str, str] = {}
 
     def note(name: str, call: Callable[[], object]) -> None:
