@@ -80,6 +80,12 @@ def run_own() -> tuple[Tensor, dict[str, Tensor], dict[str, tuple[int, ...]]]:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sharded = shardconv_runtime.parallelize(model, example_inputs={"ids": IDS}, training=True)
     assert type(sharded) is Own
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() == 2:
+        begin = 64 * torch.distributed.get_rank()
+        shown = f"local weight=(64, 32) on rank {begin // 64} of 2, {begin}:{begin + 64} of dim 0"
+        assert f"(up): ColumnParallelLinear(in_features=32, out_features=128, bias=True, {shown})" in repr(
+            sharded
+        )
     logits = sharded(IDS)
     gradients = gradients_of(sharded, logits)
     torch.optim.SGD(sharded.parameters(), lr=1.0).step()

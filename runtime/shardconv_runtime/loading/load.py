@@ -121,8 +121,8 @@ def load(
             the Hub, of which this rank reads only its part. Bytes of its safetensors on the Hub are not
             cached.
         plan: for an ordinary model, a plan that was made for it: a file (``shardconv plan MODEL -o FILE``), a
-            directory with one, ``user/repo/plan.json`` on the Hub, or one that ``shardconv.plan`` returned; or
-            a ``Planning(...)`` with which it is planned now. By default it is planned for all processes.
+            directory with one, ``user/repo/plan.json`` on the Hub, or the value of ``shardconv.plan``; or a
+            ``Planning(...)`` with which it is planned now. By default it is planned for all processes.
         device: the device; by default the GPU to which the process is bound (``torch.cuda.set_device``), then
             ``cuda:LOCAL_RANK``, then the CPU. With nccl, each rank needs its own GPU.
         dtype: dtype of the parameters, as in ``from_pretrained``: parameters that the model's code keeps in
