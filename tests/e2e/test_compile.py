@@ -239,7 +239,8 @@ def run_rank(path: Path, dtype: torch.dtype, lengths: tuple[int, ...]) -> Measur
 
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a while."""
-    return shardconv_runtime.load(path, communication=Communication(timeout_s=100), **options)
+    options.setdefault("communication", Communication(timeout_s=100))
+    return shardconv_runtime.load(path, **options)
 
 
 @dataclass(frozen=True)

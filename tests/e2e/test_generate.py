@@ -170,7 +170,8 @@ def decode_all_on_rank(path: Path, name: str) -> dict[str, Any]:
 
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a minute."""
-    return shardconv_runtime.load(path, communication=Communication(timeout_s=60), **options)
+    options.setdefault("communication", Communication(timeout_s=60))
+    return shardconv_runtime.load(path, **options)
 
 
 def save_model(name: str, path: Path) -> Path:

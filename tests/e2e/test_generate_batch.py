@@ -76,7 +76,8 @@ def save_mamba(path: Path) -> Path:
 
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a minute."""
-    return shardconv_runtime.load(path, communication=Communication(timeout_s=60), **options)
+    options.setdefault("communication", Communication(timeout_s=60))
+    return shardconv_runtime.load(path, **options)
 
 
 def batches_on_rank(path: Path, attentions: Sequence[str]) -> list[tuple[list[list[int]], list[int], str]]:

@@ -19,6 +19,7 @@ from forked import Forked
 from hub_server import HubServer
 from huggingface_hub import constants
 from quantized_checkpoints import dense_config, save_quantized
+from shardconv_runtime import Training
 from shardconv_runtime.files import hub_downloads, manifest, remote_files
 from shardconv_runtime.format import plan_json
 from small_models import save_random, small_config
@@ -355,7 +356,7 @@ def test_several_stages_of_a_process_are_loaded_from_a_repository(hub: HubServer
     hub.add_repo("user/folder", out.parent)
     with torch.inference_mode():
         want = transformers.LlamaForCausalLM.from_pretrained(source)(ids() % 50).logits
-    options = {"training": True, "stages_per_process": 2}
+    options = {"training": Training(stages_per_process=2)}
     for path in ("user/four", "user/folder"):
         hub.forget()
         for found in run_processes(2, short_logits, path, options):

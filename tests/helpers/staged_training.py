@@ -91,7 +91,7 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
     mesh = None
     if run.dp > 1:
         mesh = init_device_mesh("cpu", (run.places, run.dp, run.tp), mesh_dim_names=("pp", "dp", "tp"))
-    forms: dict[str, Any] = {"training": True, "sequence_parallel": run.sequence_parallel}
+    forms: dict[str, Any] = {"sequence_parallel": run.sequence_parallel}
     forms["gather_logits"] = run.gather_logits
     model = shardconv_runtime.load(
         source,
