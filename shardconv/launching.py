@@ -1,7 +1,7 @@
 """Start the ranks of a model on this machine, with torch's own launcher.
 
 A cluster starts them with ``torchrun -m shardconv_runtime.serve`` itself. This is for one machine and one
-person at a terminal: only rank 0 prints, Ctrl-C ends all ranks, and an error is one line.
+person at a terminal: only rank 0 prints, Control-C ends all ranks, and an error is one line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Program:
     """The module that Python runs."""
     arguments: Sequence[str]
     environment: Mapping[str, str]
-    """Variables in addition to those of this process."""
+    """Variables to add to the environment of this process."""
 
 
 def num_gpus() -> int:
@@ -103,9 +103,9 @@ def _defaults(num_ranks: int) -> dict[str, str]:
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """End the ranks with SIGTERM on the first Ctrl-C, as Python would print where SIGINT came.
+    """End the ranks with SIGTERM on the first Control-C, as Python would print where SIGINT came.
 
-    Ranks are in sessions of their own and do not hear the terminal. While they end, Ctrl-C does nothing.
+    Ranks are in sessions of their own and do not hear the terminal. While they end, Control-C does nothing.
     """
     received: list[int] = []
 

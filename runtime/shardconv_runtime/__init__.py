@@ -23,7 +23,7 @@ from .errors import (
     UnknownOptionError,
 )
 from .hub_options import Hub
-from .options import Communication, Compiling, Planning, Training
+from .option_values import Communication, Compiling, Planning, Training
 
 if TYPE_CHECKING:
     from .comm.rank_0 import from_rank_0

@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PromptSettings:
     """How prompts are continued."""
 
     max_new_tokens: int
@@ -28,7 +28,7 @@ class Request:
     is_chat: bool
     """Whether a prompt becomes a message to a tokenizer that has a chat template."""
     sampling: dict[str, Any]
-    """Settings of ``generate`` that replace those of the model."""
+    """Settings of ``generate``, in place of the settings of the model."""
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -64,7 +64,7 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def request_of(arguments: argparse.Namespace) -> Request:
+def settings_of(arguments: argparse.Namespace) -> PromptSettings:
     """Return the settings of the command line, checked.
 
     Raises:
@@ -91,12 +91,12 @@ def request_of(arguments: argparse.Namespace) -> Request:
             sampling["do_sample"] = True
     if arguments.repetition_penalty is not None:
         sampling["repetition_penalty"] = arguments.repetition_penalty
-    return Request(arguments.max_new_tokens, arguments.system, not arguments.no_chat, sampling)
+    return PromptSettings(arguments.max_new_tokens, arguments.system, not arguments.no_chat, sampling)
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """Load this rank's part of the model, and generate together with the others."""
-    request = request_of(arguments)
+    settings = settings_of(arguments)
 
     # After the arguments are checked: these take seconds.
     import torch.distributed as dist
@@ -117,39 +117,39 @@ def run_rank(arguments: argparse.Namespace) -> None:
     # All ranks draw from one random state, which that of rank 0 replaces.
     set_seed(int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed)
     if arguments.prompt is not None:
-        answer(model, tokenizer, arguments.prompt, request)
+        answer(model, tokenizer, arguments.prompt, settings)
     else:
         # Only rank 0 has the terminal; the others wait for the line, or for None at the end.
         while (line := from_rank_0(read_line)) is not None:
             if line.strip():
-                answer(model, tokenizer, line, request)
+                answer(model, tokenizer, line, settings)
     if dist.is_initialized():
         dist.barrier()  # a rank that is ahead would close connections on which others still wait
         dist.destroy_process_group()
 
 
-def answer(model: Any, tokenizer: Any, prompt: str, request: Request) -> None:
+def answer(model: Any, tokenizer: Any, prompt: str, settings: PromptSettings) -> None:
     """Print the continuation; every rank calls this with the same prompt, and rank 0 prints."""
     from transformers import TextStreamer  # it takes seconds to import, see ``run_rank``
 
-    inputs = encoded(tokenizer, prompt, request).to(model.device)
-    options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, **request.sampling}
+    inputs = encoded(tokenizer, prompt, settings).to(model.device)
+    options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, **settings.sampling}
     if tokenizer.pad_token_id is not None:
         options["pad_token_id"] = tokenizer.pad_token_id
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     model.generate(**inputs, **options, streamer=streamer)
 
 
-def encoded(tokenizer: Any, prompt: str, request: Request) -> Any:
+def encoded(tokenizer: Any, prompt: str, settings: PromptSettings) -> Any:
     """Return token ids and mask ``[1, S]`` of a prompt, which is a message to a chat model."""
-    if request.is_chat and tokenizer.chat_template is not None:
+    if settings.is_chat and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}]
-        if request.system is not None:
-            messages.insert(0, {"role": "system", "content": request.system})
+        if settings.system is not None:
+            messages.insert(0, {"role": "system", "content": settings.system})
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    elif request.system is not None:
+    elif settings.system is not None:
         raise OptionError("--system needs a chat template, which the tokenizer lacks or --no-chat leaves out")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -158,7 +158,7 @@ def encoded(tokenizer: Any, prompt: str, request: Request) -> Any:
 
 
 def read_line() -> str | None:
-    """Return a line from the terminal; None at its end (Ctrl-D)."""
+    """Return a line from the terminal; None at its end (Control-D)."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:

@@ -38,7 +38,7 @@ def checked_keywords(
     Args:
         moved: arguments of earlier versions -> where they are now. They still work, with a
             ``DeprecationWarning``.
-        remedies: arguments of other libraries' functions that do the same -> what to do instead.
+        remedies: arguments of other libraries' functions that do the same -> the remedy.
     """
 
     def decorate(function: F) -> F:

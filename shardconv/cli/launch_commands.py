@@ -197,8 +197,8 @@ def serve_command(source: str, tp: int | None, quiet: bool, api_key: str | None,
     """Serve the model SRC to clients of OpenAI's API, on this machine.
 
     SRC is a converted directory, or a model, local or on the Hub, which is then planned for N ranks first.
-    The command starts one process for each rank, and prints a line when the server is ready. Ctrl-C ends it.
-    On several machines, start torchrun -m shardconv_runtime.serve, see docs/deploying.md.
+    The command starts one process for each rank, and prints a line when the server is ready. Control-C
+    ends it. On several machines, start torchrun -m shardconv_runtime.serve, see docs/deploying.md.
 
     \b
     Examples:

@@ -41,7 +41,7 @@ class Merged:
     num_bytes: int
     """Bytes of tensors."""
     was_complete: bool = False
-    """Whether an earlier run has written the same files, so that nothing was written."""
+    """Whether an earlier run has written the same files. Nothing was written then."""
 
 
 @in_default_modes

@@ -52,7 +52,7 @@ class Output:
     overwrite: bool
     """Whether a converted directory may be replaced."""
     is_complete: bool = False
-    """Whether an earlier run has completed it: this run compares it with what it would write."""
+    """Whether an earlier run has completed it. This run then only compares it with its own files."""
 
     @classmethod
     def prepare(

@@ -139,7 +139,7 @@ def write(
 
 
 def _require_same(plan: Plan, origin: Origin, output: Output, files: Sequence[TargetFile]) -> None:
-    """Raise ``ShardconvError`` unless an output that an earlier run has completed is that of this run."""
+    """Raise ``ShardconvError`` unless this run would write the output that an earlier one has completed."""
     written = manifest.read(output.path)
     old, source = manifest.read_plan(output.path, written), written.source
     before, now = (

@@ -19,6 +19,7 @@ from forked import Forked
 from hub_server import HubServer
 from huggingface_hub import constants
 from quantized_checkpoints import dense_config, save_quantized
+from shardconv_runtime import Training
 from shardconv_runtime.files import hub_downloads, manifest, remote_files
 from shardconv_runtime.format import plan_json
 from small_models import save_random, small_config
@@ -26,6 +27,7 @@ from training_runs import cpu_mesh
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 
 CONVERTED, ORIGINAL = "user/model-tp", "user/original"
 TP = 4
@@ -50,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, converted for four ranks, several files for each."""
     path = tmp_path_factory.mktemp("converted") / "tp-4"
-    shardconv.convert(model, path, TP, max_file_size="1MB", check=False)
+    shardconv.convert(model, path, TP, writing=Writing(max_file_size="1MB"), check=False)
     return path
 
 
@@ -354,7 +356,7 @@ def test_several_stages_of_a_process_are_loaded_from_a_repository(hub: HubServer
     hub.add_repo("user/folder", out.parent)
     with torch.inference_mode():
         want = transformers.LlamaForCausalLM.from_pretrained(source)(ids() % 50).logits
-    options = {"training": True, "stages_per_process": 2}
+    options = {"training": Training(stages_per_process=2)}
     for path in ("user/four", "user/folder"):
         hub.forget()
         for found in run_processes(2, short_logits, path, options):

@@ -26,7 +26,7 @@ from ..files.reading import Span
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
-from ..options import Communication, Planning
+from ..option_values import Communication, Planning
 from ..parallel.meta_model import build_model, find_class
 from . import rank_files
 from .data_sharding import DataSharding

@@ -31,7 +31,7 @@ from ..hub_options import Hub, require_repo_id
 from ..inference.compiling import warm_up_decoding
 from ..keywords import checked_keywords
 from ..loaded import LoadedModel, unwrapped
-from ..options import Communication, Compiling, Planning, Training
+from ..option_values import Communication, Compiling, Planning, Training
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .building import ModelBuilder, transforms
@@ -121,8 +121,8 @@ def load(
             the Hub, of which this rank reads only its part. Bytes of its safetensors on the Hub are not
             cached.
         plan: for an ordinary model, a plan that was made for it: a file (``shardconv plan MODEL -o FILE``), a
-            directory with one, ``user/repo/plan.json`` on the Hub, or what ``shardconv.plan`` returned; or
-            a ``Planning(...)`` with which it is planned now. By default it is planned for all processes.
+            directory with one, ``user/repo/plan.json`` on the Hub, or the value of ``shardconv.plan``; or a
+            ``Planning(...)`` with which it is planned now. By default it is planned for all processes.
         device: the device; by default the GPU to which the process is bound (``torch.cuda.set_device``), then
             ``cuda:LOCAL_RANK``, then the CPU. With nccl, each rank needs its own GPU.
         dtype: dtype of the parameters, as in ``from_pretrained``: parameters that the model's code keeps in

@@ -18,7 +18,7 @@ from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub
 from ..keywords import Moved
-from ..options import Communication, Compiling, Planning, Training
+from ..option_values import Communication, Compiling, Planning, Training
 from ..packed.formats import FORMATS
 from ..training.fsdp import DataParallel
 from .checked_source import AdapterDirectories, CheckedSource, InMemory, LoadOptions

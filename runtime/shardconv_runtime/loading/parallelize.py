@@ -15,7 +15,7 @@ from ..default_modes import in_default_modes
 from ..errors import PlanError
 from ..format.plan import Plan
 from ..keywords import checked_keywords
-from ..options import Communication, Compiling, ExampleInputs, Planning, Training
+from ..option_values import Communication, Compiling, ExampleInputs, Planning, Training
 from ..training.fsdp import DataParallel
 from .in_memory import in_memory
 from .load import load_model
@@ -53,8 +53,8 @@ def parallelize(
         model: an ``nn.Module`` or a model of transformers, neither quantized nor sharded, without adapters.
         example_inputs: the keyword arguments of a call, with which a module that is not of transformers is
             traced; or a function that returns them for the model's ``config``, or a file of them.
-        plan: what ``shardconv.plan`` returned for this model, or a ``Planning(...)``. By default the model is
-            planned for all processes.
+        plan: a plan that ``shardconv.plan`` returned for this model, or a ``Planning(...)``. By default the
+            model is planned for all processes.
         device: as in ``load``, like the arguments that follow.
 
     Returns:

@@ -27,7 +27,7 @@ from ..files.small_files import EXAMPLE_NAME, VARIANT
 from ..format import plan_json
 from ..format.plan import Plan
 from ..format.typed_json import write_text
-from ..options import Planning
+from ..option_values import Planning
 from ..versions import converter_function, tool_versions
 from .by_plan import ordinary
 from .checked_source import CheckedSource, LoadOptions

@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .comm.collectives import AllReduce
+from typing import Any
 
 ExampleInputs = str | os.PathLike[str] | Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """A call of a model: its keyword arguments, a function that returns them for a config, or a file of them."""
@@ -61,7 +58,7 @@ class Communication:
     """
 
     timeout_s: float | None = None
-    all_reduce: AllReduce | str | None = None
+    all_reduce: Callable[..., Any] | str | None = None
     check_inputs: bool = False
 
 
