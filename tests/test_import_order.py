@@ -38,6 +38,7 @@ CONVERTER_ORDER = (
     "launching",
     "converted",
     "exports",
+    "old_names",
     "__init__",
     "cli",
     "__main__",

@@ -9,19 +9,20 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import click
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.hub_options import of_commands
 from shardconv_runtime.versions import __version__
 
-from .directory_commands import COMMANDS as ON_CONVERTED
-from .directory_commands import adapt_command, report_command
-from .export_command import COMMANDS as EXPORTS
-from .export_command import push_command
-from .launch_commands import COMMANDS as LAUNCHING
-from .model_commands import COMMANDS as FROM_MODELS
+from .directory_commands import COMMANDS as DIRECTORY_COMMANDS
+from .env_command import COMMANDS as ENV_COMMANDS
+from .export_command import COMMANDS as EXPORT_COMMANDS
+from .launch_commands import COMMANDS as LAUNCH_COMMANDS
+from .model_commands import COMMANDS as MODEL_COMMANDS
+from .old_commands import COMMANDS as OLD_COMMANDS
 from .options import printable
 
 INTERNAL, USAGE, DAMAGE, NETWORK, REFUSED, INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -86,7 +87,29 @@ def _fail(message: str, code: int = USAGE) -> int:
     return code
 
 
+class Groups(click.Group):
+    """A group whose help lists its commands in sections."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click."""
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                rows = [(str(each.name), each.get_short_help_str(limit=100)) for each in commands]
+                formatter.write_dl(rows)
+
+
+GROUPS: Mapping[str, Sequence[click.Command]] = {
+    "Convert": MODEL_COMMANDS,
+    "Work with a converted directory": DIRECTORY_COMMANDS,
+    "Use a model on this machine": LAUNCH_COMMANDS,
+    "Publish and export": EXPORT_COMMANDS,
+    "Report a problem": ENV_COMMANDS,
+}
+"""The commands, in the order of the help."""
+
+
 @click.group(
+    cls=Groups,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -99,37 +122,21 @@ def cli(context: click.Context) -> None:
     torchrun, each rank then reads only its own bytes.
 
     \b
-      shardconv plan MODEL --tp 8           show the plan; needs only the config
-      shardconv convert MODEL --tp 8 out/   convert
-      shardconv inspect out/                show a converted directory, or one on the Hub
-      shardconv report out/                 show it as a web page with a picture
-      shardconv verify out/                 check every byte of it
-      shardconv reshard out/ --tp 4 out-4/  convert it for another number of ranks
-      shardconv merge out/ hf/              convert it back to an ordinary checkpoint
-      shardconv export out/ --format dcp d/ convert it for torch.distributed.checkpoint, or for vLLM
-      shardconv adapt out/ lora/ out-lora/  plan it with an adapter of the peft library
-      shardconv replan out/                 solve it again after an upgrade of transformers
-      shardconv push out/ user/model-tp     publish it on the Hugging Face Hub
-
-      shardconv run out/ "Hello"            answer a prompt, on this machine
-      shardconv serve out/                  serve it to clients of OpenAI's API, on this machine
+    Examples:
+      shardconv convert org/name out/ --tp 2
+      shardconv run out/ "What is the capital of France?"
 
     \b
-    In a script that torchrun starts with 8 processes:
+    In a script that torchrun starts:
       import shardconv_runtime
       model = shardconv_runtime.load("out/")
+
+    Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 missing or damaged files, 4 network, 5 the request
+    cannot be met, 130 interrupted.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
-for _command in (
-    *LAUNCHING,
-    *FROM_MODELS,
-    *ON_CONVERTED,
-    *EXPORTS,
-    adapt_command,
-    report_command,
-    push_command,
-):
+for _command in (*chain(*GROUPS.values()), *OLD_COMMANDS):
     cli.add_command(_command)

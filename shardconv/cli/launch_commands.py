@@ -141,7 +141,7 @@ sampling_options = together(
 @ranks_option
 @quiet_option
 def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int:
-    """Answer PROMPT with the model SRC, on this machine.
+    """Answer a prompt.
 
     SRC is a converted directory, or a model, local or on the Hub, which is then planned for N ranks first.
     The command starts one process for each rank and prints the answer as it comes. PROMPT is a message if
@@ -194,7 +194,7 @@ def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int
 @ranks_option
 @quiet_option
 def serve_command(source: str, tp: int | None, quiet: bool, api_key: str | None, **options: Any) -> int:
-    """Serve the model SRC to clients of OpenAI's API, on this machine.
+    """Serve a model to clients of OpenAI's API.
 
     SRC is a converted directory, or a model, local or on the Hub, which is then planned for N ranks first.
     The command starts one process for each rank, and prints a line when the server is ready. Control-C

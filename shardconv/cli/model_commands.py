@@ -8,27 +8,32 @@ from typing import Any
 
 import click
 from shardconv_runtime.files.manifest import MANIFEST_NAME
-from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
-from shardconv_runtime.hub_options import Hub
 
 from ..arguments import RandomInit, parse_ranks, parse_size
 from ..convert import convert, plan
-from ..fitting import smallest_tp, table
+from ..fitting import FewestRanks, smallest_tp, table
 from ..reporting.plan_lines import RESERVE, Workload, aligned
+from ..reporting.plan_records import plan_record
+from ..reporting.records import CandidateReport
 from ..reporting.report import report
 from ..reporting.summary import human_bytes, summarize
+from .directory_commands import written_record
+from .export_command import plan_text
 from .options import (
+    RenamedOptions,
     auto_tp_option,
     device_options,
     example_option,
     experts_option,
     hub_from,
     initial_options,
+    json_option,
     model_options,
     part_options,
     print_complete,
+    print_report,
     print_written,
     sequence_option,
     size_options,
@@ -41,64 +46,70 @@ from .options import (
     writing_from,
 )
 
+OLD_FORMATS = {"json": "plan", "tp_plan": "tp_plan", "shards": "shards"}
+"""Formats of ``plan`` in earlier versions, and of ``export`` now."""
 
-@click.command("convert")
+
+@click.command("convert", cls=RenamedOptions)
 @click.argument("model")
-@click.argument("out", type=click.Path())
-@tp_option
+@click.argument("dst", type=click.Path())
+@tp_option()
 @stage_options
 @experts_option
 @sequence_option
 @size_options
-@part_options("OUT")
+@part_options("DST")
 @stream_option
 @initial_options
 @example_option
 @click.option("--no-check", is_flag=True, help="Skip the numerical check.")
+@json_option
 @model_options
 def convert_command(
-    model: str, out: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
+    model: str, dst: str, tp: int, no_check: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any
 ) -> None:
-    """Convert MODEL to the directory OUT for N ranks.
+    """Convert a model to shards for N ranks.
 
-    MODEL is a directory with config.json and weights, or the id of a Hub repository. Before the command
-    writes anything, it checks the plan: it simulates all ranks in float64 and compares them with the
-    unsharded model. Until the conversion is complete, OUT contains only .partial. To continue an interrupted
-    run, run the same command again.
+    MODEL is a directory with config.json and weights, or the id of a Hub repository; DST is the directory to
+    create. Before the command writes anything, it checks the plan: it simulates all ranks in float64 and
+    compares them with the unsharded model. Until the conversion is complete, DST contains only .partial. To
+    continue an interrupted run, run the same command again.
 
     \b
     Examples:
-      shardconv convert ./my-model --tp 2 out/
+      shardconv convert ./my-model out/ --tp 2
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
       shardconv convert org/mixture --tp 8 --experts ep out/
       shardconv convert org/name --tp 8 --sequence-parallel out/
       shardconv convert org/large --tp 8 --pp 2 out/         # two hosts of 8
       shardconv convert org/large --tp 8 --pp 2 --ranks 8-15 out/  # on the second one
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
-      shardconv convert ./my-robot --trust-remote-code --example-inputs call.py --tp 2 out/
-      shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
+      shardconv convert ./my-robot --trust-remote-code --example-inputs call.py out/ --tp 2
+      shardconv convert --random-init --seed 7 my-config/ out/ --tp 8
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     seed, random_init = options.pop("seed"), options.pop("random_init")
     if seed is not None and not random_init:
-        raise click.UsageError("--seed is for the weights of a new model; add --random-init, or leave it out")
+        raise click.UsageError("--seed is for the weights of a new model; add --random-init, or leave it dst")
     initial = RandomInit(seed=seed or 0) if random_init else None
-    is_complete = was_complete(out, overwrite=options["overwrite"])
+    is_complete = was_complete(dst, overwrite=options["overwrite"])
     values: dict[str, Any] = {
         "hub": hub_from(options),
         "writing": writing_from(options),
         "random_init": initial or False,
     }
     with working(quiet, verbose) as progress:
-        solved = convert(model, out, tp, check=not no_check, progress=progress, **values, **options)
-    if quiet:
+        solved = convert(model, dst, tp, check=not no_check, progress=progress, **values, **options)
+    if as_json:
+        print_report(written_record(dst, solved, was_complete=is_complete))
+    elif quiet:
         return
-    if is_complete:
-        print_complete(out)
+    elif is_complete:
+        print_complete(dst)
     elif solved.stages is not None:
         most = human_bytes(max(summarize(solved).rank_bytes))
-        print_written(out, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
-    elif (Path(out) / MANIFEST_NAME).is_file():
+        print_written(dst, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
+    elif (Path(dst) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         held = human_bytes(max(summary.rank_bytes))
         if held != human_bytes(min(summary.rank_bytes)):
@@ -106,7 +117,7 @@ def convert_command(
         drawn = ""
         if initial:
             drawn = f", initialized at random with seed {initial.seed}"
-        print_written(out, f"{held} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
+        print_written(dst, f"{held} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
 
 
 @click.command("plan")
@@ -116,45 +127,33 @@ def convert_command(
 @experts_option
 @sequence_option
 @click.option(
-    "--format",
-    "chosen",
-    type=click.Choice(("report", "json", "tp_plan", "shards")),
-    help="A report, the plan as JSON, a tp_plan for transformers, or the parts of each parameter that each "
-    "rank holds.  [default: report; json in FILE]",
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan to FILE."
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Also write it to FILE."
-)
-@click.option(
-    "--check/--no-check",
-    default=None,
-    help="Check the plan numerically.  [default: only for json]",
-)
+@click.option("--check/--no-check", default=None, help="Check the plan numerically.  [default: only with -o]")
 @example_option
 @tokens_option
 @device_options
+@json_option
+@click.option("--format", "chosen", type=click.Choice(("report", *OLD_FORMATS)), hidden=True)
 @model_options
 def plan_command(
     model: str,
     tp: int | str,
-    chosen: str | None,
-    as_json: bool,
     output: str | None,
     check: bool | None,
     tokens: int,
+    as_json: bool,
+    chosen: str | None,
     **options: Any,
 ) -> None:
-    """Show how MODEL would be converted for N ranks. Needs only its config.
+    """Show how a model would be sharded. Needs only its config.
 
-    The report lists each kind of layer with its category, local shapes and bytes per rank, the replicated
-    parameters and the reason, the collectives of one forward pass, and the memory for weights, cache and
-    activations.
+    The report lists each kind of layer of MODEL with its category, local shapes and bytes per rank, the
+    replicated parameters and the reason, the collectives of one forward pass, and the memory for weights,
+    cache and activations.
 
-    With a plan in JSON you can load a model without converting it: load("org/name", plan="plan.json").
-    A tp_plan is for the tensor parallelism of transformers, if it can express the plan:
-    from_pretrained(MODEL, distributed_config=DistributedConfig(tp_size=N, tp_plan=...)).
-    Shards are for programs that move weights between processes with different sharding.
+    With a plan in a file you can load a model without converting it: load("org/name", plan="plan.json").
+    The command export prints a plan in other formats.
 
     \b
     Examples:
@@ -162,32 +161,63 @@ def plan_command(
       shardconv plan org/name --tp 8 --device-memory 80GB
       shardconv plan org/name --tp auto --device-memory 80GB --context 32768
       shardconv plan org/large --tp 8 --pp 2
-      shardconv plan ./my-model --tp 4 --json -o plan.json
-      shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
+      shardconv plan ./my-model --tp 4 -o plan.json
     """
-    if as_json and chosen not in (None, "json"):
-        raise click.UsageError(f"--json and --format {chosen} contradict each other; give one")
-    chosen = "json" if as_json else chosen
+    old = None if chosen in (None, "report") else str(chosen)
+    if old is not None:
+        format_now = OLD_FORMATS[old]
+        target = f" {output}" if output else ""
+        click.echo(
+            f"plan --format {old} is now called: shardconv export {model}{target} --format {format_now} "
+            f"--tp {tp}",
+            err=True,
+        )
     if check is None:
-        check = chosen == "json" or (chosen is None and output is not None)
-    if options["pp"] > 1 and chosen == "tp_plan":
-        raise click.UsageError("--format tp_plan does not support stages; leave out --pp or --format")
+        check = old == "json" or (old is None and output is not None)
     load = _load(tp, *(options.pop(name) for name in ("device_memory", "reserve", "context", "batch")))
     quiet, verbose = options.pop("quiet"), options.pop("verbose")
-    options["hub"] = hub_from(options)
+    options["hub"] = hub = hub_from(options)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:
+        choice = None
         if isinstance(tp, str):
             solved, choice = _smallest(model, load, check, progress, options)
         else:
-            solved, choice = plan(model, tp, check=check, progress=progress, **options), ""
-        shown = _plan_text(solved, chosen or "report", tokens, load, model, options)
+            solved = plan(model, tp, check=check, progress=progress, **options)
+        text = ""
+        if old is not None or output is not None:
+            read = {name: options[name] for name in ("dtype", "trust_remote_code")}
+            text = plan_text(solved, OLD_FORMATS[old or "json"], model, hub, **read)
         if output is not None:
-            text = shown if chosen else _plan_text(solved, "json", tokens, load, model, options)
             write_text(Path(output), text)
-    if not quiet or chosen not in (None, "report"):
-        click.echo((choice if chosen in (None, "report") else "") + shown, nl=False)
+    if old is not None:
+        click.echo(text, nl=False)
+    elif as_json:
+        candidates = () if choice is None else _candidates(choice)
+        print_report(plan_record(solved, tokens, load, candidates))
+    elif not (quiet and output is not None):
+        click.echo("" if choice is None else _choice_text(choice), nl=False)
+        click.echo(report(solved, num_tokens=tokens, load=load), nl=False)
+
+
+def _candidates(choice: FewestRanks) -> list[CandidateReport]:
+    """Return the numbers of ranks that were tried, for a report."""
+    found = []
+    for each in choice.candidates:
+        needed = each.needs
+        sizes: tuple[int | None, ...] = (None,) * 4
+        if needed is not None:
+            sizes = (needed.weights, needed.cache, needed.activations, needed.total)
+        found.append(CandidateReport(each.tp, each is choice.chosen, each.is_enough, each.problem, *sizes))
+    return found
+
+
+def _choice_text(choice: FewestRanks) -> str:
+    """Return a table of the chosen number of ranks and its neighbors."""
+    lines = [f"CHOICE  tp {choice.chosen.tp} is the smallest power of two that fits", *aligned(table(choice))]
+    lines += [f"  tp {each.tp}: {each.problem}" for each in choice.candidates if each.problem]
+    return "\n".join(lines) + "\n\n"
 
 
 def _load(
@@ -210,8 +240,8 @@ def _load(
 
 def _smallest(
     model: str, load: Workload | None, check: bool, progress: Any, options: dict[str, Any]
-) -> tuple[Plan, str]:
-    """Return the plan for the fewest ranks that fit, and a table of their neighbors as text."""
+) -> tuple[Plan, FewestRanks]:
+    """Return the plan for the fewest ranks that fit, and their neighbors."""
     assert load is not None
 
     def solve(tp: int) -> Plan:
@@ -219,31 +249,10 @@ def _smallest(
         return plan(model, tp, check=False, progress=progress, **options)
 
     choice = smallest_tp(solve, load)
-    lines = [f"CHOICE  tp {choice.chosen.tp} is the smallest power of two that fits", *aligned(table(choice))]
-    lines += [f"  tp {each.tp}: {each.problem}" for each in choice.candidates if each.problem]
     solved = choice.plan
     if check:
         solved = plan(model, choice.chosen.tp, check=True, progress=progress, **options)
-    return solved, "\n".join(lines) + "\n\n"
+    return solved, choice
 
 
-def _plan_text(
-    solved: Plan, chosen: str, tokens: int, load: Workload | None, model: str, options: dict[str, Any]
-) -> str:
-    """Return the plan in one of the formats; ``options`` are the options of the command ``plan``."""
-    if chosen in ("tp_plan", "shards"):
-        # It imports torch and transformers, which the help and wrong arguments do not need.
-        from ..exports.tp_plan import dumps, skeleton, to_json, tp_plan
-
-        if chosen == "shards":
-            return dumps(solved)
-        hub: Hub = options["hub"]
-        read = {name: options[name] for name in ("dtype", "trust_remote_code")}
-        return to_json(tp_plan(solved, skeleton(model, hub, **read, tied=dict(solved.tied))))
-    if chosen == "json":
-        return plan_json.dumps(solved)
-
-    return report(solved, num_tokens=tokens, load=load)
-
-
-COMMANDS = (convert_command, plan_command)
+COMMANDS = (plan_command, convert_command)

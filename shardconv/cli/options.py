@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import CheckpointError, MissingModelError, OptionError
 from shardconv_runtime.files.manifest import MANIFEST_NAME, check_size, read_plan
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directories, variant
@@ -27,6 +27,7 @@ from shardconv_runtime.hub_options import Hub, looks_like_path
 from ..arguments import Writing, parse_memory, parse_size, require_tp
 from ..converted.shards import of_all_stages
 from ..reporting.progress import for_terminal
+from ..reporting.records import json_text
 from ..reporting.report import report
 
 if TYPE_CHECKING:
@@ -62,25 +63,51 @@ _SILENT = {
 """Environment variables that the libraries read when they are imported."""
 
 
-def print_written(out: str, held: str, ranks: str) -> None:
+RENAMED = {"--memory": "--io-memory", "--lora": "--new"}
+"""Options of earlier versions, which are not in the help, and their names now."""
+
+
+class RenamedOptions(click.Command):
+    """A command that takes options by their earlier names, with a line that says the name now."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click."""
+        known = {option for parameter in self.params for option in parameter.opts}
+        renamed = []
+        for arg in args:
+            old, equals, value = arg.partition("=")
+            new = RENAMED.get(old)
+            if new in known and old not in known:
+                click.echo(f"{old} is now called {new}", err=True)
+                arg = f"{new}{equals}{value}"
+            renamed.append(arg)
+        return super().parse_args(ctx, renamed)
+
+
+def print_report(report: Any) -> None:
+    """Print a record of ``reporting.records`` as JSON."""
+    click.echo(json_text(report), nl=False)
+
+
+def print_written(dst: str, held: str, ranks: str) -> None:
     """Print how much of a model is in a directory for each rank, and how to see its plan."""
-    click.echo(f"{out}: {held} on each of {ranks}; to see the plan, run shardconv inspect {out}")
+    click.echo(f"{dst}: {held} on each of {ranks}; to see the plan, run shardconv inspect {dst}")
 
 
-def was_complete(out: str, *, overwrite: bool = False) -> bool:
+def was_complete(dst: str, *, overwrite: bool = False) -> bool:
     """Return whether an earlier run has completed an output that this run may not replace."""
-    directories = stage_directories(Path(out)) or [Path(out)]
+    directories = stage_directories(Path(dst)) or [Path(dst)]
     return not overwrite and all((directory / MANIFEST_NAME).is_file() for directory in directories)
 
 
-def print_complete(out: str) -> None:
+def print_complete(dst: str) -> None:
     """Print that an earlier run has written the same output."""
-    click.echo(f"{out}: already complete")
+    click.echo(f"{dst}: already complete")
 
 
-def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
-    """Print a plan as JSON, or as a report on a forward pass of ``tokens`` tokens."""
-    click.echo(plan_json.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)
+def print_plan(solved: Plan, tokens: int) -> None:
+    """Print a report on a forward pass of ``tokens`` tokens."""
+    click.echo(printable(report(solved, num_tokens=tokens)), nl=False)
 
 
 def printable(text: str) -> str:
@@ -133,14 +160,13 @@ class TpOrAuto(click.ParamType[Any]):
         return tp
 
 
-tp_option = click.option(
-    "--tp",
-    type=int,
-    required=True,
-    metavar="N",
-    callback=checked(require_tp),
-    help="Number of ranks.",
-)
+def tp_option(*, required: bool = True) -> Callable[[Command], Command]:
+    """Return ``--tp`` of a command that converts."""
+    check = checked(require_tp if required else optional(require_tp))
+    return click.option(
+        "--tp", type=int, required=required, metavar="N", callback=check, help="Number of ranks."
+    )
+
 
 auto_tp_option = click.option(
     "--tp",
@@ -203,8 +229,13 @@ stage_options = together(
     ),
 )
 
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print a report for programs, as one JSON object."
+)
+
 tokens_option = click.option(
     "--tokens",
+    type=click.IntRange(1),
     default=2048,
     show_default=True,
     metavar="N",
@@ -212,7 +243,7 @@ tokens_option = click.option(
 )
 
 loudness_options = together(
-    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+    click.option("-q", "--quiet", is_flag=True, help="Print only errors, and what an option asks for."),
     click.option("-v", "--verbose", is_flag=True, help="Show library logging and tracebacks."),
 )
 
@@ -226,12 +257,13 @@ size_options = together(
         help="Maximum size of a file, for example 500MB or 5GB. A larger tensor gets its own file.",
     ),
     click.option(
-        "--memory",
+        "--io-memory",
+        "memory",
         default="512MiB",
         show_default=True,
         metavar="SIZE",
         callback=checked(parse_memory),
-        help="I/O buffer size.",
+        help="Memory for the buffers through which files are copied.",
     ),
 )
 
@@ -258,7 +290,7 @@ initial_options = together(
     click.option(
         "--keep-unused",
         is_flag=True,
-        help="Keep tensors that the model does not use, so that merge can write them.",
+        help="Keep tensors that the model does not use, so that export --format hf can write them.",
     ),
 )
 
@@ -281,11 +313,11 @@ where_options = together(
         type=int,
         metavar="N",
         callback=checked(optional(require_tp)),
-        help="Number of ranks, if OUT has several directories tp-N/.",
+        help="Number of ranks, if SRC has several directories tp-N/.",
     ),
-    hub_options("OUT"),
+    hub_options("SRC"),
 )
-"""Options that choose a converted directory in OUT, and that say how to reach the Hub for a repository."""
+"""Options that choose a converted directory in SRC, and that say how to reach the Hub for a repository."""
 
 stream_option = click.option(
     "--stream/--download",
@@ -314,24 +346,24 @@ def trust_option(where: str) -> Callable[[Command], Command]:
     return click.option("--trust-remote-code", is_flag=True, help=f"Allow the Python code in {where} to run.")
 
 
-def part_options(out: str) -> Callable[[Command], Command]:
-    """Return options for which ranks of the argument ``out`` are written, and whether it may be replaced."""
+def part_options(dst: str) -> Callable[[Command], Command]:
+    """Return options for which ranks of the argument ``dst`` are written, and whether it may be replaced."""
     return together(
         click.option(
             "--ranks",
             metavar="LIST",
             help="Write only these ranks, for example 0-3 or 0,2,5. The last part completes "
-            f"{out}.  [default: all]",
+            f"{dst}.  [default: all]",
         ),
         click.option(
             "--overwrite",
             is_flag=True,
-            help=f"Replace {out} if it is a converted directory.",
+            help=f"Replace {dst} if it is a converted directory.",
         ),
     )
 
 
-# Opens the converted directory that OUT is or contains, on this machine or on the Hub.
+# Opens the converted directory that a source is or contains, on this machine or on the Hub.
 
 
 @dataclass(frozen=True)
@@ -355,54 +387,55 @@ class Opened:
             self.repository.check_sizes(self.manifest.files)
 
 
-def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
-    """Open the converted directory that OUT is or contains, or the directories of all its stages. Each gets
-    the plan of all stages.
+def opened(source: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
+    """Open the converted directory that a source is or contains, or the directories of all its stages.
+
+    Each gets the plan of all stages.
     """
-    if is_on_hub(out):
+    if is_on_hub(source):
         # The Hub client is slow to import, and a local directory does not need it.
         from shardconv_runtime.files.hub_downloads import find_all
         from shardconv_runtime.files.library_logging import without_hub_logging
 
         with without_hub_logging():
-            found = find_all(out, Hub(**hub), tp)
+            found = find_all(source, Hub(**hub), tp)
         parts = [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in found]
     else:
-        directories = _directories(Path(out), tp)
+        directories = _directories(Path(source), tp)
         manifests = [read_manifest(directory) for directory in directories]
         parts = [Opened(d, m, read_plan(d, m)) for d, m in zip(directories, manifests, strict=True)]
     if (number := parts[0].manifest.tp) != tp and tp is not None:
-        raise CheckpointError(
-            f"{out} is converted for {number} ranks, not for {tp}; leave out --tp, or convert it again"
+        raise OptionError(
+            f"{source} is converted for {number} ranks, not for {tp}; leave source --tp, or convert it again"
         )
     if len(parts) > 1:
         parts = [replace(each, plan=of_all_stages(each.plan)) for each in parts]
     if any(each.plan != parts[0].plan for each in parts):
-        raise CheckpointError(f"{out} has stages of several conversions; convert again")
+        raise CheckpointError(f"{source} has stages of several conversions; convert again")
     return parts
 
 
-def adapter_plan(out: str) -> Plan | None:
+def adapter_plan(source: str) -> Plan | None:
     """Read the plan of a model with the adapter in a directory that ``adapt`` wrote; None for others."""
-    path = Path(out) / PLAN_NAME
-    if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
+    path = Path(source) / PLAN_NAME
+    if not path.is_file() or (Path(source) / MANIFEST_NAME).is_file():
         return None
 
     return plan_json.read(path)
 
 
-def is_on_hub(out: str) -> bool:
-    """Return whether OUT is the id of a repository, ``user/name``, and not a path."""
-    if "/" not in out or out.endswith(".json") or Path(out).exists():
+def is_on_hub(source: str) -> bool:
+    """Return whether a source is the id of a repository, ``user/name``, and not a path."""
+    if "/" not in source or source.endswith(".json") or Path(source).exists():
         return False
-    return not looks_like_path(folder_in(out)[0])
+    return not looks_like_path(folder_in(source)[0])
 
 
-def require_local(out: str) -> None:
+def require_local(source: str) -> None:
     """Refuse the id of a repository, for a command that reads every byte."""
-    if is_on_hub(out):
-        raise SourceError(
-            f"no such directory: {out}; download a repository on the Hub first: hf download {out} "
+    if is_on_hub(source):
+        raise MissingModelError(
+            f"no such directory: {source}; download a repository on the Hub first: hf download {source} "
             "--local-dir DIR, then give DIR or its tp-N/"
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from shardconv_runtime.errors import CheckpointError, PlanError
+from shardconv_runtime.errors import CheckpointError, NotConvertedError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
@@ -69,6 +69,8 @@ def open_contents(directory: Path) -> Contents:
     try:
         found = manifest.read(directory)
         is_intact = manifest.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
+    except NotConvertedError:
+        raise
     except (MalformedError, CheckpointError) as error:
         remedy = "" if ";" in str(error) else "; copy the directory again, or convert the model again"
         raise CheckpointError(f"{error}{remedy}") from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import CheckpointError, PlanError
+from shardconv_runtime.errors import CheckpointError, OptionError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import stage_directories
@@ -143,10 +143,12 @@ def _first_difference(old: Plan, new: Plan) -> str:
 
 @in_default_modes
 def reshard(
-    out: str | os.PathLike[str],
-    out2: str | os.PathLike[str],
-    tp: int,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str] | None = None,
+    tp: int | None = None,
     *,
+    in_place: bool = False,
+    sequence_parallel: bool = False,
     pp: int = 1,
     stages: str = "",
     max_file_size: int | str = MAX_FILE_SIZE,
@@ -157,29 +159,32 @@ def reshard(
     check: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
-    """Solve the model of a converted directory for ``tp`` ranks and write its shards to ``out2``.
+    """Solve the model of a converted directory for ``tp`` ranks and write its shards to ``dst``.
 
-    The weights come from ``out`` and are not cast; the original checkpoint is not needed. Converting it
+    The weights come from ``src`` and are not cast; the original checkpoint is not needed. Converting it
     would give the same files. To continue an interrupted run, call it again with the same arguments.
 
     Args:
-        out: a converted directory.
-        out2: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
+        src: a converted directory.
+        dst: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
             run, unless ``overwrite`` is set.
         tp: number of ranks.
-        pp: number of stages; ``out`` may have another number, or none.
+        in_place: solve ``src`` again for the same ranks and the installed versions, and keep its shards;
+            ``dst`` and ``tp`` are left out. It is an error if the new plan has another layout.
+        sequence_parallel: with ``in_place``, add a sequence-parallel form.
+        pp: number of stages; ``src`` may have another number, or none.
         stages: first and last layer of each stage, see ``convert``.
         max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
             gets its own file.
         memory: I/O buffer size in bytes, or as text.
         ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. See ``convert``.
-        trust_remote_code: import the Python code in ``out``; necessary if its plan was made with it.
-        overwrite: replace ``out2`` if it is a converted directory.
+        trust_remote_code: import the Python code in ``src``; necessary if its plan was made with it.
+        overwrite: replace ``dst`` if it is a converted directory.
         check: simulate the ranks in float64 and check the plan before anything is written.
         progress: where to report progress.
 
     Returns:
-        The plan, as in ``out2/plan.json``.
+        The plan, as in ``dst/plan.json``.
 
     Raises:
         ShardconvError: the message names the problem and the remedy.
@@ -187,11 +192,23 @@ def reshard(
     Example:
         >>> plan = shardconv.reshard("out/", "out-4/", tp=4)
     """
+    if in_place:
+        if dst is not None or tp is not None:
+            raise OptionError("a directory that is solved in place keeps its ranks; leave out dst and tp")
+        return replan(
+            src,
+            trust_remote_code=trust_remote_code,
+            check=check,
+            sequence_parallel=sequence_parallel,
+            progress=progress,
+        )
+    if dst is None or tp is None:
+        raise OptionError("give dst and tp, or in_place=True to solve a directory again for the same ranks")
     require_tp(tp)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
-    derived_directory.require_apart(out, out2)
-    outputs = prepared(out2, pp, overwrite=overwrite, source=out, options=write_options, tp=tp)
-    found = derived_directory.read(out, trust_remote_code=trust_remote_code)
+    derived_directory.require_apart(src, dst)
+    outputs = prepared(dst, pp, overwrite=overwrite, source=src, options=write_options, tp=tp)
+    found = derived_directory.read(src, trust_remote_code=trust_remote_code)
 
     # torch and transformers are imported once the arguments are known to be right.
     from .new_solution import resharded

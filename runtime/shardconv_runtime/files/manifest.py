@@ -196,8 +196,8 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
         if stages := sorted(path.name for path in Path(directory).glob("stage-*-of-*")):
             raise NotConvertedError(f"{where} holds stages; name the directory of one, as {stages[0]}")
         raise NotConvertedError(
-            f"{where} has no {MANIFEST_NAME}: it is not a converted model, "
-            "or its conversion did not finish; convert the model again"
+            f"{where} has no {MANIFEST_NAME}: it is not a converted model, or its conversion did not finish; "
+            "name the output of shardconv convert, or run that command again"
         )
     try:
         return loads(read_text(path, plan_json.MAX_BYTES))

