@@ -5,7 +5,7 @@
     shardconv adapt out/ out-lora/ --lora lora.json --seed 1
     torchrun --nproc-per-node 4 examples/sft.py --model out --adapter out-lora --output trained README.md
 
-Needs TRL: ``pip install 'shardconv-runtime[trl]'``. The trained adapter is in ``trained/model``; peft and
+Needs TRL: ``pip install trl``. The trained adapter is in ``trained/model``; peft and
 ``load(adapter=)`` take it.
 """
 

@@ -4,7 +4,7 @@
     shardconv convert --random-init examples/small --tp 2 --sequence-parallel out/
     torchrun --nproc-per-node 4 examples/trainer.py --model out --output trained README.md docs/*.md
 
-Needs accelerate: ``pip install 'shardconv-runtime[trainer]'``.
+Needs accelerate: ``pip install accelerate``.
 """
 
 from __future__ import annotations

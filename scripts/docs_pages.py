@@ -1,20 +1,17 @@
 """A hook of mkdocs: pages of the site that docs/ does not have, and links that only work in the repository.
 
-The overview is the README; the references of the command line and of the Python API come from the code. The
+The overview is the README; the reference of the Python API comes from the code. The
 pages of coverage get their long tables from the rows of the sweeps (``tests/zoo/pages.py``).
 """
 
 from __future__ import annotations
 
 import ast
-import html
-import inspect
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import click
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +28,6 @@ def on_files(files: Files, config: Any) -> Files:
     for name, page in OF_THE_ROOT.items():
         text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
         files.append(File.generated(config, page, content=text))
-    files.append(File.generated(config, "cli.md", content=command_line()))
     files.append(File.generated(config, "api.md", content=python_api()))
     return files
 
@@ -43,48 +39,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}", f"]({target}", markdown)
     markdown = re.sub(r"\[([^]]+)\]\((?:\.\./\S+|LICENSE)\)", r"\1", markdown)
     return re.sub(r"^```(\w+) .+$", r"```\1", markdown, flags=re.MULTILINE)  # marks for tests
-
-
-def command_line() -> str:
-    """A section for each command."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
-    from shardconv.cli.entry import cli
-
-    sections = [
-        "# Command line",
-        "Exit codes: 0 is success, 1 an internal error, 2 a request that cannot be met.",
-    ]
-    for name, command in cli.commands.items():
-        usage = command.get_usage(click.Context(command, info_name=f"shardconv {name}"))
-        sections += [
-            f"## {name}",
-            f"```text\n{usage.removeprefix('Usage: ')}\n```",
-            help_text(command.help or ""),
-        ]
-        sections.append("| option | |\n|---|---|")
-        for option in command.params:
-            if isinstance(option, click.Option) and not option.hidden:
-                declared, text = option.get_help_record(click.Context(command)) or ("", "")
-                sections[-1] += f"\n| <code>{cell(declared)}</code> | {cell(text)} |"
-    return "\n\n".join(sections) + "\n"
-
-
-def cell(text: str) -> str:
-    """Text in a cell of a table."""
-    return html.escape(text).replace("|", "&#124;").replace("x&gt;=", "at least ")
-
-
-def help_text(text: str) -> str:
-    """Help of a command as Markdown: its unwrapped paragraphs are code."""
-    found = []
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
-        if paragraph.startswith("\b"):
-            lines = paragraph.removeprefix("\b\n").splitlines()
-            code = [line.strip() for line in lines if line.startswith(" ")]
-            found.append("```sh\n" + "\n".join(code) + "\n```" if code else "\n".join(lines))
-        else:
-            found.append(paragraph)
-    return "\n\n".join(found)
 
 
 def python_api() -> str:

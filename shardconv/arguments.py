@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import OptionError
 from shardconv_runtime.files.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 from shardconv_runtime.format.field_checks import MAX_TP
 from shardconv_runtime.format.plan import EXPERT_MODES
@@ -98,28 +98,28 @@ class RandomInit:
     def __post_init__(self) -> None:
         seed = self.seed
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-            raise ShardconvError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
+            raise OptionError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
 
 
 def require_tp(tp: int) -> None:
     """Raise ``ShardconvError`` unless ``tp`` is an int from 1 to the format's limit."""
     if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_TP:
-        raise ShardconvError(f"tp must be a whole number from 1 to {MAX_TP:,}, got {tp!r}")
+        raise OptionError(f"tp must be a whole number from 1 to {MAX_TP:,}, got {tp!r}")
 
 
 def require_pp(options: SolveOptions) -> None:
     """Raise ``ShardconvError`` unless this is a number of stages, and the other options know stages."""
     pp = options.pp
     if not isinstance(pp, int) or isinstance(pp, bool) or not 1 <= pp * options.tp <= MAX_TP:
-        raise ShardconvError(f"pp must be a whole number from 1 to {MAX_TP // options.tp:,}, got {pp!r}")
+        raise OptionError(f"pp must be a whole number from 1 to {MAX_TP // options.tp:,}, got {pp!r}")
     if options.stages and pp == 1:
-        raise ShardconvError("the layers of stages need more than one stage; add --pp (pp=)")
+        raise OptionError("the layers of stages need more than one stage; add --pp (pp=)")
 
 
 def require_experts(experts: str) -> None:
     """Raise ``ShardconvError`` unless this is a way to shard experts."""
     if experts not in EXPERT_MODES:
-        raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
+        raise OptionError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
 
 
 def parse_size(size: int | str) -> int:
@@ -129,11 +129,11 @@ def parse_size(size: int | str) -> int:
     else:
         match = _SIZE.fullmatch(size.strip())
         if match is None:
-            raise ShardconvError(f"{size!r} is not a size; write it as 5GB or 500MB")
+            raise OptionError(f"{size!r} is not a size; write it as 5GB or 500MB")
         power = " kMGT".lower().index(match[2].lower() or " ")
         num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if num_bytes < 1:
-        raise ShardconvError(f"the size {size!r} must be 1 byte or more, as 5GB or 500MB")
+        raise OptionError(f"the size {size!r} must be 1 byte or more, as 5GB or 500MB")
     return num_bytes
 
 
@@ -141,7 +141,7 @@ def parse_memory(memory: int | str) -> int:
     """Return bytes from a number or from text such as ``512MiB``."""
     num_bytes = parse_size(memory)
     if num_bytes < MIN_MEMORY:
-        raise ShardconvError(f"memory of {memory} is too little; give 1MiB or more")
+        raise OptionError(f"memory of {memory} is too little; give 1MiB or more")
     return num_bytes
 
 
@@ -153,15 +153,15 @@ def parse_ranks(ranks: Collection[int] | str | None, tp: int) -> tuple[int, ...]
         return tuple(sorted({rank for item in ranks.split(",") for rank in _parse_range(item, ranks, tp)}))
     wrong = [rank for rank in ranks if rank not in range(tp)]
     if wrong:
-        raise ShardconvError(f"{wrong[0]!r} is not a rank of {tp}: they are 0 to {tp - 1}")
+        raise OptionError(f"{wrong[0]!r} is not a rank of {tp}: they are 0 to {tp - 1}")
     return tuple(sorted(set(ranks)))
 
 
 def _parse_range(item: str, text: str, tp: int) -> range:
     match = _RANKS.fullmatch(item.strip())
     if match is None:
-        raise ShardconvError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
+        raise OptionError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last or last >= tp:
-        raise ShardconvError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
+        raise OptionError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
     return range(first, last + 1)

@@ -48,7 +48,7 @@ class SolveError(ShardconvError):
 # What happened. These also derive from the built-in error that a caller would catch.
 
 
-class OptionError(PlanError, ValueError):
+class OptionError(PlanError, SourceError, ValueError):
     """An argument has a value that it cannot have, or contradicts another one."""
 
     exit_code = 2
@@ -72,8 +72,10 @@ class NotConvertedError(SourceError, CheckpointError, FileNotFoundError):
     exit_code = 2
 
 
-class OutputExistsError(ShardconvError, FileExistsError):
+class OutputExistsError(CheckpointError, FileExistsError):
     """The output exists, and may not be replaced."""
+
+    exit_code = 5
 
 
 class DamagedError(CheckpointError, ValueError):
@@ -109,7 +111,11 @@ class NetworkError(SourceError, ConnectionError):
     exit_code = 4
 
 
-class MissingPackageError(ShardconvError, ImportError):
+class AccessError(SourceError, PermissionError):
+    """The Hub does not let this user read or write a repository."""
+
+
+class MissingPackageError(PlanError, SourceError, LaunchError, ImportError):
     """A package that the request needs is not installed."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .errors import SourceError
+from .errors import MissingModelError, OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ def looks_like_path(text: str) -> bool:
 
 def require_repo_id(text: str) -> None:
     """Refuse a text that cannot be the id of a repository."""
-    problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
+    problem = MissingModelError(f"no such directory: {text} (and it is not a Hub id); check the path")
     if looks_like_path(text):
         raise problem
     folder = text.partition("/")[0]
     if "/" in text and os.path.isdir(folder):
-        raise SourceError(
+        raise OptionError(
             f"no such directory: {text}, and {folder} is a directory here, so that it is not taken for a Hub "
             "id; check the path, or run this from another directory"
         )

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from .errors import LaunchError
+from .errors import MissingPackageError
 
 __version__ = "0.1.0"
 
@@ -22,8 +22,9 @@ def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
     """Return a function of the converter, which is its own distribution and may be missing."""
     for found in entry_points(group=CONVERTER, name=name):
         return found.load()
-    raise LaunchError(
-        f"{purpose}, which needs the package shardconv; install it next to shardconv-runtime{remedy}"
+    raise MissingPackageError(
+        f"{purpose}, which needs the package shardconv; install it from the repository that "
+        f"shardconv-runtime came from (pip install .){remedy}"
     )
 
 

@@ -28,6 +28,17 @@ from .options import printable
 INTERNAL, USAGE, DAMAGE, NETWORK, REFUSED, INTERRUPTED = 1, 2, 3, 4, 5, 130
 """Exit codes; errors of the project have their own, see ``ShardconvError.exit_code``."""
 
+EXIT_CODES = {
+    0: "done",
+    INTERNAL: "an internal error; please report it",
+    USAGE: "wrong usage: an option, an argument or a path that does not exist",
+    DAMAGE: "files are missing, or differ from those that were written",
+    NETWORK: "the Hub cannot be reached or does not answer",
+    REFUSED: "the request cannot be met: no plan, an unsupported model, other code, an output that exists",
+    INTERRUPTED: "interrupted; 128 and the number of another signal that ended run or serve",
+}
+"""What each exit code means."""
+
 _REMEDIES = {
     errno.ENOENT: "name a directory that exists",
     errno.ENOTDIR: "name a directory that exists",

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import OutputExistsError, SourceError
 from shardconv_runtime.files import fingerprint, manifest
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.plan import Plan
@@ -81,8 +81,8 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointError(f"{target} is a file; name a directory to make")
+        raise OutputExistsError(f"{target} is a file; name a directory to make")
     names = {path.name for path in target.iterdir()}
     if names and not (overwrite and PLAN_NAME in names):
         remedy = "name another, or pass --overwrite" if PLAN_NAME in names else "name a directory to make"
-        raise CheckpointError(f"{target} is not empty; {remedy}")
+        raise OutputExistsError(f"{target} is not empty; {remedy}")

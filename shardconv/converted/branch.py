@@ -21,8 +21,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from shardconv_runtime.errors import SourceError
-from shardconv_runtime.files.hub_errors import explain, hub_error, is_temporary
+from shardconv_runtime.errors import OptionError, SourceError
+from shardconv_runtime.files.hub_errors import explain, hub_error, hub_failure, is_temporary
 from shardconv_runtime.files.hub_time_limits import bounded
 from shardconv_runtime.hub_options import option
 
@@ -111,7 +111,7 @@ class Remote:
         except HFValidationError:
             is_id = False
         if not is_id:
-            raise SourceError(f"{repo_id} is not the id of a repository; give it as user/name")
+            raise OptionError(f"{repo_id} is not the id of a repository; give it as user/name")
         if revision is not None and re.fullmatch(r"[0-9a-f]{40}|refs/.*", revision):
             raise SourceError(
                 f"{revision} is a commit or a ref, not a branch; give the name of a branch, old or new, as "
@@ -190,7 +190,7 @@ class Remote:
         if tree.commit is None:
             self.patiently(lambda: self._api.create_repo(self.repo_id, private=private, exist_ok=True))
         elif private and not tree.private:
-            raise SourceError(
+            raise OptionError(
                 f"{self.repo_id} exists and is public; make it private in its settings, or leave out "
                 f"{option('private')}"
             )
@@ -228,7 +228,7 @@ class Remote:
         except (ValueError, RuntimeError, OSError) as error:  # of the client, of Xet, or of a local file
             if hub_error(error) is not None or getattr(error, "filename", None):
                 raise
-            raise SourceError(self._explained(error)) from error
+            raise hub_failure(self._explained(error), error) from error
         meter.end(sum(item.num_bytes for item in items))
         return str(done.oid)
 
@@ -251,7 +251,7 @@ class Remote:
                     continue
                 if hub_error(error) is None:
                     raise
-                raise SourceError(self._explained(error)) from error
+                raise hub_failure(self._explained(error), error) from error
         raise AssertionError("the last try returns or raises")
 
     def _explained(self, error: Exception) -> str:

@@ -22,7 +22,7 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
     stored,
     take,
 )
-from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
+from shardconv_runtime.errors import OptionError, OutputExistsError, PlanError, SourceError
 from shardconv_runtime.files import manifest, small_files
 from shardconv_runtime.files.manifest import UNUSED_NAME, FileEntry, check_size, resolve
 from shardconv_runtime.format.header import data_start, item_bytes, read_header
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Raise ``ShardconvError`` if ``target`` is the converted directory ``out``, or inside of it."""
     if Path(target).expanduser().resolve().is_relative_to(Path(out).expanduser().resolve()):
-        raise ShardconvError(f"{target} is in {out}, which is read; name a directory outside of it")
+        raise OptionError(f"{target} is in {out}, which is read; name a directory outside of it")
 
 
 def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str], last: str) -> Output:
@@ -59,14 +59,14 @@ def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike
     if path.is_dir() and not known_files(path) and any(file.name != PARTIAL for file in path.iterdir()):
         if any(file.stat().st_size for file in path.glob(last)):
             return Output(path.absolute(), overwrite=False, is_complete=True)
-        raise ShardconvError(f"{name} {directory} is not empty; name another directory")
+        raise OutputExistsError(f"{name} {directory} is not empty; name another directory")
     return Output.prepare(path, overwrite=False, source=out)
 
 
 def require_nothing_new(name: str, path: Path) -> None:
     """Raise ``ShardconvError`` if another process has written to the directory since it was empty."""
     if any(file.name != PARTIAL for file in path.iterdir()):
-        raise ShardconvError(f"{name} {path} was written to by others meanwhile; name another directory")
+        raise OutputExistsError(f"{name} {path} was written to by others meanwhile; name another directory")
 
 
 def require_trusted(out: str | os.PathLike[str], plan: Plan, *, trust_remote_code: bool) -> None:

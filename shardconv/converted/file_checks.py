@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from shardconv_runtime.errors import CheckpointError, NotConvertedError, PlanError
+from shardconv_runtime.errors import (
+    CheckpointError,
+    DamagedError,
+    MissingFileError,
+    NotConvertedError,
+    PlanError,
+)
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
@@ -136,9 +142,9 @@ class _Files:
                 try:
                     stats = path.stat()
                 except FileNotFoundError as error:
-                    raise CheckpointError("is missing") from error
+                    raise MissingFileError("is missing") from error
                 except OSError as error:
-                    raise CheckpointError(f"cannot be read ({error.strerror})") from error
+                    raise DamagedError(f"cannot be read ({error.strerror})") from error
                 if not stat.S_ISREG(stats.st_mode):
                     raise CheckpointError("is not a file")
             except CheckpointError as error:

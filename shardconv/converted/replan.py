@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import CheckpointError, OptionError, PlanError
+from shardconv_runtime.errors import MissingFileError, OptionError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import stage_directories
@@ -120,7 +120,7 @@ def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan)
         if entry.path.endswith(".safetensors"):
             path = manifest.resolve(directory, entry.path)
             if not path.is_file():
-                raise CheckpointError(f"{directory}: {entry.path} is missing; convert the model again")
+                raise MissingFileError(f"{directory}: {entry.path} is missing; convert the model again")
             manifest.check_shard(path, entry.rank, found.tp, layout)
 
 

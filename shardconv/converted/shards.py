@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
-from shardconv_runtime.errors import CheckpointError, PlanError
+from shardconv_runtime.errors import CheckpointError, DamagedError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.shard_files import check_sample
@@ -119,7 +119,7 @@ def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
     plans = {of_all_stages(stage.plan) for stage in stages}
     source = stages[0].manifest.source
     if len(plans) > 1 or any(stage.manifest.source != source for stage in stages):
-        raise CheckpointError(f"{path} has stages of several conversions; convert again")
+        raise DamagedError(f"{path} has stages of several conversions; convert again")
     plan = plans.pop()
     found = []
     for number, stage in enumerate(stages):
@@ -168,7 +168,7 @@ def _read(path: Path, may_be_damaged: bool) -> Converted:
             if stored is None or (stored.dtype, stored.shape) != expected:
                 held = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
                 where = "common/" if owner is None else f"the files of rank {owner}"
-                raise CheckpointError(
+                raise DamagedError(
                     f"{path}: {where} should hold {name} as {expected[0]} {list(expected[1])}, "
                     f"and hold {held}; copy the directory again, or convert the model again"
                 )

@@ -22,7 +22,7 @@ from shardconv_runtime.checkpoint.copying import CopyUnit, PlacedTensor, plan_un
 from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, Shape
 from shardconv_runtime.checkpoint.packed_plan import as_planned, flatten, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import CheckpointError, DamagedError, SourceError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import small_files
@@ -245,11 +245,9 @@ class _Comparer:
             try:
                 count = os.preadv(self._handle(index, path), [into], offset)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read at byte {offset} ({error.strerror})") from error
+                raise DamagedError(f"{path} cannot be read at byte {offset} ({error.strerror})") from error
             if count == 0:
-                raise CheckpointError(
-                    f"{path} has no byte {offset}: it was cut off since its header was read"
-                )
+                raise DamagedError(f"{path} has no byte {offset}: it was cut off since its header was read")
             into, offset = into[count:], offset + count
         return held[:num_bytes]
 

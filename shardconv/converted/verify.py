@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import CheckpointError, DamagedError, ShardconvError, SourceError
+from shardconv_runtime.errors import CheckpointError, DamagedError, OptionError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.fingerprint import check_code
 from shardconv_runtime.files.manifest import MANIFEST_NAME
@@ -93,7 +93,7 @@ def verify(
     hub = Hub(revision, cache_dir, local_files_only, token)
     given = [field.name for field in fields(hub) if getattr(hub, field.name)]
     if against is None and given:
-        raise ShardconvError(
+        raise OptionError(
             f"{given[0]} says how to read a model to compare with, and none is named; add --against MODEL"
         )
     parts = [open_contents(part) for part in stage_directories(directory) or [directory]]
@@ -111,7 +111,7 @@ def verify(
 
         source = parts[0].manifest.source
         if is_initialized(source):
-            raise SourceError(
+            raise OptionError(
                 f"{directory} is {source.name}: there is no checkpoint to compare it with; leave out "
                 "--against, the checksums are verified without it"
             )

@@ -27,7 +27,7 @@ from pathlib import Path
 from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import OptionError, ShardconvError
 from shardconv_runtime.files.shard_files import grouped
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
@@ -120,7 +120,7 @@ def export(
         >>> torch.distributed.checkpoint.load(model.state_dict(), storage_reader=reader)
     """
     if format not in FORMATS:
-        raise ShardconvError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        raise OptionError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     limit, budget = parse_size(max_file_size), parse_memory(memory)
     path = Path(directory).expanduser()
     state = read_state(path / PARTIAL)

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import OutputExistsError
 from shardconv_runtime.hub_options import Hub
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
@@ -102,7 +102,7 @@ def export_vllm(
     options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
     output = Output.prepare(directory, overwrite=False, source=model, owners=options.owners(tp))
     if output.is_complete and not is_engine_state(output.path):
-        raise ShardconvError(f"DIR {directory} is not empty; name another directory")
+        raise OutputExistsError(f"DIR {directory} is not empty; name another directory")
     progress = progress or Silent()
 
     progress.stage(f"reading {os.fspath(model)}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shardconv_runtime.errors import CheckpointError
+from shardconv_runtime.errors import CheckpointError, DamagedError
 from shardconv_runtime.files import manifest as paths
 from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, Source
@@ -93,9 +93,9 @@ def read(directory: str | os.PathLike[str]) -> StateManifest:
         text = read_text(Path(directory) / MANIFEST_NAME)
         found = load_document(StateManifest, text, FORMAT, VERSION)
     except MalformedError as error:
-        raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}; export it again") from error
+        raise DamagedError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}; export it again") from error
     if dumps(found) != text:
-        raise CheckpointError(
+        raise DamagedError(
             f"{os.fspath(directory)}: {MANIFEST_NAME} was changed since it was written; export it again"
         )
     return found

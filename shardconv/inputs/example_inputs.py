@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from shardconv_runtime.errors import SourceError
+from shardconv_runtime.errors import MissingModelError, SourceError
 from shardconv_runtime.files.small_files import EXAMPLE_NAME
 from shardconv_runtime.parallel.build import EMBEDDINGS
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ def read_example(example: Example) -> ExampleInputs:
         return ExampleInputs(f"{FUNCTION}={getattr(example, '__name__', example)}", _of_config(example))
     path = Path(example).expanduser()
     if not path.is_file():
-        raise SourceError(f"{path}: there is no such file of example inputs")
+        raise MissingModelError(f"{path}: there is no such file of example inputs")
     if path.suffix != ".py":
         return _safetensors(path)
     try:

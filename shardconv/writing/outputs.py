@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
-from shardconv_runtime.errors import CheckpointError, ShardconvError
+from shardconv_runtime.errors import CheckpointError, OptionError, OutputExistsError, ShardconvError
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, check_size, rank_directory
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directory
@@ -66,12 +66,12 @@ class Output:
         """Check that ``out`` may be written, without creating it, or that it is complete already."""
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
-            raise ShardconvError(f"OUT {out} is a file; name a directory that does not exist yet")
+            raise OutputExistsError(f"OUT {out} is a file; name a directory that does not exist yet")
         if path.is_dir() and any(file.name != PARTIAL for file in path.iterdir()):
             _require_apart(path, Path(source).expanduser())
             if not overwrite and not _is_being_finished(path):
                 if not (path / MANIFEST_NAME).is_file():
-                    raise ShardconvError(
+                    raise OutputExistsError(
                         f"OUT {out} is not empty, and has no {MANIFEST_NAME} of an earlier conversion; name "
                         "another directory"
                     )
@@ -90,7 +90,7 @@ class Output:
         """Check the directory again, after the plan was made."""
         is_complete = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
         if is_complete and not self.overwrite:
-            raise ShardconvError(
+            raise OutputExistsError(
                 f"OUT {self.path} was written by another process meanwhile; name another directory, "
                 "or pass --overwrite"
             )
@@ -114,14 +114,14 @@ def _is_being_finished(path: Path) -> bool:
 def _require_apart(path: Path, source: Path) -> None:
     """Require that ``path`` does not contain the model that is read."""
     if source.exists() and source.resolve().is_relative_to(path.resolve()):
-        raise ShardconvError(f"OUT {path} holds the model to convert; name another directory")
+        raise OptionError(f"OUT {path} holds the model to convert; name another directory")
 
 
 def _require_replaceable(path: Path) -> None:
     """Require that shardconv wrote every file in ``path``."""
     written = known_files(path)
     if path.is_symlink() or not (written or (path / MANIFEST_NAME).is_file()):
-        raise ShardconvError(
+        raise OutputExistsError(
             f"OUT {path} was not written by shardconv, so it is not overwritten; name another directory"
         )
     try:
@@ -134,7 +134,7 @@ def _require_replaceable(path: Path) -> None:
     )
     strangers = [name for name in names if name not in written and name.split("/")[0] != PARTIAL]
     if strangers:
-        raise ShardconvError(
+        raise OutputExistsError(
             f"OUT {path} holds {strangers[0]}, which shardconv did not write; move it away first"
         )
 
@@ -172,7 +172,7 @@ def prepared(
 def refuse_other_output(name: str, out: Path, reason: str, remedy: str = OTHER_REMEDY) -> None:
     """Raise ``ShardconvError`` if there is a reason for which a finished output is not this run's."""
     if reason:
-        raise ShardconvError(
+        raise OutputExistsError(
             f"{name} {out} is not empty: it is complete, and of another conversion ({reason}); {remedy}"
         )
 
@@ -209,7 +209,7 @@ class StageOutputs:
         path = Path(out).expanduser().absolute()
         names = [stage_directory(stage, count) for stage in range(count)]
         if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(names))):
-            raise ShardconvError(
+            raise OutputExistsError(
                 f"OUT {out} holds {strangers[0]}, which is none of {count} stages; name another directory"
             )
         directories = [path / name for name in names]

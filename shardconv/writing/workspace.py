@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import OutputExistsError, ShardconvError
 from shardconv_runtime.files.manifest import OF_PIECES
 
 from .durable import LOCK_NAME, BusyError, fsync, is_locked, locked_journal, refuse, setup_lock, unlock
@@ -213,12 +213,12 @@ def _agree(
     if state.job != ABANDONED:
         reason = difference(state.job, job)
         if is_part:
-            raise ShardconvError(
+            raise OutputExistsError(
                 f"OUT {out} holds parts of another conversion ({reason}); use the same model and options "
                 f"for all parts, or remove {partial}"
             )
         if state.moves is not None and is_placed(out, state.moves):
-            raise ShardconvError(
+            raise OutputExistsError(
                 f"OUT {out} is the complete output of another conversion ({reason}); remove {partial}, the "
                 "only leftover of that run, and pass --overwrite to replace OUT"
             )

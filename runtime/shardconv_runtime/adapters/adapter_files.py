@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CodeMismatchError, PlanError, SourceError
+from ..errors import CodeMismatchError, OptionError, SourceError
 from ..files.fingerprint import check_code
 from ..files.manifest import sha256_checksum
 from ..format import plan_json
@@ -46,14 +46,14 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
     """Read the configs and plans of adapters, by their names."""
     directories = given if isinstance(given, Mapping) else {DEFAULT: given}
     if not directories:
-        raise PlanError("adapter={} names no adapter; leave it out")
+        raise OptionError("adapter={} names no adapter; leave it out")
     return {require_name(name): _read(Path(directory)) for name, directory in directories.items()}
 
 
 def require_name(name: str) -> str:
     """Return the name if an adapter can have it."""
     if not isinstance(name, str) or not name or "." in name or "/" in name or name == ANY_NAME:
-        raise PlanError(f"{name!r} cannot be the name of an adapter; give one without dots and slashes")
+        raise OptionError(f"{name!r} cannot be the name of an adapter; give one without dots and slashes")
     return name
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import PlanError, ShardconvError, SourceError, brief
+from ..errors import MissingPackageError, ShardconvError, SourceError, brief
 
 # The peft library: imported when an adapter is used, and its errors.
 
@@ -16,8 +16,8 @@ def peft() -> Any:
     try:
         import peft as package
     except ImportError as error:
-        raise PlanError(
-            f"adapters need the peft library ({error}); run `pip install shardconv-runtime[peft]`"
+        raise MissingPackageError(
+            f"adapters need the peft library ({error}); run `pip install peft`"
         ) from error
     return package
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import MODEL_MAPPING, PreTrainedModel
 
-from ..errors import SourceError, brief
+from ..errors import DamagedModelError, SourceError, brief
 from ..format.names import natural_key
 from ..parallel.meta_model import for_older_transformers, tied_names
 from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
@@ -267,7 +267,7 @@ def _load_from(
         # Name the parameters whose conversion failed; only transformers' log has them.
         names = [match[1] for report in reports for match in _UNCONVERTED.finditer(report)]
         if names:
-            raise SourceError(
+            raise DamagedModelError(
                 f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters "
                 f"consist of: {_some(names)}; download it again, or correct config.json"
             ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from ..errors import SourceError, brief
+from ..errors import SourceError, UnsupportedError, brief
 from .model_directory import (
     read_config_json,
 )
@@ -57,7 +57,7 @@ def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code:
         )
     if model_type is None:
         raise SourceError(f"{path} lacks model_type, by which {version} finds the class; add the field")
-    raise SourceError(
+    raise UnsupportedError(
         f"{path}: unknown architecture {model_type!r} in {version}; install a transformers that has it"
     )
 
@@ -81,7 +81,7 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
             if _is_model(cls):  # not _fits: some types use the class of another one
                 assert isinstance(cls, type)
                 return cls
-    raise SourceError(
+    raise UnsupportedError(
         f"transformers {transformers.__version__} has no model class for {type(config).__name__} "
         f"(architectures: {getattr(config, 'architectures', None)}); name one in config.json"
     )

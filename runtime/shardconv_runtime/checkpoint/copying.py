@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ..errors import SourceError
+from ..errors import DamagedModelError
 from ..files.remote_files import RemoteFile, RemoteReader
 from ..format.header import dtype_name, item_bytes
 from .boxes import (
@@ -391,9 +391,9 @@ class OpenSources:
                 count = os.preadv(self._handle(leaf.path), [into], offset)
             except OSError as error:
                 reason = error.strerror or str(error)
-                raise SourceError(f"{leaf.path} cannot be read at byte {offset}: {reason}") from error
+                raise DamagedModelError(f"{leaf.path} cannot be read at byte {offset}: {reason}") from error
             if count == 0:
-                raise SourceError(
+                raise DamagedModelError(
                     f"{leaf.path} ends before byte {offset + 1}: it was cut off since its header was read; "
                     "download or copy it again"
                 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SourceError, brief
+from ..errors import DamagedModelError, MissingModelError, SourceError, UnsupportedError, brief
 from ..files.manifest import MANIFEST_NAME, PLAN_NAME
 from ..files.model_config import CONFIG, unsafe_entry
 from ..hub_options import require_repo_id
@@ -50,9 +50,13 @@ def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Pat
             weight_files(path)
         return path
     if path.exists():
-        raise SourceError(f"{text} is a file; give the directory that holds config.json and the weights")
+        raise MissingModelError(
+            f"{text} is a file; give the directory that holds config.json and the weights"
+        )
     if path.is_symlink():
-        raise SourceError(f"{text} is a link to {os.readlink(path)}, which does not exist; mend the link")
+        raise MissingModelError(
+            f"{text} is a link to {os.readlink(path)}, which does not exist; mend the link"
+        )
     require_repo_id(text)
     return None
 
@@ -61,13 +65,13 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     """Return ``config.json`` as it was written."""
     path = directory / CONFIG
     if not path.is_file():
-        raise SourceError(f"no config.json in {directory}; name the directory of a transformers model")
+        raise MissingModelError(f"no config.json in {directory}; name the directory of a transformers model")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read as JSON: {brief(error)}; restore the file") from error
+        raise DamagedModelError(f"{path} cannot be read as JSON: {brief(error)}; restore the file") from error
     if not isinstance(raw, dict):
-        raise SourceError(f"{path} does not hold a JSON object; restore the file")
+        raise DamagedModelError(f"{path} does not hold a JSON object; restore the file")
     if problem := unsafe_entry(raw):
         raise SourceError(f"{path}: {problem}; remove it")
     return raw
@@ -97,7 +101,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             files = tuple(directory / name for name in _read_index(directory / index).files)
             for file in files:
                 if not file.is_file():
-                    raise SourceError(f"{file}, named by {index}, is missing; download it")
+                    raise DamagedModelError(f"{file}, named by {index}, is missing; download it")
             return files
     if (directory / ".metadata").is_file():
         raise SourceError(
@@ -106,7 +110,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             "docs/integrations.md"
         )
     names = " or ".join(single for single, _ in LAYOUTS)
-    raise SourceError(f"no weights in {directory}: expected {names} (or their index); download them")
+    raise MissingModelError(f"no weights in {directory}: expected {names} (or their index); download them")
 
 
 def index_of(directory: Path) -> Index | None:
@@ -134,13 +138,13 @@ def _read_index(index: Path) -> Index:
         weight_index = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
         names = weight_index.files
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{index} is not an index of weights; download or copy it again") from error
+        raise DamagedModelError(f"{index} is not an index of weights; download or copy it again") from error
     for name in names:
         parts = name.split("/") if isinstance(name, str) and "\\" not in name else [""]
         if any(part in ("", ".", "..") for part in parts) or Path(name).is_absolute():
-            raise SourceError(f"{index} names {name!r}, which is not a file of its directory")
+            raise DamagedModelError(f"{index} names {name!r}, which is not a file of its directory")
     if not names:
-        raise SourceError(f"{index} names no files; download or copy it again")
+        raise DamagedModelError(f"{index} names no files; download or copy it again")
     return weight_index
 
 
@@ -166,7 +170,7 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
         if (directory / "model_index.json").is_file():
             parts = sorted(path.parent.name for path in directory.glob("*/config.json"))
             named = f", such as {directory / parts[0]}" if parts else ""
-            raise SourceError(
+            raise UnsupportedError(
                 f"{directory} is a diffusers pipeline; name one of its parts that is a transformers "
                 f"model{named}"
             )
@@ -202,7 +206,7 @@ def remarks(directory: Path) -> list[str]:
 def _refuse_other_weights(directory: Path) -> None:
     for pattern, kind in _OTHER_WEIGHTS.items():
         if other_file := next(directory.glob(pattern), None):
-            raise SourceError(
+            raise UnsupportedError(
                 f"{directory} holds {kind} ({other_file.name}), which shardconv does not read; name the "
                 "model in transformers' format, or load it with from_pretrained and save it with "
                 "save_pretrained"
@@ -213,7 +217,7 @@ def _refuse_pointer(file: Path) -> None:
     if not file.is_file() or file.stat().st_size > 1024:
         return
     if file.read_bytes().startswith(_LFS):
-        raise SourceError(
+        raise DamagedModelError(
             f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` there, or `hf download`"
         )
 

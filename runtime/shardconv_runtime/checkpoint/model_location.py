@@ -11,8 +11,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
-from ..errors import SourceError
-from ..files.hub_errors import explain
+from ..files.hub_errors import explain, hub_failure
 from ..files.hub_time_limits import bounded
 from ..files.model_config import CONFIG
 from ..files.remote_files import RemoteFile, remote_files
@@ -109,4 +108,4 @@ def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
             )
         return Path(snapshot)
     except Exception as error:  # including errors of the HTTP library
-        raise SourceError(explain(repo_id, hub.revision, error)) from error
+        raise hub_failure(explain(repo_id, hub.revision, error), error) from error

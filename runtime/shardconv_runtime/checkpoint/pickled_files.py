@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SourceError, brief
+from ..errors import DamagedModelError, SourceError, UnsupportedError, brief
 from ..format.header import STORED_NAME, dtype_name
 from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf
 
@@ -39,7 +39,9 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
     for name, tensor in load_pickled(file, "meta").items():
         dtype = dtype_name(tensor.dtype)
         if tensor.layout != torch.strided or dtype not in STORED_NAME:
-            raise SourceError(f"{file}: {name} is {tensor.layout} of dtype {dtype}, which is not supported")
+            raise UnsupportedError(
+                f"{file}: {name} is {tensor.layout} of dtype {dtype}, which is not supported"
+            )
         offset = _storage_offset(file, name, tensor, records)
         if offset is None:
             leaf = ComputedLeaf(f"{file}: {name}", _reader(load, name), dtype, tensor.numel())
@@ -75,7 +77,7 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
                 f"{file} holds {match[1]}, which might run code, so the file is not loaded; save only the "
                 "tensors, as safetensors"
             ) from error
-        raise SourceError(
+        raise DamagedModelError(
             f"{file} cannot be read by torch.load ({brief(error, 100)}); download or copy it again"
         ) from error
     if not isinstance(tensors, dict) or not all(
@@ -108,7 +110,9 @@ def _records(file: Path) -> dict[int, int]:
                     lengths = struct.unpack("<HH", raw.read(_ENTRY_BYTES)[-4:])
                     sizes_by_offset[info.header_offset + _ENTRY_BYTES + sum(lengths)] = info.file_size
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, struct.error) as error:
-        raise SourceError(f"{file} is damaged ({brief(error, 100)}); download or copy it again") from error
+        raise DamagedModelError(
+            f"{file} is damaged ({brief(error, 100)}); download or copy it again"
+        ) from error
     return sizes_by_offset
 
 
@@ -121,7 +125,7 @@ def _storage_offset(file: Path, name: str, tensor: torch.Tensor, records: dict[i
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
     if records[offset] < max(end, tensor.untyped_storage().nbytes()):
-        raise SourceError(
+        raise DamagedModelError(
             f"{file}: {name} needs more than the {records[offset]} bytes stored for it; download or copy it "
             "again"
         )

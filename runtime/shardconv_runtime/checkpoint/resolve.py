@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from ..errors import SourceError
+from ..errors import OptionError, SourceError
 from ..files.remote_files import RemoteFile
 from ..files.small_files import choose_files, sizes_in
 from ..format.header import dtype_name
@@ -87,7 +87,7 @@ def resolve(
         dtype: the dtype of the parameters; by default the config's dtype, otherwise the checkpoint's.
     """
     if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
-        raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise OptionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if isinstance(model, nn.Module):
         return _from_module(model, dtype, need_weights=need_weights)
     if isinstance(model, transformers.PreTrainedConfig):
@@ -160,7 +160,7 @@ def _from_module(model: nn.Module, dtype: str | None, *, need_weights: bool) -> 
     if need_weights:
         raise SourceError(f"a model in memory ({name}) is not converted; name a directory or a Hub id")
     if dtype is not None:
-        raise SourceError(f"a model in memory ({name}) has its dtype; cast it, and leave out dtype=")
+        raise OptionError(f"a model in memory ({name}) has its dtype; cast it, and leave out dtype=")
     refuse_other_models(model)
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     return ModelSpec(

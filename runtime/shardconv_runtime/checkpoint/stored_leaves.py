@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..errors import CheckpointError, SourceError
+from ..errors import CheckpointError, DamagedModelError, SourceError, UnsupportedError
 from ..files.remote_files import RemoteFile, remote_header
 from ..format.header import TORCH_NAME, StoredTensor, data_start, dtype_name, read_header
 from .lazy_tensor import LazyTensor, stored
@@ -40,7 +40,7 @@ def _header(file: WeightFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
         return remote_header(file) if isinstance(file, RemoteFile) else read_header(file)
     except CheckpointError as error:
         reason = str(error).removesuffix("; copy or convert it again")
-        raise SourceError(f"{reason}; download or copy it again") from error
+        raise DamagedModelError(f"{reason}; download or copy it again") from error
 
 
 def num_bytes(file: WeightFile) -> int:
@@ -83,7 +83,7 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
             tensors = {}
             for name, header in headers.items():
                 if header.dtype not in TORCH_NAME:
-                    raise SourceError(
+                    raise UnsupportedError(
                         f"{file}: {name} has the dtype {header.dtype}, which shardconv does not read; save "
                         "it in another one, or remove it if the model does not use it"
                     )

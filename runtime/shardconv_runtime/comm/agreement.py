@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ..errors import LaunchError
+from ..errors import InputsDifferError, LaunchError, RanksTimeoutError
 from .mesh import Launch, can_capture
 from .waiting import hinting
 
@@ -81,14 +81,14 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None, call: str 
             dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
             dist.all_gather_object(messages, (call, value), group=start.control)
     except RuntimeError as failure:
-        raise LaunchError(
+        raise RanksTimeoutError(
             f"rank {start.rank}: another rank did not answer within {timeout_s:.0f} s or ended; "
             f"its own output says why ({str(failure).splitlines()[0]})"
         ) from failure
     calls = [name for name, _ in messages]
     for other, name in enumerate(calls):
         if name and calls[0] and name != calls[0]:
-            raise LaunchError(
+            raise InputsDifferError(
                 f"rank {other} is in {name} while rank 0 is in {calls[0]}, and ranks compute and save "
                 "together; make the same calls in the same order on all ranks"
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LaunchError
+from ..errors import InputsDifferError
 from ..format.header import dtype_name
 from .agreement import exchange
 from .mesh import Launch
@@ -100,7 +100,7 @@ def require_alike(what: str, calls: Sequence[Mapping[str, Any]], remedy: str) ->
     for caller, call in enumerate(calls):
         for name in sorted(call.keys() | calls[0].keys()):
             if call.get(name) != calls[0].get(name):
-                raise LaunchError(
+                raise InputsDifferError(
                     f"{what} with another {name} on rank {caller} ({call.get(name)}) than on rank 0 "
                     f"({calls[0].get(name)}); {remedy}"
                 )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from ..errors import PlanError
+from ..errors import PlanError, UnsupportedError
 from ..format.slices import Mesh, group_of
 from .process_groups import needs_host
 
@@ -69,7 +69,7 @@ class Communicator(ABC):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise PlanError(
+        raise UnsupportedError(
             "a model whose parameters are sharded over ranks cannot be pickled; call save_pretrained or "
             "shardconv_runtime.save on all ranks, or torch.save(model.state_dict()) for this rank's part"
         )

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ..errors import LaunchError
+from ..errors import LaunchError, RanksTimeoutError
 from .mesh import Launch, can_capture
 from .process_groups import abort_groups, timeout_of
 
@@ -33,7 +33,7 @@ def raise_lost_rank(error: RuntimeError, start: Launch) -> None:
     if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
         return
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    raise LaunchError(
+    raise RanksTimeoutError(
         f"rank {start.rank}: another rank ended, or did not answer, during generate; its own output says why "
         f"({first})"
     ) from error
@@ -117,12 +117,12 @@ class Deadline:
         self._left.set()
         _running.remove(self)
         if self._expired.is_set() and not isinstance(error, LaunchError):
-            raise LaunchError(self._message) from error  # results since then are of no use
+            raise RanksTimeoutError(self._message) from error  # results since then are of no use
 
     def progress(self) -> None:
         """Start the time again."""
         if self._expired.is_set():
-            raise LaunchError(self._message)
+            raise RanksTimeoutError(self._message)
         self._last = self._clock()
 
     def pause(self) -> None:

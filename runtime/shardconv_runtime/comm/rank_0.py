@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ..errors import LaunchError
+from ..errors import LaunchError, RanksTimeoutError
 from .mesh import Launch, rank
 from .process_groups import control_group
 
@@ -42,7 +42,7 @@ def from_rank_0(make: Callable[[], V], group: dist.ProcessGroup | None = None) -
             dist.broadcast_object_list(received, group_src=0, group=control_group(group))
         except (RuntimeError, LaunchError) as lost:
             why = str(lost).splitlines()[0]
-            raise LaunchError(f"rank 0 ended; its own output says why ({why})") from lost
+            raise RanksTimeoutError(f"rank 0 ended; its own output says why ({why})") from lost
         content, failure = received[0]
         if failure is not None:
             raise LaunchError(f"rank 0: {failure}")

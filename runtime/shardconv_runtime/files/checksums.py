@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from .manifest import OF_PIECES, FileEntry, sha256_checksum
 
 PIECE_BYTES = 1 << 25
@@ -33,7 +33,7 @@ def piece_checksum(handle: int, start: int, num_bytes: int) -> int:
     while at < stop:
         count = os.preadv(handle, [buffer[: stop - at]], at)
         if not count:
-            raise CheckpointError(f"ends at byte {at:,}: it was cut off while it was read")
+            raise DamagedError(f"ends at byte {at:,}: it was cut off while it was read")
         value = zlib.crc32(buffer[:count], value)
         at += count
     return value

@@ -22,7 +22,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 from ..errors import CheckpointError, NotConvertedError, ShardconvError, SourceError, brief
 from ..hub_options import Hub, require_repo_id
 from . import hub_time_limits, manifest
-from .hub_errors import FINAL, explain, has_timed_out, hub_error
+from .hub_errors import FINAL, explain, has_timed_out, hub_error, hub_failure
 from .hub_time_limits import NoAnswerError, UnknownHostError, bounded
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from .model_config import CONFIG
@@ -134,7 +134,7 @@ def _explained(where: str, hub: Hub) -> Iterator[None]:
     except ShardconvError:
         raise
     except Exception as error:
-        raise SourceError(explain(folder_in(where)[0], hub.revision, error)) from error
+        raise hub_failure(explain(folder_in(where)[0], hub.revision, error), error) from error
 
 
 def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, list[tuple[str, Path | None]]]:
@@ -181,9 +181,8 @@ def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
     try:
         return Path(_download(repo_id, name, replace(hub, revision=None)))
     except Exception as error:
-        raise SourceError(
-            f"no such file: {plan}, and as one of a Hub repository: {explain(repo_id, None, error)}"
-        ) from error
+        text = f"no such file: {plan}, and as one of a Hub repository: {explain(repo_id, None, error)}"
+        raise hub_failure(text, error) from error
 
 
 def _with_plan(repo_id: str, path: str, file: Path | None, hub: Hub) -> tuple[Repository, Manifest]:

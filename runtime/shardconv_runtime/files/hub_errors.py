@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..errors import brief
+from ..errors import AccessError, MissingModelError, NetworkError, SourceError, brief
 from ..hub_options import again, option
 from .hub_time_limits import NoAnswerError, NotReachedError
 
@@ -57,6 +57,20 @@ def is_temporary(error: BaseException) -> bool:
     if found is None or isinstance(found, OfflineModeIsEnabled | NoAnswerError):
         return False
     return not isinstance(found, HfHubHTTPError) or found.response.status_code in TEMPORARY
+
+
+def hub_failure(text: str, error: BaseException) -> SourceError:
+    """Return the error to raise for an error of the client: by its kind, with a text from ``explain``."""
+    found, status = hub_error(error) or error, status_of(error)
+    if isinstance(found, GatedRepoError) or status in (401, 403):
+        return AccessError(text)
+    if isinstance(found, OfflineModeIsEnabled | LocalEntryNotFoundError):
+        return NetworkError(text)
+    if isinstance(found, FINAL):
+        return MissingModelError(text)
+    if isinstance(found, HTTP_ERROR | NoAnswerError | NotReachedError | OSError):
+        return NetworkError(text)
+    return SourceError(text)
 
 
 def explain(repo_id: str, revision: str | None, error: BaseException, *, writing: bool = False) -> str:

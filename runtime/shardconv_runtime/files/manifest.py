@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
-from ..errors import CheckpointError, NotConvertedError, PlanError
+from ..errors import CheckpointError, DamagedError, MissingFileError, NotConvertedError, PlanError
 from ..format import plan_json
 from ..format.field_checks import check_tp, fail, is_sha256
 from ..format.header import StoredTensor, read_header
@@ -202,7 +202,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
     try:
         return loads(read_text(path, plan_json.MAX_BYTES))
     except (MalformedError, CheckpointError) as error:
-        raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
+        raise DamagedError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
 
 
 def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
@@ -210,13 +210,13 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
     where = os.fspath(directory)
     path = resolve(directory, PLAN_NAME)
     if not _is_file(path):
-        raise CheckpointError(f"{where}: {PLAN_NAME} is missing; {_REMEDY}")
+        raise MissingFileError(f"{where}: {PLAN_NAME} is missing; {_REMEDY}")
     try:
         text = read_text(path, plan_json.MAX_BYTES)
     except MalformedError as error:
-        raise CheckpointError(f"{where}: {PLAN_NAME}: {error}; {_REMEDY}") from error
+        raise DamagedError(f"{where}: {PLAN_NAME}: {error}; {_REMEDY}") from error
     if plan_json.sha256(text) != manifest.plan_sha256:
-        raise CheckpointError(
+        raise DamagedError(
             f"{where}: {PLAN_NAME} is not the plan that the files were written for "
             f"(its sha256 is not that in {MANIFEST_NAME}); {_REMEDY}"
         )
@@ -252,7 +252,7 @@ def resolve(directory: str | os.PathLike[str], path: str) -> Path:
         root = Path(directory).resolve()
         target = (root / path).resolve()
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{os.fspath(directory)}: {path} cannot be found: {error}") from error
+        raise DamagedError(f"{os.fspath(directory)}: {path} cannot be found: {error}") from error
     if not any(target.is_relative_to(directory) for directory in _allowed_directories(root)):
         raise CheckpointError(
             f"{os.fspath(directory)}: {path} is a link out of the directory, to {target}; "
@@ -278,10 +278,10 @@ def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str)
     """Check that a file exists and has its size."""
     where, path = os.fspath(directory), resolve(directory, entry.path)
     if not _is_file(path):
-        raise CheckpointError(f"{where}: {entry.path} is missing ({reader} needs it); {_REMEDY}")
+        raise MissingFileError(f"{where}: {entry.path} is missing ({reader} needs it); {_REMEDY}")
     num_bytes = path.stat().st_size
     if num_bytes != entry.num_bytes:
-        raise CheckpointError(
+        raise DamagedError(
             f"{where}: {entry.path} has {num_bytes} bytes and should have {entry.num_bytes}; {_REMEDY}"
         )
 
@@ -293,7 +293,7 @@ def check_shard(
     metadata, tensors = read_header(path)
     for key, wanted in shard_metadata(rank, tp, layout_sha256).items():
         if key.startswith("shardconv.") and metadata.get(key) != wanted:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {wanted!r}: "
                 f"the file is from another rank or conversion; {_REMEDY}"
             )
@@ -319,7 +319,7 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def is_reserved(path: str) -> bool:

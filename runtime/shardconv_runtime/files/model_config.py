@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, PlanError, ShardconvError, brief
+from ..errors import CheckpointError, DamagedError, MissingFileError, PlanError, ShardconvError, brief
 from ..format.plan import Plan
 from .manifest import MANIFEST_NAME, Manifest, resolve
 
@@ -49,7 +49,7 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
     from transformers import AutoConfig
 
     if not _check(directory, manifest, CONFIG):
-        raise CheckpointError(
+        raise MissingFileError(
             f"{directory}: {CONFIG} is missing from {MANIFEST_NAME}; convert the model again"
         )
     try:
@@ -89,7 +89,7 @@ def _check(directory: Path, manifest: Manifest, name: str) -> bool:
             raise CheckpointError(f"{directory}: {name} is larger than {MAX_BYTES} bytes")
         found = json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{directory}: {name} cannot be read as JSON: {brief(error)}") from error
+        raise DamagedError(f"{directory}: {name} cannot be read as JSON: {brief(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{directory}: {name} is not a JSON object")
     if problem := unsafe_entry(found):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from ..format.header import ShardFile
 from .reading import REMEDY, Adjacent, FileSpan, stretches
 
@@ -196,7 +196,7 @@ class _Readable:
         try:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from error
+            raise DamagedError(f"{self._path}: cannot be read ({error.strerror})") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,7 +212,7 @@ class _Readable:
             try:
                 num_bytes = os.preadv(self._descriptor, todo[:_MAX_SPANS], at)
             except OSError as error:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{self._path}: cannot be read at byte {at} ({error.strerror}); {REMEDY}"
                 ) from error
             if num_bytes == 0:

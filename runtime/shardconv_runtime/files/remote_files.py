@@ -24,10 +24,10 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
-from ..errors import SourceError, brief
+from ..errors import NetworkError, SourceError, brief
 from ..format.header import StoredTensor, parse_header
 from ..hub_options import Hub, again
-from .hub_errors import FINAL, explain, has_timed_out
+from .hub_errors import FINAL, explain, has_timed_out, hub_failure
 from .hub_time_limits import bounded
 
 TRIES = 6
@@ -82,7 +82,7 @@ def remote_files(
                 infos = api.get_paths_info(repo_id, some, revision=commit)
             found |= {info.path: info for info in infos if isinstance(info, RepoFile)}
     except Exception as error:
-        raise SourceError(explain(repo_id, hub.revision, error)) from error
+        raise hub_failure(explain(repo_id, hub.revision, error), error) from error
     missing = [name for name in names if name not in found]
     if missing and must_exist:
         raise SourceError(f"{repo_id} lacks {missing[0]} at {commit[:12]}; download the model again")
@@ -156,7 +156,8 @@ class RemoteReader:
         except SourceError:
             raise
         except FINAL as error:
-            raise SourceError(explain(self._file.repo_id, self._file.commit, error)) from error
+            text = explain(self._file.repo_id, self._file.commit, error)
+            raise hub_failure(text, error) from error
         except Exception as error:  # the HTTP library differs between versions of the client
             return received, error
 
@@ -186,7 +187,7 @@ class RemoteReader:
         if status in _TRANSIENT:
             raise ConnectionError(f"status {status}")
         hf_raise_for_status(response)
-        raise SourceError(f"{self._file}: the server answers with status {status}")
+        raise NetworkError(f"{self._file}: the server answers with status {status}")
 
     def _address(self) -> _Address:
         """Return the address of the bytes, cached until it expires."""

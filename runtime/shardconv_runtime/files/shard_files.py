@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import CheckpointError
+from ..errors import DamagedError
 from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import STORED_NAME, item_bytes, stored_shape
 from ..format.plan import Plan, local_shape
@@ -149,9 +149,9 @@ def check_sample(path: Path, sample: str) -> None:
     try:
         found = sample_checksum(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
     if found != sample:
-        raise CheckpointError(
+        raise DamagedError(
             f"{path} is not the file that was written: a checksum of some of its blocks is {found}, and "
             f"{sample} in the manifest; copy the directory again, or convert the model again"
         )

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from .manifest import (
     MANIFEST_NAME,
     UNUSED_NAME,
@@ -78,7 +78,7 @@ def stages_in(path: Path) -> int:
     found = (STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
     counts = {int(match[2]) for match in found if match is not None}
     if len(counts) > 1:
-        raise CheckpointError(
+        raise DamagedError(
             f"{path} has stages of several conversions: of {min(counts)} and of {max(counts)} stages"
         )
     return counts.pop() if counts else 0
@@ -254,7 +254,7 @@ def _copied(directory: Path, entries: list[FileEntry], target: Path) -> list[Fil
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(resolve(directory, entry.path), copy)
         if sha256_checksum(copy) != entry.checksum:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{directory}: {entry.path} was changed since it was written (its sha256 is not that "
                 f"in {MANIFEST_NAME}); restore it, or convert the model again"
             )

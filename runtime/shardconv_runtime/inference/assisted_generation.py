@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
-from ..errors import LaunchError, PlanError
+from ..errors import InputsDifferError, LaunchError, PlanError
 
 ARGUMENT = "assistant_model"
 
@@ -44,7 +44,7 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
         )
     for rank in having:
         if drafts[rank] != drafts[0]:
-            raise LaunchError(
+            raise InputsDifferError(
                 f"generate was called with another {ARGUMENT} on rank {rank} (vocabulary of {drafts[rank]}) "
                 f"than on rank 0 ({drafts[0]})"
             )

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..comm.agreement import agree
 from ..comm.mesh import Launch
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..parallel.fused_products import refresh_fused
 from ..pp.stage_link import Crossing, StageLink, Transport
 from ..pp.stage_processes import AsyncTransport, ProcessTransport, Traffic
@@ -81,7 +81,9 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
         if batch < 1 or length < 2:
             raise PlanError(f"warm_up: ({batch}, {length}) should be a batch size and a length in tokens")
         if decoder is None or not decoder.warm_up(batch, length):
-            raise PlanError("warm_up: this model has no decoding with one graph for each token; leave it out")
+            raise OptionError(
+                "warm_up: this model has no decoding with one graph for each token; leave it out"
+            )
 
 
 def as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[..., Any]:

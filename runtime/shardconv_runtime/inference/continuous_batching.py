@@ -21,7 +21,7 @@ from transformers.utils.logging import tqdm
 from ..comm.agreement import agree, exchange
 from ..comm.call_agreement import brief_digest, require_same_call
 from ..comm.mesh import Launch
-from ..errors import PlanError, ShardconvError
+from ..errors import OptionError, PlanError, ShardconvError
 from ..pp.stage_link import StageLink
 from .batching_manager import RankBatchingManager, require_idle
 from .paged_model import (
@@ -97,16 +97,16 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         require_same_call(start, "init_continuous_batching", given | {"num_microbatches": num_microbatches})
         if link is None:
             if num_microbatches is not None:
-                raise PlanError("num_microbatches is about the stages of a pipeline; leave it out")
+                raise OptionError("num_microbatches is about the stages of a pipeline; leave it out")
             in_flight = 1
         else:
             if num_microbatches is not None and num_microbatches < 1:
-                raise PlanError(
+                raise OptionError(
                     f"num_microbatches={num_microbatches}: at least one group of requests is computed at a "
                     "time"
                 )
             if name := _asked(config, NOT_ON_STAGES):
-                raise PlanError(
+                raise OptionError(
                     f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out"
                 )
             in_flight = link.count if num_microbatches is None else num_microbatches
@@ -238,7 +238,7 @@ def _record_nothing(config: Any, generation_config: Any) -> None:
         given["compile_config"] = getattr(generation_config, "compile_config", None)
         name = next((n for n, compiling in given.items() if compiling and _records(compiling)), None)
     if name is not None:
-        raise PlanError(
+        raise OptionError(
             f"{name} asks for CUDA graphs, in which nothing ends the wait for a lost rank; "
             "leave it out for several ranks"
         )

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..comm.call_agreement import PAGED
 from ..default_modes import in_one_thread
-from ..errors import PlanError, ShardconvError, brief
+from ..errors import PlanError, ShardconvError, UnsupportedError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from ..parallel.row_ids import is_recorded, require_in_table
 from ..pp.stage_link import StageLink
@@ -151,7 +151,7 @@ class PagedCheck:
         if error > (1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.1):
             self._num_calls = 0  # a later batch is compared as well
             longest = int(inputs["position_ids"].max()) + 1
-            raise PlanError(
+            raise UnsupportedError(
                 f"{type(model).__name__} does not support continuous batching with the attention "
                 f"{model.config._attn_implementation!r}: for a prompt of {stop - start} tokens, next to "
                 f"sequences of up to {longest}, its logits from pages differ by {error:.1%} from an ordinary "
@@ -309,7 +309,7 @@ class PagedModel:
             if replaced is not None:
                 cache.update = replaced
         if sorted(layers) != list(self._heads.layers):
-            raise PlanError(
+            raise UnsupportedError(
                 f"{type(self.unwrapped).__name__} does not support continuous batching: of its "
                 f"{len(self._heads.layers)} layers, {len(set(layers))} read keys and values from pages; "
                 "use generate"

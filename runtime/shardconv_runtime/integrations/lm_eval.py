@@ -5,7 +5,7 @@
 
 The command takes all arguments of ``lm_eval``. Every rank runs all requests, since all ranks compute each of
 them together; only rank 0 has results, prints them and writes files. It needs
-``pip install 'shardconv-runtime[lm-eval]'``.
+``pip install lm-eval``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from ..comm.call_agreement import brief_digest, require_same_call
-from ..errors import PlanError
+from ..errors import OptionError
 from ..loaded import loaded
 from ..loading.load import load
 
@@ -51,10 +51,10 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
         **given: Any,
     ) -> None:
         if not str(batch_size).isdigit():
-            raise PlanError(f"batch_size={batch_size}: each rank would choose its own; name a number")
+            raise OptionError(f"batch_size={batch_size}: each rank would choose its own; name a number")
         for name in OF_ANOTHER_WAY:
             if given.pop(name, None):
-                raise PlanError(f"{name}= is about loading an ordinary model; leave it out")
+                raise OptionError(f"{name}= is about loading an ordinary model; leave it out")
         options = {name: given.pop(name) for name in OF_LOAD if name in given}
         if options.get("dtype") == "auto":
             del options["dtype"]

@@ -2,7 +2,7 @@
 
     from shardconv_runtime.integrations import ShardedTrainer
 
-Needs accelerate, as the Trainer itself: ``pip install 'shardconv-runtime[trainer]'``.
+Needs accelerate, as the Trainer itself: ``pip install accelerate``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..adapters.adapter_names import WEIGHTS_NAME
 from ..comm.call_agreement import require_same_call
 from ..comm.mesh import mesh_processes
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..files import manifest
 from ..files.manifest import MANIFEST_NAME
 from ..loaded import loaded
@@ -237,7 +237,7 @@ def _require_supported(args: TrainingArguments) -> None:
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
     if getattr(args.accelerator_config, "dispatch_batches", None):
-        raise PlanError(
+        raise OptionError(
             "accelerator_config dispatch_batches: rank 0 would give each process other samples; leave it out"
         )
 

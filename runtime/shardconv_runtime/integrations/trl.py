@@ -4,7 +4,7 @@
 
 TRL replaces the forward pass of a model by one that multiplies hidden states with the weights of the head. A
 sharded model has a shard of these. Here the model computes its logits itself, which ``load`` gathers, and
-TRL's results are computed from them. It needs ``pip install 'shardconv-runtime[trl]'``.
+TRL's results are computed from them. It needs ``pip install trl``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..loaded import loaded
 from ..training.loss_parallel import read_logits
 from .trainer import ShardedTrainer
@@ -50,9 +50,11 @@ class _Sharded(ShardedTrainer):
                     f"TRL reads logits of all tokens of {name}: load it without gather_logits=False"
                 )
         if getattr(args, "sync_ref_model", False) or getattr(args, "precompute_ref_log_probs", False):
-            raise PlanError("sync_ref_model and precompute_ref_log_probs copy whole weights; leave them out")
+            raise OptionError(
+                "sync_ref_model and precompute_ref_log_probs copy whole weights; leave them out"
+            )
         if getattr(args, "use_liger_kernel", False) or getattr(args, "cast_lm_head_to_fp32", False):
-            raise PlanError(
+            raise OptionError(
                 "use_liger_kernel and cast_lm_head_to_fp32 bring a head of whole weights; leave them out"
             )
         super().__init__(model, args, **options)
@@ -102,9 +104,9 @@ class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
         if mesh.size() != mesh["tp"].size():
             raise PlanError(f"{mesh}: GRPO writes answers in one replica; use as many processes as the tp")
         if getattr(args, "use_vllm", False) or getattr(args, "use_transformers_paged", False):
-            raise PlanError("use_vllm and use_transformers_paged keep other weights; leave them out")
+            raise OptionError("use_vllm and use_transformers_paged keep other weights; leave them out")
         if getattr(args, "beta", 0.0):
-            raise PlanError("beta= compares with a second model, which GRPO loads whole; leave it out")
+            raise OptionError("beta= compares with a second model, which GRPO loads whole; leave it out")
         by_group = getattr(args, "multi_objective_aggregation", None) in (None, "sum_then_normalize")
         if getattr(args, "scale_rewards", "group") == "batch" or not by_group:
             raise PlanError("scale rewards by groups: TRL has the answers of a batch once for each rank")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm.mesh import Launch, data_dims, mesh_processes
-from ..errors import LaunchError, PlanError
+from ..errors import LaunchError, OptionError, PlanError
 from ..files.reading import Span, with_rows
 from ..format.header import ShardFile
 from ..parallel.build import stored_tensors
@@ -81,11 +81,13 @@ def data_sharding(
     if settings is True:
         settings = DataParallel()
     if not isinstance(settings, DataParallel):
-        raise PlanError(f"data_parallel={settings!r} should be True or a shardconv_runtime.DataParallel(...)")
+        raise OptionError(
+            f"data_parallel={settings!r} should be True or a shardconv_runtime.DataParallel(...)"
+        )
     if mesh is None or not training:
         raise PlanError("data_parallel= is for training over a mesh: pass mesh= and training=True with it")
     if compiled:
-        raise PlanError(
+        raise OptionError(
             "compile=True makes one graph of the forward pass, and FSDP2 gathers parameters inside of it; "
             "leave it out, and call compile() of each layer"
         )

@@ -19,7 +19,14 @@ from ..comm import mesh as launching
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch, model_group
 from ..default_modes import in_default_modes
-from ..errors import CheckpointError, InputsDifferError, LaunchError, PlanError, ShardconvError, SourceError
+from ..errors import (
+    CheckpointError,
+    InputsDifferError,
+    OptionError,
+    PlanError,
+    ShardconvError,
+    SourceError,
+)
 from ..files import fingerprint, manifest
 from ..files.hub_downloads import find
 from ..files.manifest import Manifest
@@ -71,7 +78,7 @@ def require_same(
     for what in load_summary:
         for rank, theirs in enumerate(summaries):
             if theirs.get(what) != summaries[0].get(what):
-                raise LaunchError(
+                raise InputsDifferError(
                     f"the ranks must load the same {what}: rank 0 loads {summaries[0].get(what)}, and rank "
                     f"{rank} loads {theirs.get(what)}; give all ranks the same files and arguments"
                 )
@@ -278,7 +285,7 @@ def _checked(source: CheckedSource, options: LoadOptions, rank: int) -> CheckedS
     if options.stages_per_process != 1:
         source = with_further(source, options.stages_per_process)
     if options.verify and not source.has_shards:
-        raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
+        raise OptionError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if source.repository is None and source.has_shards and rank < source.num_ranks:
         return _with_files(source, rank)
     return source

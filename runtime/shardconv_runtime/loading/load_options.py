@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, OptionError
 from ..files import manifest
 from ..files.hub_downloads import beside
 from ..files.small_files import stage_directory
@@ -94,7 +94,7 @@ def load_options(
     training = training if isinstance(training, Training) else Training()
     compiled = isinstance(compile, Compiling) or bool(compile)
     if training.regather is not None and not (trains and sequence_parallel):
-        raise PlanError("regather= is about training with sequence_parallel=True; leave it out")
+        raise OptionError("regather= is about training with sequence_parallel=True; leave it out")
     sharding: DataSharding | None = None
     if data_parallel:
         sharding = data_sharding(mesh, data_parallel, training=trains, compiled=compiled)
@@ -126,7 +126,7 @@ def require_classes(values: Mapping[str, tuple[object, type]]) -> None:
     """Refuse arguments that are neither a bool nor None, nor of the class of their values."""
     for name, (value, value_class) in values.items():
         if not isinstance(value, bool | None | value_class):
-            raise PlanError(
+            raise OptionError(
                 f"{name}= should be a {value_class.__name__}(...), got {value!r}; see "
                 f"help(shardconv_runtime.{value_class.__name__})"
             )
@@ -145,12 +145,12 @@ def require_form(
     packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
     with_backward = [each.method for each in FORMATS if each.has_backward]
     if stays_packed and not (adapted and not sequence_parallel and set(packings) <= set(with_backward)):
-        raise PlanError(
+        raise OptionError(
             f"packed weights ({', '.join(packings)}) are for inference, without sequence parallelism, and of "
             f"{', '.join(with_backward)} under adapters that are trained; pass dequantize=True"
         )
     if in_parts and packings:
-        raise PlanError(
+        raise OptionError(
             f"data_parallel=: packed weights ({', '.join(packings)}) are dequantized as whole tensors of a "
             "rank; leave it out, and call shardconv_runtime.data_parallel afterwards; or convert the model "
             "with --dtype bfloat16"
@@ -193,5 +193,5 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     name = dtype.removeprefix("torch.")
     torch_dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(torch_dtype, torch.dtype):
-        raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
+        raise OptionError(f"dtype={dtype!r} is not the name of a torch dtype")
     return torch_dtype

@@ -20,7 +20,7 @@ from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
 from ..default_modes import in_default_modes
-from ..errors import PlanError
+from ..errors import PlanError, UnsupportedError
 from ..format import plan_json
 from ..format.names import expand_all
 from ..format.plan import ParameterPlan, parameter_plans
@@ -174,7 +174,7 @@ def _save_pretrained(
         unsupported = ", ".join(options) or (
             "safe_serialization" if not safe_serialization else "save_embedding_layers"
         )
-        raise PlanError(
+        raise UnsupportedError(
             f"save_pretrained: {unsupported} is not supported for adapters of a sharded model; leave it out"
         )
     save_adapters(wrapper, save_directory, selected_adapters, overwrite=True)

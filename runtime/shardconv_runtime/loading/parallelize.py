@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.mesh import model_group
 from ..default_modes import in_default_modes
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..format.plan import Plan
 from ..keywords import checked_keywords
 from ..option_values import Communication, Compiling, ExampleInputs, Planning, Training
@@ -73,10 +73,12 @@ def parallelize(
         )
     if example_inputs is not None:
         if isinstance(plan, Plan):
-            raise PlanError("example_inputs= is for planning, and plan= is a plan; leave one out")
+            raise OptionError("example_inputs= is for planning, and plan= is a plan; leave one out")
         planning = plan or Planning()
         if planning.example_inputs is not None:
-            raise PlanError("example_inputs= and plan=Planning(example_inputs=) are the same; leave one out")
+            raise OptionError(
+                "example_inputs= and plan=Planning(example_inputs=) are the same; leave one out"
+            )
         plan = replace(planning, example_inputs=example_inputs)
     options = load_options(
         path=type(model).__name__,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..comm.mesh import Launch
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, of_stage
 from ..format.slices import Rows
@@ -27,9 +27,9 @@ def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
     about = f"stages_per_process={per_process}"
     count = num_stages(plan)
     if plan.stages is None:
-        raise PlanError(f"{about}: the model has no stages; convert it with --pp, or leave that out")
+        raise OptionError(f"{about}: the model has no stages; convert it with --pp, or leave that out")
     if not training:
-        raise PlanError(
+        raise OptionError(
             f"{about} is for training, where microbatches go round the processes; for inference each process "
             "has one stage: leave it out, or pass training=True"
         )
@@ -75,7 +75,9 @@ class Placeholders(Transform):
         options = self.options
         if plan.stages is not None:
             for argument in (name for name, is_given in options.unknown_to_stages.items() if is_given):
-                raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
+                raise OptionError(
+                    f"{argument} does not know stages yet; leave it out, or convert without --pp"
+                )
         if options.stages_per_process != 1:
             require_several(plan, options.stages_per_process, training=options.training)
 

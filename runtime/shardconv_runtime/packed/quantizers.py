@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PlanError, brief
+from ..errors import MissingPackageError, PlanError, brief
 from ..format.header import dtype_name
 from ..format.plan import Packing
 from .formats import format_of
@@ -85,7 +85,7 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
         )
     missing = [name for name in packed_format.packages if not _is_installed(name)]
     if missing:
-        raise PlanError(
+        raise MissingPackageError(
             f"computing with weights quantized with {packing.method} needs {' and '.join(missing)} "
             f"({packed_format.why}): pip install {' '.join(missing)}; or {_INSTEAD}"
         )

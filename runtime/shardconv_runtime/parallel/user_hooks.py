@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
 from ..comm.steps import Gather, Slice
-from ..errors import LaunchError, PlanError
+from ..errors import InputsDifferError, PlanError
 from ..format.dims import Leaf
 from .refusals import are_alike, digest
 
@@ -300,7 +300,7 @@ class _Views:
         if torch.compiler.is_compiling() and self._is_on_all is None:
             raise self._not_seen()
         if not self.is_on_all():
-            raise LaunchError(
+            raise InputsDifferError(
                 f"a hook on {self._watch.name} is not on all ranks of the model, and each rank has only a "
                 "part of the tensor; register it on all ranks, and use its result on one"
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..training.loss_parallel import predicts_next
 
 IGNORED = -100
@@ -22,7 +22,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
         raise PlanError("the batch has no tensors to divide into microbatches")
     if len(set(sizes.values())) > 1 or next(iter(sizes.values())) % count:
         found = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise PlanError(
+        raise OptionError(
             f"a batch with first dims of {found} cannot be divided into {count} microbatches; give a list of "
             "microbatches"
         )

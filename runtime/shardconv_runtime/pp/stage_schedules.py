@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 )
 
 from ..comm.call_agreement import require_same_inputs
-from ..errors import PlanError, ShardconvError
+from ..errors import OptionError, PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..training.loss_parallel import has_parallel_loss
 from ..training.replica_comparison import COMPARISON, ReplicaComparison
@@ -133,7 +133,7 @@ class Pipeline:
         """
         parts = divide(batch, self.microbatches) if isinstance(batch, Mapping) else list(batch)
         if len(parts) != self.microbatches:
-            raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
+            raise OptionError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
         self._step.begin(parts)
         # Ranks of all stages compare their inputs, which costs a message: in the steps 1, 2, 4, 8 ...
         self._num_steps += 1
@@ -189,21 +189,21 @@ def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None
     names = ", ".join(map(repr, fitting))
     if schedule in other:
         remedy = "load it with stages_per_process=" if held == 1 else "load it without stages_per_process"
-        raise PlanError(
+        raise OptionError(
             f"schedule={schedule!r} is not for {held} stage{'s' if held > 1 else ''} in each process; choose "
             f"one of {names}, or {remedy}"
         )
     if schedule not in fitting:
-        raise PlanError(f"schedule={schedule!r} should be one of {names}")
+        raise OptionError(f"schedule={schedule!r} should be one of {names}")
     least = link.count if schedule == "1f1b" else 1
     if microbatches < least:
-        raise PlanError(
+        raise OptionError(
             f"microbatches={microbatches}: schedule {schedule!r} of {link.count} stages needs at least "
             f"{least}"
         )
     rounds = max(1, microbatches // link.num_places)
     if schedule == "interleaved" and microbatches % rounds:
-        raise PlanError(
+        raise OptionError(
             f"microbatches={microbatches}: schedule {schedule!r} runs them in {rounds} equal rounds on "
             f"{link.num_places} processes, which do not divide them; give a multiple of {link.num_places}"
         )

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..adapters.adapter_files import saved_names, write_adapter
 from ..adapters.adapter_names import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME, peft
 from ..comm import agreement
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, MissingFileError, OptionError, PlanError
 from ..format import plan_json
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
@@ -39,7 +39,7 @@ def save_adapters(
     adapters = loaded(wrapper).building.checked.adapters.adapters
     chosen = list(adapters if names is None else names)
     if unknown := [name for name in chosen if name not in adapters]:
-        raise PlanError(f"{unknown[0]!r} is not an adapter of this model; it has {', '.join(adapters)}")
+        raise OptionError(f"{unknown[0]!r} is not an adapter of this model; it has {', '.join(adapters)}")
     holders, source = replicas_of(wrapper), loaded(wrapper)
     # peft saves tensors of existing modules only, and a stage does not have all modules.
     whole = wrapper if source.stage is None else source.building.unsharded_wrapper()
@@ -80,7 +80,7 @@ def adapter_files(directory: Path) -> list[str]:
         for name in (PLAN_NAME, CONFIG_NAME, WEIGHTS_NAME, README)
     ]
     if not paths:
-        raise CheckpointError(f"{directory}: it has no {PLAN_NAME}")
+        raise MissingFileError(f"{directory}: it has no {PLAN_NAME}")
     return paths
 
 

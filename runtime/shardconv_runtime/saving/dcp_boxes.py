@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..comm.mesh import Launch
-from ..errors import CheckpointError, LaunchError
+from ..errors import CheckpointError, RanksTimeoutError
 from ..format.dims import Dim
 from ..format.plan import ParameterPlan
 from ..format.slices import Mesh, Range, ranges
@@ -317,4 +317,4 @@ def _errors(what: str) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise CheckpointError(f"{what}: process {rank}: {cause}") from error
     except RuntimeError as error:  # of the group; DCP catches the errors of files
-        raise LaunchError(f"{what}: another process ended ({str(error).splitlines()[0]})") from error
+        raise RanksTimeoutError(f"{what}: another process ended ({str(error).splitlines()[0]})") from error

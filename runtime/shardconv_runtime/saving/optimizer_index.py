@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import DamagedError, MissingFileError
 from ..format.header import dtype_name
 from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
@@ -98,20 +98,20 @@ def read_index(directory: Path) -> OptimizerIndex:
     """Read the index of a directory and check that its files exist."""
     path = directory / INDEX_NAME
     if not path.is_file():
-        raise CheckpointError(
+        raise MissingFileError(
             f"{directory} lacks {INDEX_NAME}: shardconv_runtime.save_optimizer did not write it; name a "
             "directory that it wrote"
         )
     try:
         index = load_document(OptimizerIndex, read_text(path), FORMAT, VERSION)
     except MalformedError as error:
-        raise CheckpointError(f"{path}: {error}; {_REMEDY}") from error
+        raise DamagedError(f"{path}: {error}; {_REMEDY}") from error
     for entry in index.files:
         file = directory / entry.path
         num_bytes = file.stat().st_size if file.is_file() else None
         if num_bytes != entry.num_bytes:
             what = "is missing" if num_bytes is None else f"has {num_bytes} bytes, not {entry.num_bytes}"
-            raise CheckpointError(f"{directory}: {entry.path} {what}; {_REMEDY}")
+            raise DamagedError(f"{directory}: {entry.path} {what}; {_REMEDY}")
     return index
 
 
@@ -136,7 +136,7 @@ def from_value(value: StoredValue) -> Any:
     try:
         return _from_value(value)
     except (ValueError, SyntaxError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{value.text[:80]!r} is not of kind {value.kind[:80]}; {_REMEDY}") from error
+        raise DamagedError(f"{value.text[:80]!r} is not of kind {value.kind[:80]}; {_REMEDY}") from error
 
 
 def _from_value(value: StoredValue) -> Any:

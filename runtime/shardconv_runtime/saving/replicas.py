@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm import agreement
 from ..comm.mesh import Launch
 from ..comm.process_groups import control_group
-from ..errors import CheckpointError, LaunchError, ShardconvError
+from ..errors import CheckpointError, LaunchError, OutputExistsError, ShardconvError
 from ..loaded import loaded, unwrapped
 
 T = TypeVar("T")
@@ -241,18 +241,18 @@ def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Pat
         if not out.exists():
             replaced.rename(out)
     if out.exists() and not out.is_dir():
-        raise ShardconvError(f"{out} is a file; name a directory that does not exist yet")
+        raise OutputExistsError(f"{out} is a file; name a directory that does not exist yet")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ShardconvError(f"{out} is not empty; name another directory, or pass overwrite=True")
+        raise OutputExistsError(f"{out} is not empty; name another directory, or pass overwrite=True")
     try:
         written = known(out)
     except CheckpointError as error:
         raise ShardconvError(f"{out} cannot be replaced: {error}; name another directory") from error
     files = (file for file in out.rglob("*") if file.is_symlink() or not file.is_dir())
     if foreign_files := sorted({file.relative_to(out).as_posix() for file in files} - set(written)):
-        raise ShardconvError(
+        raise OutputExistsError(
             f"{out} holds {foreign_files[0]}, which shardconv did not write; move it away first"
         )
 

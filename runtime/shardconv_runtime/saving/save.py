@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
 from ..default_modes import in_default_modes
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, MissingFileError, PlanError, UnsupportedError
 from ..files import manifest
 from ..files.checksums import shard_checksum
 from ..files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
@@ -235,7 +235,7 @@ def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntr
     for entry in shards:
         path = directory / entry.path
         if not path.is_file() or path.stat().st_size != entry.num_bytes:
-            raise CheckpointError(
+            raise MissingFileError(
                 f"{path} was written by rank {entry.rank} and is not visible to rank 0; "
                 "save to a file system that all ranks share"
             )
@@ -328,7 +328,7 @@ def _check_options(model: nn.Module, **options: Any) -> None:
         if value is None or value is False or any(value is one for one in allowed.get(name, ())):
             continue
         remedy = "shardconv merge" if name != "push_to_hub" else "the hf command uploads the directory"
-        raise PlanError(
+        raise UnsupportedError(
             f"save_pretrained({name}=...) is not supported for a {type(model).__name__} whose parameters are "
             f"sharded over ranks; leave it out ({remedy}), or use shardconv_runtime.save"
         )

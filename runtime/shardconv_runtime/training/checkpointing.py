@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature, given_cache
 from .random_streams import resumable
@@ -97,7 +97,7 @@ def checkpoint_activations(
         saved_operators = MATRIX_PRODUCTS
     elif save is not None:
         if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
-            raise PlanError(
+            raise OptionError(
                 f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default '
                 "(with overload)"
             )

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..comm.waiting import hinting
-from ..errors import PlanError, missing
+from ..errors import OptionError, PlanError, missing
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
 from ..format.stored_layout import by_axes
@@ -130,7 +130,7 @@ def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: 
     """
     order = float(norm_type)
     if not order > 0:
-        raise PlanError(f"norm_type={norm_type} should be above 0, or inf")
+        raise OptionError(f"norm_type={norm_type} should be above 0, or inf")
     source, counted = loaded(model), set(gradients)  # tensors are hashed by identity
     shares = list(_shares(model, counted))
     norms = [norm for share in shares for norm in share.norms(order)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..comm.agreement import exchange
 from ..comm.call_agreement import CALL_TIMEOUT_S
 from ..comm.mesh import Launch
-from ..errors import LaunchError, PlanError
+from ..errors import PlanError, RanksTimeoutError
 from ..loaded import loaded
 from ..parallel.boundary import forward_signature
 from .random_streams import not_compiled
@@ -75,7 +75,7 @@ class ReplicaComparison:
             assert work is not None
             work.wait(timedelta(seconds=start.timeout_s or CALL_TIMEOUT_S))
         except RuntimeError as failure:
-            raise LaunchError(
+            raise RanksTimeoutError(
                 f"process {start.rank}: another replica did not call the model, or ended; its own "
                 f"output says why ({str(failure).splitlines()[0]})"
             ) from failure

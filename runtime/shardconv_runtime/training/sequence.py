@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..parallel.boundary import forward_signature, given_cache, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
@@ -110,7 +110,7 @@ class _Picked:
         if self.positions is None:
             return x
         if x.dim() != 3 or x.shape[1] != self.length:
-            raise PlanError(
+            raise OptionError(
                 f"{_KEPT} was passed, and the module that computes the logits got {tuple(x.shape)}, not "
                 f"[B, {self.length}, H], from which no positions can be picked; leave it out"
             )
@@ -157,11 +157,11 @@ class _Padding:
         if tokens is None:
             tokens = given.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise PlanError(
+            raise OptionError(
                 "a sequence-parallel model needs input_ids or inputs_embeds, [B, S, ...]; pass one of them"
             )
         if (name := given_cache(given)) is not None:
-            raise PlanError(f"a sequence-parallel model takes full sequences; leave {name} out")
+            raise OptionError(f"a sequence-parallel model takes full sequences; leave {name} out")
         given = without_cache(module, self._names, given)
         length = tokens.shape[1]
         missing = -length % self._num_ranks
@@ -210,13 +210,13 @@ class _Padding:
         if kept is None or (isinstance(kept, int) and not kept):
             return
         if self._picked is None:
-            raise PlanError(
+            raise OptionError(
                 f"{_KEPT} was passed to a sequence-parallel model, and the plan does not say which module "
                 "computes the logits; leave it out"
             )
         if isinstance(kept, Tensor):
             if len(kept) == padded != length:
-                raise PlanError(
+                raise OptionError(
                     f"{_KEPT} has {len(kept)} positions, as many as the padded sequence; pass fewer"
                 )
             self._picked.positions = torch.where(kept < 0, kept + length, kept)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.host_numbers import HostStates, digests, host_states
 from ..comm.mesh import Launch
-from ..errors import LaunchError, PlanError
+from ..errors import InputsDifferError, PlanError
 from .random_streams import states
 
 
@@ -80,7 +80,7 @@ class _Comparison:
             largest = torch.tensor([digest, -digest])
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._start.control)
         if largest.sum():
-            raise LaunchError(
+            raise InputsDifferError(
                 "the ranks of a model drew random numbers (dropout) from different states, so their "
                 "replicated activations differ; seed them alike (with the seed plus the number of the "
                 "replica, not of the rank; transformers.set_seed seeds numpy and Python as well), and draw "
