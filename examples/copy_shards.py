@@ -1,4 +1,4 @@
-"""Weights of one set of ranks into the shards of another, by ``shardconv plan MODEL --format shards``."""
+"""Weights of one set of ranks into the shards of another, by ``shardconv export MODEL --format shards``."""
 
 from __future__ import annotations
 

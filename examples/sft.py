@@ -2,7 +2,7 @@
 """Trains an adapter of a converted language model with the ``SFTTrainer`` of TRL: tensor parallelism x FSDP2.
 
     shardconv convert --random-init examples/small --tp 2 out/
-    shardconv adapt out/ out-lora/ --lora lora.json --seed 1
+    shardconv adapt out/ out-lora/ --new lora.json --seed 1
     torchrun --nproc-per-node 4 examples/sft.py --model out --adapter out-lora --output trained README.md
 
 Needs TRL: ``pip install trl``. The trained adapter is in ``trained/model``; peft and

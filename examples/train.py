@@ -7,7 +7,7 @@
 Four processes and shards for two ranks make two replicas of the model. The same training of the unsharded
 model in one process:
 
-    shardconv merge out/ plain/
+    shardconv export out/ plain/ --format hf
     python examples/train.py --model plain --unsharded --losses unsharded.jsonl README.md docs/*.md
 
 Tokens are bytes, so that no tokenizer is needed. A step's data depends on the seed and the step alone: it is

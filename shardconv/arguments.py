@@ -163,5 +163,7 @@ def _parse_range(item: str, text: str, tp: int) -> range:
         raise OptionError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last or last >= tp:
-        raise OptionError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
+        where = "" if item == text else f" (in {text!r})"
+        what = "is not a rank" if match[2] is None else "are not ranks"
+        raise OptionError(f"{item.strip()}{where} {what} of {tp}: they are 0 to {tp - 1}")
     return range(first, last + 1)

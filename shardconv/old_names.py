@@ -1,4 +1,4 @@
-"""Functions of earlier versions, which say what to call now. The next version does not have them."""
+"""Functions of earlier versions, which name their successors. The next version does not have them."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
     largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
     if tp > largest:
         raise SolveError(
-            f"{spec.name} cannot be shared out over {tp} ranks: no dim of its parameters is larger than "
+            f"{spec.name} cannot be sharded over {tp} ranks: no dim of its parameters is larger than "
             f"{largest}; give a smaller tp"
         )
     tell("tracing")

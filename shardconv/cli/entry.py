@@ -37,7 +37,7 @@ EXIT_CODES = {
     REFUSED: "the request cannot be met: no plan, an unsupported model, other code, an output that exists",
     INTERRUPTED: "interrupted; 128 and the number of another signal that ended run or serve",
 }
-"""What each exit code means."""
+"""The meaning of each exit code."""
 
 _REMEDIES = {
     errno.ENOENT: "name a directory that exists",
@@ -135,7 +135,7 @@ def cli(context: click.Context) -> None:
     \b
     Examples:
       shardconv convert org/name out/ --tp 2
-      shardconv run out/ "What is the capital of France?"
+      shardconv run out/ "Name three rivers"
 
     \b
     In a script that torchrun starts:

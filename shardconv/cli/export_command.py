@@ -237,7 +237,7 @@ def plan_text(
 
 
 def _print_state(dst: str, found: StateExport, tp: int) -> None:
-    """Print what vLLM's files are, and how to start it."""
+    """Print the numbers of vLLM's files, and how to start it."""
     click.echo(
         f"{dst}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
         f"{human_bytes(found.rank_bytes)} per rank"

@@ -150,7 +150,7 @@ def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int
 
     \b
     Examples:
-      shardconv run out/ "What is the capital of France?"
+      shardconv run out/ "Name three rivers"
       shardconv run out/ "Once upon a time" --no-chat --max-new-tokens 50 --temperature 0
       shardconv run org/name "Hello" --tp 2
     """

@@ -243,7 +243,7 @@ tokens_option = click.option(
 )
 
 loudness_options = together(
-    click.option("-q", "--quiet", is_flag=True, help="Print only errors, and what an option asks for."),
+    click.option("-q", "--quiet", is_flag=True, help="Print only errors, and results that are asked for."),
     click.option("-v", "--verbose", is_flag=True, help="Show library logging and tracebacks."),
 )
 

@@ -49,7 +49,7 @@ def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike
     """Check that a directory of another kind may be created, without creating it, or that it is complete.
 
     Args:
-        name: what messages call the directory.
+        name: the name of the directory in messages.
         directory: the directory.
         out: the converted directory that is read.
         last: a pattern of the file that makes the directory complete.
@@ -138,7 +138,7 @@ def unused(found: Converted) -> dict[str, LazyTensor]:
         return {}
     path = resolve(found.directory, UNUSED_NAME)
     (entry,) = (entry for entry in found.manifest.files if entry.path == UNUSED_NAME)
-    check_size(found.directory, entry, "merge")
+    check_size(found.directory, entry, "export")
     tensors = read_header(path)[1]
     start = data_start(entry.num_bytes, tensors)
     return {name: stored(path, start, tensor) for name, tensor in tensors.items()}

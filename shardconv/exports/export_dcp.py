@@ -130,7 +130,7 @@ def export(
         for file in path.iterdir():
             if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
                 file.unlink()
-    output = derived_directory.prepare("DIR", directory, out, "shard-*.safetensors")
+    output = derived_directory.prepare("DST", directory, out, "shard-*.safetensors")
     found = shards.read(Path(out).expanduser())
     # Chunks by rank and name. A tied tensor is there under each of its names.
     chunks: dict[int, dict[str, list[Chunk]]] = {}
@@ -237,7 +237,7 @@ def _write(
         reason = difference_of_files(
             output.path, files, lambda to: derived_directory.copy_small_files(found, to)
         )
-        refuse_other_output("DIR", output.path, reason, "name another directory")
+        refuse_other_output("DST", output.path, reason, "name another directory")
         return
     source = {"name": found.manifest.source.name, **derived_directory.identity(found)}
     job = {"source": source, **options, "versions": tool_versions()}
@@ -247,7 +247,7 @@ def _write(
             return
         fill(workspace, memory=memory, progress=progress)
         with workspace.exclusive():
-            derived_directory.require_nothing_new("DIR", output.path)
+            derived_directory.require_nothing_new("DST", output.path)
             assert workspace.checksums() is not None, "all of it was written"
             small = [entry.path for entry in derived_directory.copy_small_files(found, workspace.path)]
             names = [file.path for file in workspace.files]

@@ -102,7 +102,7 @@ def export_vllm(
     options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
     output = Output.prepare(directory, overwrite=False, source=model, owners=options.owners(tp))
     if output.is_complete and not is_engine_state(output.path):
-        raise OutputExistsError(f"DIR {directory} is not empty; name another directory")
+        raise OutputExistsError(f"DST {directory} is not empty; name another directory")
     progress = progress or Silent()
 
     progress.stage(f"reading {os.fspath(model)}")

@@ -79,7 +79,7 @@ def merge(
     """
     progress = progress or Silent()
     limit, budget = parse_size(max_file_size), parse_memory(memory)
-    output = derived_directory.prepare("HF_DIR", hf_dir, out, CONFIG_NAME)
+    output = derived_directory.prepare("DST", hf_dir, out, CONFIG_NAME)
     found = derived_directory.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
@@ -106,7 +106,7 @@ def merge(
     num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
     if output.is_complete:
         reason = difference_of_files(output.path, files, lambda to: _write_others(to, found, layout))
-        refuse_other_output("HF_DIR", output.path, reason, "name another directory")
+        refuse_other_output("DST", output.path, reason, "name another directory")
         return Merged(len(layout.tensors), len(layout.files), num_bytes, was_complete=True)
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
@@ -114,7 +114,7 @@ def merge(
         else:
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
-                derived_directory.require_nothing_new("HF_DIR", output.path)
+                derived_directory.require_nothing_new("DST", output.path)
                 _finish(workspace, found, layout)
     return Merged(len(layout.tensors), len(layout.files), num_bytes)
 

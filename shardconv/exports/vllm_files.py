@@ -110,7 +110,7 @@ def write_state(
         reason = reason or difference_of_files(
             output.path, files, lambda to: _copy_others(to, found, state), options.owners(len(state.declared))
         )
-        refuse_other_output("DIR", output.path, reason, "name another directory")
+        refuse_other_output("DST", output.path, reason, "name another directory")
         return True
     job = {
         "source": {"name": source.name, "revision": source.revision, **found.origin.identity},

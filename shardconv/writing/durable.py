@@ -65,7 +65,7 @@ def setup_lock(path: Path, out: Path) -> Iterator[None]:
 
 def refuse(out: Path) -> NoReturn:
     """Raise ``BusyError``."""
-    raise BusyError(f"OUT {out} is being written by another process; wait for it, or name another directory")
+    raise BusyError(f"DST {out} is being written by another process; wait for it, or name another directory")
 
 
 def _lock(handle: int, out: Path, how: int) -> bool:
@@ -76,14 +76,14 @@ def _lock(handle: int, out: Path, how: int) -> bool:
         return False
     except OSError as error:
         raise ShardconvError(
-            f"OUT {out} is on a file system without file locks ({error.strerror}); "
+            f"DST {out} is on a file system without file locks ({error.strerror}); "
             "use another one, or mount it with locks"
         ) from error
     return True
 
 
 def _completed(out: Path) -> ShardconvError:
-    return ShardconvError(f"OUT {out} was completed by another process meanwhile; nothing is left to do")
+    return ShardconvError(f"DST {out} was completed by another process meanwhile; nothing is left to do")
 
 
 def write_durably(path: Path, text: str) -> None:

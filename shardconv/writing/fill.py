@@ -47,7 +47,7 @@ def fill(workspace: Workspace, *, memory: int, progress: Progress) -> None:
             run(units, lambda: _Sink(target), lambda unit, sink: advance(sink.num_bytes))
     except OSError as error:
         raise ShardconvError(
-            f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
+            f"DST {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
             "same command again, which continues"
         ) from error
 
@@ -58,7 +58,7 @@ def _require_space(workspace: Workspace, num_bytes: int) -> None:
     if num_bytes > free:
         needed, left = (f"{amount / 1e9:,.2f} GB" for amount in (num_bytes, free))
         raise ShardconvError(
-            f"OUT {workspace.out} needs {needed} more, and its disk has {left} free; "
+            f"DST {workspace.out} needs {needed} more, and its disk has {left} free; "
             "free some space, or name a directory on another disk"
         )
 

@@ -66,13 +66,13 @@ class Output:
         """Check that ``out`` may be written, without creating it, or that it is complete already."""
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
-            raise OutputExistsError(f"OUT {out} is a file; name a directory that does not exist yet")
+            raise OutputExistsError(f"DST {out} is a file; name a directory that does not exist yet")
         if path.is_dir() and any(file.name != PARTIAL for file in path.iterdir()):
             _require_apart(path, Path(source).expanduser())
             if not overwrite and not _is_being_finished(path):
                 if not (path / MANIFEST_NAME).is_file():
                     raise OutputExistsError(
-                        f"OUT {out} is not empty, and has no {MANIFEST_NAME} of an earlier conversion; name "
+                        f"DST {out} is not empty, and has no {MANIFEST_NAME} of an earlier conversion; name "
                         "another directory"
                     )
                 return cls(path, overwrite, is_complete=True)
@@ -82,7 +82,7 @@ class Output:
             parent = parent.parent
         anchor = parent if parent != path else path.parent
         if not anchor.is_dir() or not os.access(anchor, os.W_OK | os.X_OK):
-            raise ShardconvError(f"OUT {path} cannot be created: no permission to write in {anchor}")
+            raise ShardconvError(f"DST {path} cannot be created: no permission to write in {anchor}")
         refuse_if_busy(path, owners)
         return cls(path, overwrite)
 
@@ -91,7 +91,7 @@ class Output:
         is_complete = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
         if is_complete and not self.overwrite:
             raise OutputExistsError(
-                f"OUT {self.path} was written by another process meanwhile; name another directory, "
+                f"DST {self.path} was written by another process meanwhile; name another directory, "
                 "or pass --overwrite"
             )
 
@@ -114,7 +114,7 @@ def _is_being_finished(path: Path) -> bool:
 def _require_apart(path: Path, source: Path) -> None:
     """Require that ``path`` does not contain the model that is read."""
     if source.exists() and source.resolve().is_relative_to(path.resolve()):
-        raise OptionError(f"OUT {path} holds the model to convert; name another directory")
+        raise OptionError(f"DST {path} holds the model to convert; name another directory")
 
 
 def _require_replaceable(path: Path) -> None:
@@ -122,20 +122,20 @@ def _require_replaceable(path: Path) -> None:
     written = known_files(path)
     if path.is_symlink() or not (written or (path / MANIFEST_NAME).is_file()):
         raise OutputExistsError(
-            f"OUT {path} was not written by shardconv, so it is not overwritten; name another directory"
+            f"DST {path} was not written by shardconv, so it is not overwritten; name another directory"
         )
     try:
         if (path / MANIFEST_NAME).is_file():
             written |= {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in read_manifest(path).files)}
     except CheckpointError as error:
-        raise ShardconvError(f"OUT {path} cannot be replaced: {error}; remove it yourself") from error
+        raise ShardconvError(f"DST {path} cannot be replaced: {error}; remove it yourself") from error
     names = sorted(
         str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink()
     )
     strangers = [name for name in names if name not in written and name.split("/")[0] != PARTIAL]
     if strangers:
         raise OutputExistsError(
-            f"OUT {path} holds {strangers[0]}, which shardconv did not write; move it away first"
+            f"DST {path} holds {strangers[0]}, which shardconv did not write; move it away first"
         )
 
 
@@ -165,7 +165,7 @@ def prepared(
         for entry in manifest.files:
             check_size(directory, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
         if manifest.tp != tp:
-            refuse_other_output("OUT", directory, f"tp was {manifest.tp}, is now {tp}")
+            refuse_other_output("DST", directory, f"tp was {manifest.tp}, is now {tp}")
     return outputs
 
 
@@ -210,7 +210,7 @@ class StageOutputs:
         names = [stage_directory(stage, count) for stage in range(count)]
         if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(names))):
             raise OutputExistsError(
-                f"OUT {out} holds {strangers[0]}, which is none of {count} stages; name another directory"
+                f"DST {out} holds {strangers[0]}, which is none of {count} stages; name another directory"
             )
         directories = [path / name for name in names]
         options_by_stage = {

@@ -214,13 +214,13 @@ def _agree(
         reason = difference(state.job, job)
         if is_part:
             raise OutputExistsError(
-                f"OUT {out} holds parts of another conversion ({reason}); use the same model and options "
+                f"DST {out} holds parts of another conversion ({reason}); use the same model and options "
                 f"for all parts, or remove {partial}"
             )
         if state.moves is not None and is_placed(out, state.moves):
             raise OutputExistsError(
-                f"OUT {out} is the complete output of another conversion ({reason}); remove {partial}, the "
-                "only leftover of that run, and pass --overwrite to replace OUT"
+                f"DST {out} is the complete output of another conversion ({reason}); remove {partial}, the "
+                "only leftover of that run, and pass --overwrite to replace DST"
             )
         tell(f"{reason}: the unfinished output in {out} is discarded")
     refuse_if_busy(out, {file.stem for file in partial.glob("*.journal")} - journals.keys())

@@ -155,7 +155,7 @@ def _require_same(plan: Plan, origin: Origin, output: Output, files: Sequence[Ta
     )
     reason = "" if before == now else difference(before, now)
     refuse_other_output(
-        "OUT", output.path, reason or difference_of_files(output.path, files, origin.copy_small_files)
+        "DST", output.path, reason or difference_of_files(output.path, files, origin.copy_small_files)
     )
 
 

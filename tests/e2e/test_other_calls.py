@@ -137,7 +137,7 @@ def test_embeddings_are_refused_without_a_proof(tmp_path: Path) -> None:
     for error in run_errors(2, given_embeddings, out):
         assert isinstance(error, PlanError)
         assert "inputs_embeds" in str(error)
-        assert "shardconv replan" in str(error)
+        assert "shardconv reshard" in str(error)
 
 
 def test_embeddings_with_partial_gradients_are_refused(tmp_path: Path) -> None:

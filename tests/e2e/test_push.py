@@ -257,7 +257,7 @@ def test_who_may_not_write_is_told(
         if exists:
             hub.add_repo(REPO)
         given = ["--token", token] if token else []
-        assert cli.run(["push", str(out), REPO, *given]) == 2
+        assert cli.run(["push", str(out), REPO, *given]) == 5
         error = capsys.readouterr().err
         assert message in error.splitlines()[-1]
         assert "; " in error.splitlines()[-1]
@@ -305,7 +305,7 @@ def test_a_damaged_directory_is_refused(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert cli.run(["push", str(out), REPO]) == 2
+    assert cli.run(["push", str(out), REPO]) == 3
     assert f"{file.relative_to(out).as_posix()}: its crc32-of-pieces is" in capsys.readouterr().err
     (out / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):

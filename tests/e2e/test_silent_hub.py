@@ -109,7 +109,7 @@ def test_a_push_ends_wherever_the_server_falls_silent(
         hub.add_repo(REPO)
     hub.faults.hang, hub.faults.only = True, place
     with soon():
-        assert cli.run(["push", str(out), REPO, "-q"]) == 2
+        assert cli.run(["push", str(out), REPO, "-q"]) == 4
     error = capsys.readouterr().err.splitlines()[-1]
     assert "the Hub does not answer when asked for user/model (no answer for " in error
     assert error.endswith("check the network, then run the same command again, it continues where it was")

@@ -286,13 +286,13 @@ def test_commands_that_do_not_know_stages_say_so(tmp_path: Path, capsys: pytest.
     shardconv.convert(source, out, 1, pp=PP, check=False)
     stage = out / stage_directory(0, PP)
     for command in (
-        ["merge", stage, tmp_path / "merged"],
+        ["export", stage, tmp_path / "merged", "--format", "hf"],
         ["reshard", stage, tmp_path / "resharded", "--tp", 2],
         ["verify", stage, "--against", source],
     ):
         assert cli.run([str(part) for part in command]) != 0
         assert "stage of 2" in capsys.readouterr().err
-    assert cli.run(["report", str(out)]) == 0
+    assert cli.run(["inspect", str(out), "--html", f"{out}-report.html"]) == 0
     assert (tmp_path / "out-report.html").is_file()
 
 
@@ -332,13 +332,13 @@ def test_stages_are_planned_again(tmp_path: Path) -> None:
         (stage / "plan.json").write_text(plan.replace(transformers.__version__, "5.0.0"))
     with pytest.raises(CheckpointError):
         shardconv.verify(out)
-    assert cli.run(["replan", str(out), "--no-check"]) == 0
+    assert cli.run(["reshard", str(out), "--in-place", "--no-check"]) == 0
     assert [(stage / "plan.json").read_bytes() for stage in stages] == before
     shardconv.verify(out)
     (stages[1] / "plan.json").write_text((stages[1] / "plan.json").read_text().replace("torch", "toren"))
-    assert cli.run(["replan", str(stages[1]), "--no-check"]) != 0
+    assert cli.run(["reshard", str(stages[1]), "--in-place", "--no-check"]) != 0
     (stages[1] / "plan.json").write_bytes(before[1])
-    assert cli.run(["replan", str(stages[1]), "--no-check"]) == 0
+    assert cli.run(["reshard", str(stages[1]), "--in-place", "--no-check"]) == 0
     assert (stages[1] / "plan.json").read_bytes() == before[1]
 
 

@@ -89,13 +89,13 @@ def test_the_command_and_planning_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.run(["inspect", str(out)]) == 0
     assert "expert parallel: experts are distributed, not sharded" in capsys.readouterr().out
     before = plan_json.read(out / PLAN_NAME)
-    assert cli.run(["replan", str(out), "--no-check"]) == 0
+    assert cli.run(["reshard", str(out), "--in-place", "--no-check"]) == 0
     assert plan_json.read(out / PLAN_NAME) == replace(before, proven_arguments=())  # nothing was proven
     assert before.experts == "ep"
 
 
 def test_a_model_without_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_causal("llama", tmp_path / "model")
-    assert cli.run(["convert", str(path), str(tmp_path / "out"), "--tp", "2", "--experts", "ep"]) == 2
+    assert cli.run(["convert", str(path), str(tmp_path / "out"), "--tp", "2", "--experts", "ep"]) == 5
     assert "the model has no stacks of experts; use --experts tp" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -158,7 +158,7 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
     if need_weights and all((directory / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)):
         raise SourceError(
             f"{directory} is a converted directory; `shardconv reshard` converts it for another number of "
-            "ranks, `shardconv merge` back to an ordinary checkpoint"
+            "ranks, `shardconv export --format hf` back to an ordinary checkpoint"
         )
     if (directory / "adapter_config.json").is_file() and (need_weights or not has_config):
         base = _json(directory / "adapter_config.json").get("base_model_name_or_path") or "its base model"

@@ -54,7 +54,8 @@ def check_code(plan: Plan) -> None:
         f"the model code differs from the code that the plan was solved for{lacking}: "
         f"the plan is for transformers {code.transformers} with torch {code.torch}, "
         f"installed are transformers {_version('transformers')} and torch {_version('torch')}; "
-        "run `shardconv replan OUT` to solve again for the installed code, or install the plan's versions"
+        "run `shardconv reshard SRC --in-place` to solve again for the installed code, or install the plan's "
+        "versions"
     )
 
 

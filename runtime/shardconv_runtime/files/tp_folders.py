@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..comm.launchers import other_launcher
-from ..errors import NotConvertedError, SourceError
+from ..errors import NotConvertedError, OptionError
 from ..hub_options import is_command, option
 from .manifest import MANIFEST_NAME
 from .small_files import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
@@ -84,7 +84,7 @@ def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
         raise NotConvertedError(
             f"{where} holds no converted model; name the output of shardconv convert or push"
         )
-    raise SourceError(
+    raise OptionError(
         f"{where} holds several converted models, {', '.join(found)}; choose with {option('tp')}, or name "
         "the folder behind a slash"
     )

@@ -302,7 +302,7 @@ def save_pretrained(
     _check_options(model, state_dict=state_dict, push_to_hub=push_to_hub, **other)
     sharded = _beside(target, "sharded")
     holders = replicas_of(model)
-    remedy = ", or call shardconv_runtime.save and run `shardconv merge` elsewhere"
+    remedy = ", or call shardconv_runtime.save and run `shardconv export --format hf` elsewhere"
     purpose = "save_pretrained merges the shards of all ranks"
     merge = holders.together(lambda: converter_function("merge", purpose, remedy))
     holders.agree(_unfit(target))
@@ -327,7 +327,11 @@ def _check_options(model: nn.Module, **options: Any) -> None:
     for name, value in options.items():
         if value is None or value is False or any(value is one for one in allowed.get(name, ())):
             continue
-        remedy = "shardconv merge" if name != "push_to_hub" else "the hf command uploads the directory"
+        remedy = (
+            "shardconv export --format hf"
+            if name != "push_to_hub"
+            else "the hf command uploads the directory"
+        )
         raise UnsupportedError(
             f"save_pretrained({name}=...) is not supported for a {type(model).__name__} whose parameters are "
             f"sharded over ranks; leave it out ({remedy}), or use shardconv_runtime.save"

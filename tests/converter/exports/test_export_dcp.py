@@ -369,7 +369,7 @@ class TestRefused:
     def test_a_directory_with_anything_in_it(self, tiny: Path, place: Path) -> None:
         (place / "dir").mkdir()
         (place / "dir" / "thesis.txt").write_text("mine")
-        with pytest.raises(ShardconvError, match=r"DIR .* is not empty; name another directory"):
+        with pytest.raises(ShardconvError, match=r"DST .* is not empty; name another directory"):
             export(tiny, place / "dir")
         assert contents(place / "dir") == {"thesis.txt": b"mine"}
 
@@ -390,7 +390,7 @@ class TestRefused:
 
         fill_files = fill.fill
         monkeypatch.setattr(fill, "fill", late)
-        with pytest.raises(ShardconvError, match=r"DIR .* was written to by others meanwhile"):
+        with pytest.raises(ShardconvError, match=r"DST .* was written to by others meanwhile"):
             export(tiny, place / "dir")
         assert placed(place / "dir") == {"thesis.txt": b"mine"}
 
@@ -401,7 +401,7 @@ class TestRefused:
             shutil.rmtree(path)
         else:
             path.unlink()
-        with pytest.raises(CheckpointError, match="convert the model again"):
+        with pytest.raises(CheckpointError, match="or run that command again|convert the model again"):
             export(tiny, place / "dir")
         assert not (place / "dir").exists()
 
@@ -440,6 +440,15 @@ class TestCommand:
         assert contents(place / "dir") == contents(place / "other")
 
     def test_quiet_prints_nothing(self, tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        argv = ["export", str(tiny), str(place / "dir"), "-q", "--memory", "1MiB", "--max-file-size", "1kB"]
+        argv = [
+            "export",
+            str(tiny),
+            str(place / "dir"),
+            "-q",
+            "--io-memory",
+            "1MiB",
+            "--max-file-size",
+            "1kB",
+        ]
         assert cli.run(argv) == 0
         assert capsys.readouterr() == ("", "")

@@ -447,7 +447,7 @@ class TestInterrupted:
             return divided(*args)
 
         monkeypatch.setattr(saved_layout, "divided_into_files", overtaken)
-        with pytest.raises(ShardconvError, match=r"HF_DIR .* was written to by others meanwhile"):
+        with pytest.raises(ShardconvError, match=r"DST .* was written to by others meanwhile"):
             shardconv.merge(out, tmp_path / "hf")
         assert (tmp_path / "hf" / "config.json").read_text() == "another's"
         assert not (tmp_path / "hf" / "model.safetensors").exists()

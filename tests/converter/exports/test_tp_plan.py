@@ -12,7 +12,6 @@ import pytest
 import torch
 from boundaries import boundary
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import (
     AttributeOverride,
@@ -375,11 +374,11 @@ def test_conversions_on_load(
 
 
 class TestCommand:
-    """``shardconv plan --format``."""
+    """``shardconv export --format tp_plan``."""
 
     def run(self, capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = cli.run([str(arg) for arg in ("plan", *argv)])
+        code = cli.run([str(arg) for arg in ("export", *argv)])
         return code, *capsys.readouterr()
 
     @pytest.fixture
@@ -391,39 +390,18 @@ class TestCommand:
 
     def test_tp_plan(self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "rules.json"
-        code, out, _ = self.run(capsys, model, "--tp", 2, "--format", "tp_plan", "-q", "-o", file)
+        code, out, _ = self.run(capsys, model, "--tp", 2, "--format", "tp_plan", "-q")
         assert code == 0
         assert json.loads(out) == rules_of("llama")
+        assert self.run(capsys, model, file, "--tp", 2, "--format", "tp_plan", "-q") == (0, "", "")
         assert file.read_text() == out
 
     def test_a_refusal_prints_and_writes_nothing(
         self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         file = tmp_path / "rules.json"
-        code, out, err = self.run(capsys, model, "--tp", 3, "--format", "tp_plan", "-q", "-o", file)
-        assert (code, out) == (2, "")
+        code, out, err = self.run(capsys, model, file, "--tp", 3, "--format", "tp_plan", "-q")
+        assert (code, out) == (5, "")
         assert err.startswith("error: a tp_plan cannot express this plan for 3 ranks: model.embed_tokens: ")
         assert err.count("\n") == 1
         assert not file.exists()
-
-    def test_json(self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        file = tmp_path / "plan.json"
-        _, long, _ = self.run(capsys, model, "--tp", 2, "--format", "json", "-q")
-        _, short, _ = self.run(capsys, model, "--tp", 2, "--json", "-q", "-o", file)
-        assert long == short == file.read_text()
-        assert plan_json.loads(long).tp == 2
-
-    def test_report(self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """By default the plan itself is written, and the report printed."""
-        report, plan = tmp_path / "report.txt", tmp_path / "plan.json"
-        _, shown, _ = self.run(capsys, model, "--tp", 2, "-o", plan)
-        _, again, _ = self.run(capsys, model, "--tp", 2, "--format", "report", "-o", report)
-        assert shown == again == report.read_text()
-        assert "COLLECTIVES" in shown
-        assert plan_json.read(plan).tp == 2
-        assert self.run(capsys, model, "--tp", 2, "-q", "-o", plan)[:2] == (0, "")
-
-    def test_one_format_at_a_time(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = self.run(capsys, "any", "--tp", 2, "--json", "--format", "tp_plan")
-        assert code == 2
-        assert "--json and --format tp_plan contradict each other" in err

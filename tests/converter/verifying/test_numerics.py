@@ -210,7 +210,7 @@ def test_a_wrong_plan_is_found(out: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     with pytest.raises(CheckpointError, match=found + r"differs by \d\.\de[+-]\d\d; compare"):
         shardconv.verify(out, numerics=True)
-    assert cli.run(["verify", str(out), "--numerics", "-q"]) == 2
+    assert cli.run(["verify", str(out), "--numerics", "-q"]) == 3
     assert capsys.readouterr().err.startswith(f"error: {out}: simulated ranks differ from")
 
 
@@ -264,7 +264,7 @@ def test_code_that_is_another(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     change_plan(out, lambda p: dataclasses.replace(p, code=dataclasses.replace(p.code, fingerprint="0" * 64)))
     shardconv.verify(out)
     monkeypatch.setattr("shardconv.converted.file_checks.checksums", None)
-    with pytest.raises(CodeMismatchError, match="shardconv replan OUT"):
+    with pytest.raises(CodeMismatchError, match="shardconv reshard SRC --in-place"):
         shardconv.verify(out, numerics=True)
 
 
@@ -339,7 +339,7 @@ class TestTheRecord:
         assert cli.run(["inspect", str(out)]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert f"numerics {report.numerics_text(found)}" in text
-        assert cli.run(["report", str(out), "-o", str(out.parent / "page.html")]) == 0
+        assert cli.run(["inspect", str(out), "--html", str(out.parent / "page.html")]) == 0
         page = (out.parent / "page.html").read_text()
         assert report.numerics_text(found) in page
 

@@ -75,7 +75,7 @@ class TestFiles:
         (out / "config.json").unlink()
         flip(out / shard(0), -1)
         (out / "notes.txt").write_text("mine")
-        assert cli.run(["verify", str(out), "-q"]) == 2
+        assert cli.run(["verify", str(out), "-q"]) == 3
         captured = capsys.readouterr()
         lines = captured.err.splitlines()
         assert captured.out == ""
@@ -242,7 +242,7 @@ class TestOtherFiles:
             (out / os.fsdecode(b"\xff.safetensors")).write_text("x")
         except OSError:
             pytest.skip("this file system has no such names")
-        assert cli.run(["verify", str(out)]) == 2
+        assert cli.run(["verify", str(out)]) == 3
         assert "\\udcff.safetensors: the manifest does not name it" in capsys.readouterr().err
 
     def test_a_conversion_that_was_begun(self, out: Path) -> None:

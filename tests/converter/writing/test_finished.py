@@ -59,7 +59,12 @@ class TestTheSameRun:
             shardconv.convert(llama_dir, out, 2, random_init=True, seed=2)
 
     @pytest.mark.parametrize(
-        "command", [["reshard", "OUT", "NEW", "--tp", "3"], ["merge", "OUT", "NEW"], ["export", "OUT", "NEW"]]
+        "command",
+        [
+            ["reshard", "OUT", "NEW", "--tp", "3"],
+            ["export", "OUT", "NEW"],
+            ["export", "OUT", "NEW", "--format", "hf"],
+        ],
     )
     def test_of_other_commands(
         self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]

@@ -97,7 +97,7 @@ def test_other_code_is_refused_with_both_versions_and_the_remedy(package: Path) 
     message = str(caught.value)
     assert "transformers 5.0.7 with torch 2.0.9" in message
     assert f"transformers {metadata.version('transformers')} and torch {metadata.version('torch')}" in message
-    assert "`shardconv replan OUT`" in message
+    assert "`shardconv reshard SRC --in-place`" in message
     assert "\n" not in message
 
 

@@ -286,7 +286,7 @@ def test_other_model_code(tmp_path: Path) -> None:
     rewrite(path, modeling_llama="modeling_mistral", LlamaForCausalLM="MistralForCausalLM")
     for error in errors_of(path):
         assert isinstance(error, CodeMismatchError)
-        assert "replan" in str(error)
+        assert "reshard" in str(error)
 
 
 def test_remote_code_needs_consent(tmp_path: Path) -> None:
