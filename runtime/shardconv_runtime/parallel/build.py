@@ -203,8 +203,8 @@ WHY_NO_ATTENTIONS = (
     "to look at attention weights"
 )
 WHY_NO_EMBEDDINGS = (
-    "whose plan was not proven with it; pass ids. `shardconv reshard --in-place`, or `plan --check`, proves it "
-    "where the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
+    "whose plan was not proven with it; pass ids. `shardconv reshard --in-place`, or `plan --check`, proves "
+    "it where the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
 )
 WHY_LEFT_OUT = (
     "that could not be traced with it, or whose ranks computed something else with it than one process; "

@@ -401,7 +401,7 @@ class TestRefused:
             shutil.rmtree(path)
         else:
             path.unlink()
-        with pytest.raises(CheckpointError, match="or run that command again|convert the model again"):
+        with pytest.raises(CheckpointError, match=r"or run that command again|convert the model again"):
             export(tiny, place / "dir")
         assert not (place / "dir").exists()
 
