@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 else:
     LoadedModel = PreTrainedModel
 
-_ATTRIBUTE = "_shardconv_loaded"
+LOADED_ATTRIBUTE = "_shardconv_loaded"
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class Loaded:
 
 def remember(model: nn.Module, value: Loaded) -> None:
     """Record on a model where it came from."""
-    setattr(model, _ATTRIBUTE, value)
+    setattr(model, LOADED_ATTRIBUTE, value)
 
 
 def loaded(model: nn.Module) -> Loaded:
     """Return where a model came from."""
-    value = getattr(unwrapped(model), _ATTRIBUTE, None)
+    value = getattr(unwrapped(model), LOADED_ATTRIBUTE, None)
     if not isinstance(value, Loaded):
         raise PlanError(
             f"this {type(model).__name__} was not loaded by shardconv_runtime.load, so it is not known "
