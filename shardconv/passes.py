@@ -125,7 +125,7 @@ def _without_validation() -> Iterator[None]:
 
 @contextmanager
 def _without_fast_paths() -> Iterator[None]:
-    """Trace the submodules of torch's attention and encoder layers, which ranks call, see ``parallel.build``."""
+    """Let torch's attention and encoder layers call their submodules, as on ranks, see ``parallel.build``."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -49,9 +49,7 @@ def refuse_other_models(model: nn.Module) -> None:
         if isinstance(model, wrapper):
             raise SourceError(f"the model in memory is a {type(model).__name__}; {remedy}")
     if "_orig_mod" in model._modules:
-        raise SourceError(
-            "the model in memory is compiled; pass the module before torch.compile, and compile=True"
-        )
+        raise SourceError("the model in memory is compiled; pass the module before torch.compile")
     if hasattr(model, LOADED_ATTRIBUTE):
         raise SourceError(f"this {type(model).__name__} is a rank's part already; pass an unsharded model")
     for name, module in model.named_modules():
@@ -60,12 +58,13 @@ def refuse_other_models(model: nn.Module) -> None:
                 continue
             for hook in hooks.values():
                 owner = getattr(hook, "__module__", None) or type(hook).__module__
-                if not f"{owner}.".startswith(_LIBRARIES):
-                    raise SourceError(
-                        f"{name or 'the model'} has a hook ({getattr(hook, '__qualname__', type(hook).__name__)} "
-                        f"in {kind.strip('_')}), which would see a rank's part of its tensors; remove it, and "
-                        "register it on the model that is returned"
-                    )
+                if f"{owner}.".startswith(_LIBRARIES):
+                    continue
+                text = f"{getattr(hook, '__qualname__', type(hook).__name__)} in {kind.strip('_')}"
+                raise SourceError(
+                    f"{name or 'the model'} has a hook ({text}), which would see a rank's part of its tensors; "
+                    "remove it, and register it on the model that is returned"
+                )
     if getattr(model, "hf_quantizer", None) is not None:
         raise SourceError(
             f"{type(model).__name__} is quantized in memory; pass its quantized checkpoint to load"
@@ -103,8 +102,8 @@ def meta_twin(model: nn.Module) -> nn.Module:
         twin = copy.deepcopy(model, memo).eval()
     except Exception as error:
         raise SourceError(
-            f"{type(model).__name__} cannot be copied ({brief(error)}); leave out what is not a module, a tensor "
-            "or a plain value, and use torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm"
+            f"{type(model).__name__} cannot be copied ({brief(error)}); leave out attributes that are not "
+            "modules, tensors or plain values, and use torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm"
         ) from error
     _fill_buffers(twin)
     for module in twin.modules():
