@@ -62,7 +62,7 @@ def refuse_other_models(model: nn.Module) -> None:
                     continue
                 text = f"{getattr(hook, '__qualname__', type(hook).__name__)} in {kind.strip('_')}"
                 raise SourceError(
-                    f"{name or 'the model'} has a hook ({text}), which would see a rank's part of its tensors; "
+                    f"{name or 'the model'} has a hook ({text}), which would see a rank's part of tensors; "
                     "remove it, and register it on the model that is returned"
                 )
     if getattr(model, "hf_quantizer", None) is not None:
@@ -103,7 +103,7 @@ def meta_twin(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise SourceError(
             f"{type(model).__name__} cannot be copied ({brief(error)}); leave out attributes that are not "
-            "modules, tensors or plain values, and use torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm"
+            "modules, tensors or plain values, and use torch.nn.utils.parametrizations.weight_norm"
         ) from error
     _fill_buffers(twin)
     for module in twin.modules():
