@@ -68,7 +68,7 @@ def solve_plan(
     try:
         # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
         # while they wait. On two cores they double the CPU time.
-        with _no_collection(), _without_validation(), in_one_thread():
+        with _no_collection(), _without_validation(), _without_fast_paths(), in_one_thread():
             return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
@@ -121,6 +121,17 @@ def _without_validation() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def _without_fast_paths() -> Iterator[None]:
+    """Let torch's attention and encoder layers call their submodules, as on ranks, see ``parallel.build``."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _solved(

@@ -1,7 +1,7 @@
 """Outputs that the pages quote are those of the commands.
 
 A comment in front of each block of text says what it is. ``<!-- output: COMMAND -->``: the command runs here,
-in the root of the repository. ``<!-- quoted: REASON -->``: it cannot. ``<!-- no output -->``: it is none.
+in the root of the repository. ``<!-- quoted: REASON -->``: it cannot. ``<!-- no output -->``: none.
 """
 
 from __future__ import annotations

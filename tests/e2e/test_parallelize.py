@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,113 @@ def test_other_values_on_another_rank_are_refused() -> None:
     for error in run_errors(2, run_in_group):
         assert isinstance(error, InputsDifferError)
         assert "has other values on rank 1 than on rank 0" in str(error)
+
+
+class Encoder(nn.Module):
+    """torch's own layers, which compute from the weights of their submodules if no gradient is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def encoder() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Encoder().eval(), torch.randn(2, 5, 32)
+
+
+def run_encoder() -> Tensor:
+    model, x = encoder()
+    sharded = shardconv_runtime.parallelize(model, example_inputs={"x": x})
+    assert sharded.layers.layers[0].linear1.weight.shape == (32, 32)
+    with torch.inference_mode():
+        return sharded(x=x)
+
+
+def test_layers_of_torch_with_a_path_around_their_submodules() -> None:
+    model, x = encoder()
+    with torch.inference_mode():
+        want = model(x)
+    for found in run_processes(2, run_encoder):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+
+
+def run_parametrized() -> float:
+    model = own()
+    nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    model.blocks[1].up.weight.requires_grad_(False)
+    want = model(IDS)
+    sharded = shardconv_runtime.parallelize(model, example_inputs={"ids": IDS}, training=True)
+    found = sharded(IDS)
+    found.sum().backward()
+    assert sharded.blocks[1].up.weight.grad is None
+    return float((found - want).detach().abs().max())
+
+
+def test_parametrized_and_frozen_weights() -> None:
+    assert max(run_processes(2, run_parametrized)) < 1e-12
+
+
+def without_generation() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    return transformers.ResNetModel(config).double().eval(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+
+
+def run_without_generation() -> tuple[Tensor, int]:
+    model, image = without_generation()
+    sharded = shardconv_runtime.parallelize(model)
+    with torch.inference_mode():
+        return sharded(pixel_values=image).last_hidden_state, sum(p.numel() for p in sharded.parameters())
+
+
+def test_a_model_that_does_not_generate() -> None:
+    model, image = without_generation()
+    with torch.inference_mode():
+        want = model(pixel_values=image).last_hidden_state
+    for found, held in run_processes(2, run_without_generation):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
+        assert held < 0.6 * sum(p.numel() for p in model.parameters())
+
+
+def old_weight_norm(model: Own) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model.blocks[0].up)
+    return model
+
+
+def with_hook(model: Own) -> nn.Module:
+    model.blocks[0].up.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_hook, r"blocks\.0\.up has a hook \(with_hook.*register it on the model that is returned"),
+        (old_weight_norm, "cannot be copied .*parametrizations"),
+        (torch.compile, "is compiled; pass the module before torch.compile"),
+        (nn.DataParallel, "pass the module inside"),
+        (lambda model: torch.jit.script(nn.Linear(2, 2)), "pass the module before torch.jit"),
+        (lambda model: nn.LazyLinear(3), "is a UninitializedParameter"),
+    ],
+)
+def test_models_that_are_refused(change: Any, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        shardconv_runtime.parallelize(change(own()), example_inputs={"ids": IDS})
+
+
+def test_a_part_is_not_parallelized_again() -> None:
+    part = shardconv_runtime.parallelize(own(), example_inputs={"ids": IDS})
+    with pytest.raises(SourceError, match="is a rank's part already"):
+        shardconv_runtime.parallelize(part, example_inputs={"ids": IDS})
+    with pytest.raises(SourceError, match="the example inputs are a tuple; give a dict"):
+        shardconv_runtime.parallelize(own(), example_inputs=(IDS,))
 
 
 def test_what_cannot_be_parallelized() -> None:

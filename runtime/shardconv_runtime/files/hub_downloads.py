@@ -123,6 +123,8 @@ def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Man
     """Find a converted model in a repository, with the directories of all its stages."""
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, tp)
+        if not found:
+            raise SourceError(nothing_for(repo_id, (), tp or 1))
         return [_with_plan(repo_id, path, file, hub) for path, file in found]
 
 

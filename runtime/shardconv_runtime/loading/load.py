@@ -1,4 +1,4 @@
-"""From a converted directory to the model of this rank."""
+"""``load`` and ``parallelize``: the model of this rank, from files or from a model in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adapters.adapter_set import AdapterSet
@@ -38,16 +39,18 @@ from ..hub_options import Hub, require_repo_id
 from ..inference.compiling import warm_up_decoding
 from ..keywords import checked_keywords
 from ..loaded import LoadedModel, unwrapped
-from ..option_values import Communication, Compiling, Planning, Training
+from ..option_values import Communication, Compiling, ExampleInputs, Planning, Training
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .building import ModelBuilder, transforms
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
-from .in_memory import require_same_values
+from .in_memory import in_memory, require_same_values
 from .load_options import MOVED, REMEDIES, load_options, with_further
 from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
 from .planned_here import is_ordinary, plan_on_rank_0, with_plan
+
+M = TypeVar("M", bound=nn.Module)
 
 # All ranks must load the same model: ranks of different ones would run, and compute nonsense.
 
@@ -202,6 +205,80 @@ def load(
         communication=communication,
     )
     return load_model(options, process_group if mesh is None else model_group(mesh, process_group), device)
+
+
+@in_default_modes
+@checked_keywords(MOVED, REMEDIES)
+def parallelize(
+    model: M,
+    *,
+    example_inputs: ExampleInputs | None = None,
+    plan: Plan | Planning | None = None,
+    device: torch.device | str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    training: bool | Training = False,
+    data_parallel: bool | DataParallel = False,
+    sequence_parallel: bool = False,
+    compile: bool | Compiling = False,
+    gather_logits: bool | None = None,
+    fuse: bool | None = None,
+    communication: Communication | None = None,
+) -> M:
+    """Return this rank's part of a model in memory; call it on every rank of the job.
+
+    Rank 0 plans the model, which takes seconds; nothing is read from a disk or a network. The model that is
+    passed does not change, and the one that is returned shares no memory with it: drop the first one to free
+    its memory. All ranks must pass a model with the same values, which is checked. For a model on meta, the
+    returned one is on meta too, with local shapes.
+
+    Args:
+        model: an ``nn.Module`` or a model of transformers, neither quantized nor sharded, without adapters.
+        example_inputs: the keyword arguments of a call, with which a module that is not of transformers is
+            traced; or a function that returns them for the model's ``config``, or a file of them.
+        plan: a plan that ``shardconv.plan`` returned for this model, or a ``Planning(...)``. By default the
+            model is planned for all processes.
+        device: as in ``load``, like the arguments that follow.
+
+    Returns:
+        A model of the same class in eval mode, in the dtypes of the one that was passed.
+
+    Raises:
+        ShardconvError: the message names the problem, the rank and the remedy.
+
+    Example:
+        >>> model = shardconv_runtime.parallelize(MyModule(), example_inputs={"x": torch.randn(2, 16)})
+        >>> model = shardconv_runtime.parallelize(AutoModel.from_config(config), training=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"parallelize takes an nn.Module, got a {type(model).__name__}; load takes paths and Hub ids"
+        )
+    if example_inputs is not None:
+        if isinstance(plan, Plan):
+            raise OptionError("example_inputs= is for planning, and plan= is a plan; leave one out")
+        planning = plan or Planning()
+        if planning.example_inputs is not None:
+            raise OptionError(
+                "example_inputs= and plan=Planning(example_inputs=) are the same; leave one out"
+            )
+        plan = replace(planning, example_inputs=example_inputs)
+    options = load_options(
+        path=type(model).__name__,
+        plan=plan,
+        in_memory=in_memory(model),
+        dtype=None,
+        mesh=mesh,
+        training=training,
+        data_parallel=data_parallel,
+        sequence_parallel=sequence_parallel,
+        compile=compile,
+        gather_logits=gather_logits,
+        fuse=fuse,
+        communication=communication,
+    )
+    group = process_group if mesh is None else model_group(mesh, process_group)
+    return load_model(options, group, device)  # type: ignore[return-value]
 
 
 def load_model(

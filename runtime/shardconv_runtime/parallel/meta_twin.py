@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..errors import SourceError
+from ..errors import SourceError, brief
+from ..loaded import LOADED_ATTRIBUTE
 from .meta_model import build_model, with_steady_sets
 
 
@@ -30,8 +32,39 @@ def is_custom(cls: type) -> bool:
     return cls.__module__.startswith("transformers_modules.")
 
 
+_WRAPPERS = {
+    torch.jit.ScriptModule: "pass the module before torch.jit",
+    DistributedDataParallel: "pass the module inside, and wrap the result",
+    nn.DataParallel: "pass the module inside",
+}
+"""Classes around a module -> the remedy."""
+
+_LIBRARIES = ("torch.", "transformers.")
+"""Modules whose own hooks a copy of a model may have: of parametrizations, and for recording outputs."""
+
+
 def refuse_other_models(model: nn.Module) -> None:
-    """Refuse a model whose tensors are not plain ones: sharded already, quantized, or with adapters."""
+    """Refuse a model that is wrapped, sharded already, quantized, or has adapters or hooks of others."""
+    for wrapper, remedy in _WRAPPERS.items():
+        if isinstance(model, wrapper):
+            raise SourceError(f"the model in memory is a {type(model).__name__}; {remedy}")
+    if "_orig_mod" in model._modules:
+        raise SourceError("the model in memory is compiled; pass the module before torch.compile")
+    if hasattr(model, LOADED_ATTRIBUTE):
+        raise SourceError(f"this {type(model).__name__} is a rank's part already; pass an unsharded model")
+    for name, module in model.named_modules():
+        for kind, hooks in vars(module).items():
+            if not kind.endswith("_hooks") or not isinstance(hooks, dict):
+                continue
+            for hook in hooks.values():
+                owner = getattr(hook, "__module__", None) or type(hook).__module__
+                if f"{owner}.".startswith(_LIBRARIES):
+                    continue
+                text = f"{getattr(hook, '__qualname__', type(hook).__name__)} in {kind.strip('_')}"
+                raise SourceError(
+                    f"{name or 'the model'} has a hook ({text}), which would see a rank's part of tensors; "
+                    "remove it, and register it on the model that is returned"
+                )
     if getattr(model, "hf_quantizer", None) is not None:
         raise SourceError(
             f"{type(model).__name__} is quantized in memory; pass its quantized checkpoint to load"
@@ -65,7 +98,13 @@ def meta_twin(model: nn.Module) -> nn.Module:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
                 kept_alive.append(buffer)
-    twin = copy.deepcopy(model, memo).eval()
+    try:
+        twin = copy.deepcopy(model, memo).eval()
+    except Exception as error:
+        raise SourceError(
+            f"{type(model).__name__} cannot be copied ({brief(error)}); leave out attributes that are not "
+            "modules, tensors or plain values, and use torch.nn.utils.parametrizations.weight_norm"
+        ) from error
     _fill_buffers(twin)
     for module in twin.modules():
         for name, buffer in _computed_buffers(module):

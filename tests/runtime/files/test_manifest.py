@@ -189,7 +189,10 @@ def test_plan_of_another_version_or_tp(converted: Path) -> None:
 
 
 def test_directory_without_manifest(tmp_path: Path) -> None:
-    messages = {tmp_path: "conversion did not finish; convert", tmp_path / "nowhere": "no such directory"}
+    messages = {
+        tmp_path: "did not finish; name the output",
+        tmp_path / "nowhere": "no such directory",
+    }
     for directory, message in messages.items():
         with pytest.raises(CheckpointError, match=message):
             manifest.read(directory)
