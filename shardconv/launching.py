@@ -59,7 +59,8 @@ def launch(program: Program, num_ranks: int) -> int:
     Rank 0 has the terminal. The other ranks print to files, which are shown if one of them fails alone.
 
     Returns:
-        The exit code of the rank that failed first, or 128 and the number of the signal that ended the job.
+        The exit code of rank 0 if it failed, otherwise of the rank that failed first; or 128 and the number
+        of the signal that ended the job.
     """
     os.environ.update(_defaults(num_ranks) | dict(program.environment))
     with tempfile.TemporaryDirectory(prefix="shardconv-ranks-") as logs, _interruptible() as received:
@@ -82,8 +83,9 @@ def launch(program: Program, num_ranks: int) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             of_rank_0 = error.failures.get(0)
-            if of_rank_0 is None or of_rank_0.exitcode < 0:  # it has said nothing
-                _show_end(rank, Path(logs))
+            if of_rank_0 is not None and of_rank_0.exitcode > 0:
+                return of_rank_0.exitcode  # it has printed its error
+            _show_end(rank, Path(logs))
             return failure.exitcode if failure.exitcode > 0 else 1
         finally:
             logging.disable(logging.NOTSET)

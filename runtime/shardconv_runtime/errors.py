@@ -123,7 +123,11 @@ class UnsupportedError(PlanError, SourceError, NotImplementedError):
     """The model or the call is of a kind that is not supported."""
 
 
-class InputsDifferError(LaunchError, ValueError):
+class RefusedCallError(PlanError, RuntimeError):
+    """A call, or a change of the model, would be wrong on this rank's part of it."""
+
+
+class InputsDifferError(LaunchError, PlanError, ValueError):
     """The ranks were given files or arguments that differ."""
 
 

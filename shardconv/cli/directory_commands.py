@@ -94,7 +94,7 @@ def inspect_command(
         if html == "-":
             return
     if as_json:
-        directories = (directory_record(str(part.directory), part.manifest) for part in parts)
+        directories = (directory_record(part.name, part.manifest) for part in parts)
         print_report(records.InspectReport(plan_record(plan, tokens), tuple(directories)))
         return
     if html is not None:

@@ -90,7 +90,7 @@ def convert_command(
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     seed, random_init = options.pop("seed"), options.pop("random_init")
     if seed is not None and not random_init:
-        raise click.UsageError("--seed is for the weights of a new model; add --random-init, or leave it dst")
+        raise click.UsageError("--seed is for the weights of a new model; add --random-init, or leave it out")
     initial = RandomInit(seed=seed or 0) if random_init else None
     is_complete = was_complete(dst, overwrite=options["overwrite"])
     values: dict[str, Any] = {

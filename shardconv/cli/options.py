@@ -377,6 +377,13 @@ class Opened:
     repository: Repository | None = None
     """The repository on the Hub that it comes from."""
 
+    @property
+    def name(self) -> str:
+        """The directory for reports: its path, or its place in a repository."""
+        if self.repository is None:
+            return str(self.directory)
+        return f"{self.repository.repo_id}/{self.repository.path}".rstrip("/")
+
     def check_sizes(self) -> None:
         """Check that every file exists and has its size."""
         if self.repository is None:
@@ -406,7 +413,7 @@ def opened(source: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
         parts = [Opened(d, m, read_plan(d, m)) for d, m in zip(directories, manifests, strict=True)]
     if (number := parts[0].manifest.tp) != tp and tp is not None:
         raise OptionError(
-            f"{source} is converted for {number} ranks, not for {tp}; leave source --tp, or convert it again"
+            f"{source} is converted for {number} ranks, not for {tp}; leave out --tp, or convert it again"
         )
     if len(parts) > 1:
         parts = [replace(each, plan=of_all_stages(each.plan)) for each in parts]

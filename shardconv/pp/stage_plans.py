@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardconv_runtime.errors import ShardconvError, SolveError
+from shardconv_runtime.errors import RefusedCallError, ShardconvError, SolveError
 from shardconv_runtime.format.names import compress, expand_all
 from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, StagedModule, StagesPlan
 
@@ -47,7 +47,7 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
         Indices of borders, ascending.
     """
     if sum(allowed) < num_stages - 1:
-        raise ShardconvError(
+        raise RefusedCallError(
             f"the model can be cut at {sum(allowed)} places, which makes {sum(allowed) + 1} stages at most, "
             f"not {num_stages}; give a smaller --pp"
         )

@@ -64,7 +64,7 @@ def done(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The error of a command, in one line."""
     capsys.readouterr()
-    assert cli.run(argv) in (2, 4, 5)
+    assert cli.run(argv) in (2, 3, 4, 5)
     (error,) = capsys.readouterr().err.splitlines()
     return error
 
@@ -83,16 +83,20 @@ def test_inspect_prints_what_it_prints_of_the_directory(
     hub: HubServer, both: Path, capsys: pytest.CaptureFixture[str], argv: list[str], local: str
 ) -> None:
     want = done(capsys, "inspect", str(both / local), *(a for a in argv if a == "--json"))
-    assert done(capsys, "inspect", *argv) == want
+    found = done(capsys, "inspect", *argv)
+    if "--json" in argv:
+        assert f'"directory": "{TWO}/{local}"' in found
+        found = found.replace(f"{TWO}/{local}", str(both / local))
+    assert found == want
     served = {path.rpartition("/")[2] for path in hub.served()}
     assert served == {MANIFEST_NAME, PLAN_NAME}
 
 
 def test_several_are_named(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("inspect", "report"):
-        error = refused(capsys, command, TWO)
+    for options in ([], ["--html", "page.html"]):
+        error = refused(capsys, "inspect", TWO, *options)
         assert f"{TWO} holds several converted models, tp-2, tp-4; choose with --tp" in error
-        error = refused(capsys, command, TWO, "--tp", "8")
+        error = refused(capsys, "inspect", TWO, *options, "--tp", "8")
         assert f"{TWO} holds no converted model for 8 ranks, but for 2, 4; give one of these as --tp" in error
     error = refused(capsys, "inspect", ROOTED, "--tp", "8")
     assert f"{ROOTED} is converted for 2 ranks, not for 8; leave out --tp" in error
@@ -164,30 +168,30 @@ def test_a_file_that_is_missing_or_cut_is_named(
 def test_the_cache_is_enough(
     hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = refused(capsys, "report", ONE, "--local-files-only")
+    error = refused(capsys, "inspect", ONE, "--local-files-only")
     assert "is not in the local cache; allow downloads (no --local-files-only" in error
-    done(capsys, "report", ONE)
+    done(capsys, "inspect", ONE, "--html", "page.html")
     hub.forget()
-    done(capsys, "report", ONE, "--local-files-only")
+    done(capsys, "inspect", ONE, "--html", "page.html", "--local-files-only")
     want = done(capsys, "inspect", ONE)
     hub.forget()
     assert done(capsys, "inspect", ONE, "--local-files-only") == want
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    done(capsys, "report", ONE, "--tp", "2")
+    done(capsys, "inspect", ONE, "--html", "page.html", "--tp", "2")
     assert done(capsys, "inspect", ONE) == want
     assert not hub.requests
 
 
-def test_a_report_is_written_here(
+def test_a_page_is_written_here(
     hub: HubServer, both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert done(capsys, "report", TWO, "--tp", "4") == "two-tp-4-report.html: open it in a browser\n"
-    done(capsys, "report", str(both / "tp-4"), "-o", "local.html")
-    assert (tmp_path / "two-tp-4-report.html").read_text() == (tmp_path / "local.html").read_text()
-    done(capsys, "report", TWO, "--tp", "4", "-o", "mine.html")
-    assert done(capsys, "report", TWO, "--tp", "4", "-o", "-").startswith("<!DOCTYPE html>")
-    (tmp_path / "two-tp-2-report.html").write_text("mine")
-    assert "is not a report" in refused(capsys, "report", TWO, "--tp", "2")
+    page = ("--html", "page.html")
+    assert done(capsys, "inspect", TWO, "--tp", "4", *page) == "page.html: open it in a browser\n"
+    done(capsys, "inspect", str(both / "tp-4"), "--html", "local.html")
+    assert (tmp_path / "page.html").read_text() == (tmp_path / "local.html").read_text()
+    assert done(capsys, "inspect", TWO, "--tp", "4", "--html", "-").startswith("<!DOCTYPE html>")
+    (tmp_path / "page.html").write_text("mine")
+    assert "is not a report" in refused(capsys, "inspect", TWO, "--tp", "2", *page)
     assert {path.rpartition("/")[2] for path in hub.served()} == {MANIFEST_NAME, PLAN_NAME}
 
 
@@ -206,7 +210,7 @@ def test_what_is_a_directory_or_looks_like_a_path_is_not_asked_for(
     assert done(capsys, "inspect", TWO) == done(capsys, "inspect", str(both / "tp-4"))
     for path in ("./absent/out", "absent/out/", "a/b/c", "absent", "/absent/out", "~/absent"):
         assert "there is no such directory" in refused(capsys, "inspect", path)
-    assert "absent/plan.json" in refused(capsys, "report", "absent/plan.json", "-o", "page.html")
+    assert "absent/plan.json" in refused(capsys, "inspect", "absent/plan.json", "--html", "page.html")
     assert not hub.requests
 
 

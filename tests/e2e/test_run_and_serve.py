@@ -21,10 +21,12 @@ from checkpoints import VOCAB, save_causal
 from distributed import free_port, torchrun_env
 from forked import Forked
 from shardconv_runtime import generate, serve
+from shardconv_runtime.errors import OptionError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import shardconv
+from shardconv import launching
 from shardconv.cli import launch_commands
 from shardconv.cli.entry import cli
 
@@ -149,16 +151,31 @@ class TestRun:
         assert (done.returncode, done.stdout) == (3, "")
         assert done.stderr.startswith("error: ")
         assert "tokenizer.json is missing" in done.stderr
-        assert done.stderr.count("error") == 1
+        assert len(done.stderr.splitlines()) == 1
 
-    def test_wrong_arguments(self, model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-        for options, message in (
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
             (["--top-p", "2"], "--top-p must be above 0 and at most 1, got 2.0"),
             (["--temperature", "-1"], "--temperature must be 0 or more, got -1.0"),
             (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
-        ):
-            code = shardconv.cli.run(["run", str(model.out), "w3", *options])
-            assert (code, message in capsys.readouterr().err) == (2, True)
+        ],
+    )
+    def test_wrong_arguments(self, options: list[str], message: str) -> None:
+        arguments = generate.argument_parser().parse_args(["out", "w3", *options])
+        with pytest.raises(OptionError, match=message):
+            generate.settings_of(arguments)
+
+    def test_the_end_of_a_rank_that_failed_alone_is_shown(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Rank 1 ends; its output goes to a file, and rank 0 waits until the launcher ends it."""
+        (tmp_path / "half.py").write_text(
+            "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('out of paper')\ntime.sleep(60)\n"
+        )
+        program = launching.Program("half", [], {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
+        assert launching.launch(program, 2) == 1
+        assert capsys.readouterr().err == "rank 1: out of paper\n"
 
     def test_more_ranks_than_gpus(
         self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

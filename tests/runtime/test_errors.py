@@ -48,6 +48,7 @@ BUILT_IN = {
     "UnsupportedError": (NotImplementedError, PlanError),
     "InputsDifferError": (ValueError, LaunchError),
     "RanksTimeoutError": (TimeoutError, LaunchError),
+    "RefusedCallError": (RuntimeError, PlanError),
 }
 
 

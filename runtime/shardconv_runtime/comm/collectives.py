@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from ..errors import PlanError, UnsupportedError
+from ..errors import RefusedCallError, UnsupportedError
 from ..format.slices import Mesh, group_of
 from .process_groups import needs_host
 
@@ -208,7 +208,7 @@ def refuse_gradient(x: Tensor) -> None:
         PlanError: gradients are enabled and ``x`` requires one.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        raise PlanError(
+        raise RefusedCallError(
             "the model was loaded for inference: it has no gradient collectives, so that a backward pass "
             "would be wrong; load it with training=True, or run it under torch.no_grad()"
         )

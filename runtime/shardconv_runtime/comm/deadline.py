@@ -18,7 +18,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ..errors import LaunchError, RanksTimeoutError
+from ..errors import LaunchError, RanksTimeoutError, ShardconvError
 from .mesh import Launch, can_capture
 from .process_groups import abort_groups, timeout_of
 
@@ -30,6 +30,8 @@ _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Sock
 
 def raise_lost_rank(error: RuntimeError, start: Launch) -> None:
     """Raise ``LaunchError`` if a collective failed because of another rank; return for other errors."""
+    if isinstance(error, ShardconvError):
+        return
     if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
         return
     first = next(iter(str(error).splitlines()), type(error).__name__)

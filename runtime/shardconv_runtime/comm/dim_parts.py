@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.dims import Dim, Leaf, axes_of, to_text
 from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
 
@@ -67,7 +67,7 @@ class Parts(ABC):
 
     def _require(self, x: Tensor, dim: int, expected: int) -> None:
         if x.shape[dim] != expected:
-            raise PlanError(
+            raise RefusedCallError(
                 f"dim {dim} laid out as {self.text}: expected {expected} positions there, got a tensor of "
                 f"shape {tuple(x.shape)}; the plan does not fit the model code, or the model was called in a "
                 "way that was not traced"
@@ -225,7 +225,7 @@ class OpenParts(Parts):
     def _share(self, x: Tensor, dim: int) -> int:
         size = x.shape[dim]
         if size % self._count:
-            raise PlanError(
+            raise RefusedCallError(
                 f"a sequence of {size} positions cannot be sharded evenly over {self._count} ranks; "
                 "the model was called in a way in which its inputs were not padded"
             )

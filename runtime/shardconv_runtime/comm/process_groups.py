@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from ..errors import LaunchError
+from ..errors import LaunchError, RanksTimeoutError
 
 JOIN_TIMEOUT_S = 300
 """How long a rank waits for the others when a group of them is made or connected."""
@@ -75,7 +75,7 @@ def start_group(device: torch.device, timeout_s: float | None) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:
-        raise LaunchError(
+        raise RanksTimeoutError(
             "cannot join the other processes at MASTER_ADDR and MASTER_PORT, or one of them ended; its own "
             f"output says why ({str(error).splitlines()[0]})"
         ) from error
@@ -123,7 +123,9 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
             torch.cuda.synchronize(device)
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise LaunchError(f"rank {dist.get_rank()} cannot communicate with other ranks: {first}") from error
+        raise RanksTimeoutError(
+            f"rank {dist.get_rank()} cannot communicate with other ranks: {first}"
+        ) from error
 
 
 def calm_gloo() -> None:
@@ -192,7 +194,7 @@ def _subgroup(
         try:
             made[key] = _new_group(group, ranks, key[0], purpose, timeout)
         except (RuntimeError, ValueError) as error:
-            raise LaunchError(
+            raise RanksTimeoutError(
                 f"ranks {', '.join(map(str, ranks))} could not form a group: one ended or did not join; "
                 f"its own output says why ({str(error).splitlines()[0]})"
             ) from error

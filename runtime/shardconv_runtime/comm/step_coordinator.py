@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from ..errors import LaunchError
+from ..errors import LaunchError, RanksTimeoutError
 from .agreement import agree, exchange
 from .deadline import raise_lost_rank
 from .mesh import Launch
@@ -67,7 +67,9 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         """Return the part of the largest numbers that transformers expects."""
         if failed := found[5]:
             self._heard_of_failure = True
-            raise LaunchError(f"rank {failed - 1} failed while it answered requests; its own output says why")
+            raise RanksTimeoutError(
+                f"rank {failed - 1} failed while it answered requests; its own output says why"
+            )
         if found[3] != -found[4]:
             self._heard_of_failure = True
             raise LaunchError(

@@ -17,7 +17,7 @@ from torch import Tensor
 # Private, but documented, and the only way to memory that other GPUs can read.
 from torch.distributed import _symmetric_memory
 
-from ..errors import LaunchError, PlanError
+from ..errors import LaunchError, OptionError
 from .collectives import AllReduce, ProcessCommunicator
 from .mesh import Launch, can_capture
 
@@ -42,7 +42,7 @@ def connect_by_name(
 ) -> ProcessCommunicator:
     """Return a communicator that sums as ``name`` says."""
     if name != SYMMETRIC:
-        raise PlanError(f"all_reduce={name!r} should be {SYMMETRIC!r} or a function")
+        raise OptionError(f"all_reduce={name!r} should be {SYMMETRIC!r} or a function")
     comm = connect(symmetric_sum)
     if comm.groups:
         prepare_symmetric(start, comm.groups.values())

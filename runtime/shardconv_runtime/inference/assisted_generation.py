@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
-from ..errors import InputsDifferError, LaunchError, PlanError
+from ..errors import InputsDifferError, LaunchError, RanksTimeoutError, RefusedCallError
 
 ARGUMENT = "assistant_model"
 
@@ -66,7 +66,7 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
             except OSError as missing:
                 if not getattr(kwargs["generation_config"], "use_mtp", False):
                     raise
-                raise PlanError(
+                raise RefusedCallError(
                     "use_mtp=True needs the weights of the layers that draft tokens, which a converted "
                     "directory does not hold; load the source checkpoint with load(SOURCE, plan=DIRECTORY), "
                     "or generate without use_mtp"
@@ -81,7 +81,7 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
         # Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft.
         needs_states = exchange(start, None if own is None else bool(own.requires_model_outputs))
         if True in needs_states and None in needs_states:
-            raise PlanError(
+            raise RefusedCallError(
                 f"this {ARGUMENT} works on states of the model itself; load it on all ranks, not on "
                 f"{needs_states.count(False) + needs_states.count(True)} of {len(needs_states)}"
             )
@@ -120,7 +120,7 @@ class _Candidates:
         if error is not None:
             raise error
         if num_new == FAILED:
-            raise LaunchError("rank 0 failed to draft candidates; its own output says why")
+            raise RanksTimeoutError("rank 0 failed to draft candidates; its own output says why")
         new = self._of_rank_0(new, (1, num_new), torch.int64)
         joined = torch.cat([input_ids, new.to(input_ids.device)], 1)
         if not width:

@@ -23,7 +23,7 @@ from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
 from ..comm.step_coordinator import StepCoordinator
 from ..default_modes import in_one_thread
-from ..errors import LaunchError, PlanError, ShardconvError
+from ..errors import LaunchError, RefusedCallError
 from .paged_model import PagedModel, RequestCheck, attempt
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
@@ -132,7 +132,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._check.require(input_ids, max_new_tokens)
         room = self.room if max_new_tokens is None else self._room
         if room is not None and num_tokens > room:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"a request for {len(input_ids)} tokens and {max_new_tokens or 1} new ones does not fit in "
                 f"the cache, which holds {room}; ask for fewer, or set more num_blocks in the "
                 "ContinuousBatchingConfig"
@@ -273,7 +273,7 @@ def _require_same_sizes(start: Launch, cache: Any) -> None:
         [getattr(allocator, "blocks_per_sector", None) for allocator in allocators.values()],
     )
     if any(other != sizes for other in exchange(start, sizes)):
-        raise PlanError(
+        raise RefusedCallError(
             "the cache is divided differently on ranks with different numbers of key/value heads; choose a "
             f"{PAGE_SIZE} of the ContinuousBatchingConfig for which the bytes of a page are a multiple of "
             "128 on every rank, for example 256"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 
-from ..errors import PlanError
+from ..errors import RefusedCallError
 
 _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 """The layers of quantized caches; since transformers 5.23 they have another base."""
@@ -85,7 +85,7 @@ def require_scales_within_heads(layer: Any, width: int) -> None:
     except Exception:
         apart = None
     if apart is None or not torch.equal(both, apart):
-        raise PlanError(
+        raise RefusedCallError(
             f"the quantized cache ({type(layer).__name__}) quantizes several heads of keys and values "
             "together, and each rank has some of them: its scales would be others than those of the full "
             "model; use a cache that is not quantized, or a backend with groups within a head (quanto or hqq "
@@ -106,7 +106,7 @@ def _first_update(self: Any, key_states: Tensor, value_states: Tensor, *args: An
     """Return ``update`` of a layer with keys ``[B, local heads, S, head dim]``."""
     vars(self).pop("update", None)
     if self.keys.shape[1] != key_states.shape[1]:
-        raise PlanError(
+        raise RefusedCallError(
             f"past_key_values has {self.keys.shape[1]} heads of keys and values in a layer, and this rank "
             f"has {key_states.shape[1]} of them: another model filled the cache, and each rank needs only "
             "its own heads; give the model the tokens, or a cache that it filled itself"

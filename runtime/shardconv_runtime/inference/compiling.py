@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..comm.agreement import agree
 from ..comm.mesh import Launch
-from ..errors import OptionError, PlanError
+from ..errors import OptionError, PlanError, RefusedCallError
 from ..parallel.fused_products import refresh_fused
 from ..pp.stage_link import Crossing, StageLink, Transport
 from ..pp.stage_processes import AsyncTransport, ProcessTransport, Traffic
@@ -64,7 +64,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
         try:
             return general(*args, **kwargs)
         except NOT_ONE_GRAPH as error:  # on all ranks, before anything is computed
-            raise PlanError(
+            raise RefusedCallError(
                 "compile=True makes one graph of the forward pass, and the model's code cannot be captured "
                 f"as one: {first_line(error)}; load without compile=True, and torch.compile(model) if "
                 "several graphs will do"
@@ -79,7 +79,7 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
     decoder = vars(model).get(DECODER)
     for batch, length in sizes:
         if batch < 1 or length < 2:
-            raise PlanError(f"warm_up: ({batch}, {length}) should be a batch size and a length in tokens")
+            raise OptionError(f"warm_up: ({batch}, {length}) should be a batch size and a length in tokens")
         if decoder is None or not decoder.warm_up(batch, length):
             raise OptionError(
                 "warm_up: this model has no decoding with one graph for each token; leave it out"

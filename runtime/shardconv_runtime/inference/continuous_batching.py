@@ -21,7 +21,7 @@ from transformers.utils.logging import tqdm
 from ..comm.agreement import agree, exchange
 from ..comm.call_agreement import brief_digest, require_same_call
 from ..comm.mesh import Launch
-from ..errors import OptionError, PlanError, ShardconvError
+from ..errors import OptionError, PlanError, RefusedCallError
 from ..pp.stage_link import StageLink
 from .batching_manager import RankBatchingManager, require_idle
 from .paged_model import (
@@ -89,7 +89,9 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         num_microbatches: int | None = None,
     ) -> RankBatchingManager:
         if not gather_logits:
-            raise PlanError("continuous batching needs full logits; load the model with gather_logits=True")
+            raise RefusedCallError(
+                "continuous batching needs full logits; load the model with gather_logits=True"
+            )
         require_idle(start)
         generation_config = copy.deepcopy(generation_config or self.generation_config)
         config = _with_memory_of_rank(continuous_batching_config, start)
@@ -172,7 +174,7 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
                 remedy = "set it in a GenerationConfig, and pass that as generation_config"
             else:
                 remedy = "use generate (for grammars, or response_format of the server, docs/serving.md)"
-            raise PlanError(f"generate_batch takes no {name}; {remedy}")
+            raise OptionError(f"generate_batch takes no {name}; {remedy}")
         prompts = [[int(token) for token in prompt] for prompt in inputs]
         given = {"inputs": brief_digest(prompts, "prompts"), "max_new_tokens": max_new_tokens}
         require_same_call(start, "generate_batch", given)
@@ -215,7 +217,7 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
             elif answer.is_finished():
                 if answer.error is not None:
                     manager.require_running()
-                    raise ShardconvError(f"request {answer.request_id} failed: {answer.error}")
+                    raise RefusedCallError(f"request {answer.request_id} failed: {answer.error}")
                 found[answer.request_id] = answer
                 progress.update(1)
     return {name: found[name] for name in names}

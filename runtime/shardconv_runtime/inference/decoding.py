@@ -25,6 +25,7 @@ from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
 from ..comm.deadline import pause, progress
+from ..errors import ShardconvError
 from ..parallel.boundary import given_cache
 from ..parallel.fused_products import refresh_fused
 from .decode_attention import attending_once
@@ -240,6 +241,8 @@ class Decoder:
                     return state, replay
             try:
                 got = _logits_of_step(state, self._model, self._forward)[: len(logits)]
+            except ShardconvError:
+                raise
             except (RuntimeError, TypeError, ValueError, AttributeError) as error:
                 # The ordinary step will do.
                 warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)

@@ -23,7 +23,7 @@ from ..comm.call_agreement import compare_calls, digest
 from ..comm.deadline import deadline, progress, raise_lost_rank
 from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
-from ..errors import PlanError
+from ..errors import PlanError, RefusedCallError
 from ..pp.stage_generation import on_stages
 from ..pp.stage_link import StageLink
 from .assisted_generation import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
@@ -104,7 +104,7 @@ def prepare_generation(
 
 def _refusal(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(
+        raise RefusedCallError(
             f"{name} is for models with one stage in each process; load this one without stages_per_process"
         )
 
@@ -124,7 +124,7 @@ def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | No
 def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not gather_logits:
-            raise PlanError("generate needs full logits; load the model with gather_logits=True")
+            raise RefusedCallError("generate needs full logits; load the model with gather_logits=True")
         # Positional arguments get their names, for errors and to replace a streamer.
         parameters = list(inspect.signature(type(self).generate).parameters.values())[1:]
         names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..comm.call_agreement import PAGED
 from ..default_modes import in_one_thread
-from ..errors import PlanError, ShardconvError, UnsupportedError, brief
+from ..errors import PlanError, RefusedCallError, ShardconvError, UnsupportedError, brief
 from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from ..parallel.row_ids import is_recorded, require_in_table
 from ..pp.stage_link import StageLink
@@ -70,13 +70,13 @@ class RequestCheck:
     def require(self, prompt: Sequence[int], max_new_tokens: int | None) -> None:
         """Check a request."""
         if not len(prompt):
-            raise ShardconvError("a prompt without tokens cannot be continued")
+            raise RefusedCallError("a prompt without tokens cannot be continued")
         if self.rows is not None:
             require_in_table(int(min(prompt)), int(max(prompt)), self.rows, "the model")
         num_new = 1 if max_new_tokens is None else max_new_tokens
         # The last new token is not computed with.
         if self.limit is not None and len(prompt) + num_new - 1 > self.limit:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"a request for {len(prompt)} tokens and {num_new} new ones exceeds {self.limit} tokens. "
                 "Longer texts change the model's rotary embedding for all tokens of a call, also for "
                 "other requests; ask for fewer, or use generate"
@@ -341,7 +341,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     """Find the values that a rank's model caches, by a call of one token; all ranks call this."""
     name = f"{type(model).__name__} does not support continuous batching"
     if "position_ids" not in forward_signature(model).parameters:
-        raise PlanError(f"{name}: its forward pass takes no position_ids; use generate")
+        raise RefusedCallError(f"{name}: its forward pass takes no position_ids; use generate")
     token = PAGED.set(True)
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -355,7 +355,7 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {type(cache)}
     if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         kind = min(other.__name__ for other in others)
-        raise PlanError(f"{name}: its cache has more than keys and values ({kind}); use generate")
+        raise RefusedCallError(f"{name}: its cache has more than keys and values ({kind}); use generate")
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers)}
     if link is not None:  # a placeholder writes one head of one element
         layers = {i: (k, v) for i, (k, v) in layers.items() if k is None or k.shape[1:] != (1, 1, 1)}
@@ -363,14 +363,16 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     found = {}
     for index, (keys, values) in layers.items():
         if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:
-            raise PlanError(f"{name}: layer {index} caches no keys and values of one shape; use generate")
+            raise RefusedCallError(
+                f"{name}: layer {index} caches no keys and values of one shape; use generate"
+            )
         found[index] = CachedHeads(tuple(layers), keys.shape[1], keys.shape[3], keys.dtype)
     if not found:
-        raise PlanError(f"{name}: this rank's layers cache nothing; use generate")
+        raise RefusedCallError(f"{name}: this rank's layers cache nothing; use generate")
     first = min(found)
     for index, heads in found.items():
         if heads != found[first]:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{name}: pages hold the same for every layer, and on this rank layer {first} caches "
                 f"{found[first].number} heads of {found[first].width} for a token, layer {index} caches "
                 f"{heads.number} of {heads.width}; use generate"

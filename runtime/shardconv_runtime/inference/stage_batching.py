@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 
 from ..comm.mesh import Launch
 from ..comm.step_coordinator import Message, StageCoordinator
-from ..errors import LaunchError
+from ..errors import RanksTimeoutError
 from ..pp.stage_link import StageLink
 from ..pp.stage_processes import AsyncTransport, ProcessTransport
 from .batching_manager import RankBatchingManager, may_draw
@@ -230,7 +230,9 @@ class StagedBatchingManager(RankBatchingManager):
             self.distributed_helper.await_message(message)
         first = int(step.tokens[0, 0])
         if first < 0:
-            raise LaunchError(f"rank {-1 - first} failed while it answered requests; its own output says why")
+            raise RanksTimeoutError(
+                f"rank {-1 - first} failed while it answered requests; its own output says why"
+            )
         for row in (step.tokens[0] >= FIRST_FAILURE).nonzero().flatten().tolist():
             assert self.failures is not None
             number = int(step.tokens[0, row]) - FIRST_FAILURE
@@ -250,7 +252,7 @@ class StagedBatchingManager(RankBatchingManager):
         self._flight.clear()
 
         def refuse(module: nn.Module, args: object) -> None:
-            raise LaunchError(
+            raise RanksTimeoutError(
                 "a rank of this model failed while its stages answered requests; start the program again"
             )
 

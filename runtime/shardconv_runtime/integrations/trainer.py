@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..adapters.adapter_names import WEIGHTS_NAME
 from ..comm.call_agreement import require_same_call
 from ..comm.mesh import mesh_processes
-from ..errors import OptionError, PlanError
+from ..errors import OptionError, RefusedCallError
 from ..files import manifest
 from ..files.manifest import MANIFEST_NAME
 from ..loaded import loaded
@@ -56,13 +56,15 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         _require_supported(args)
         if (mesh.mesh_dim_names or ())[-1:] != ("tp",) or mesh.size() != args.world_size:
             on_cpus = mesh.device_type == "cpu" and not args.use_cpu
-            raise PlanError(
+            raise OptionError(
                 f"{mesh}: its last dim should be 'tp', and it should have all {args.world_size} processes"
                 + ("; on CPUs, the Trainer sees the others with use_cpu=True only" if on_cpus else "")
             )
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if mesh.size() > mesh["tp"].size() and not is_sharded:
-            raise PlanError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
+            raise RefusedCallError(
+                f"{mesh}: nothing averages gradients over copies; load with data_parallel="
+            )
         self.mesh = mesh
         self._counts_own_tokens = False
         # Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
@@ -233,9 +235,9 @@ def _require_supported(args: TrainingArguments) -> None:
     """Check that no option is set of which the result would be another one than that of one process."""
     chosen = [name for name in REFUSED if getattr(args, name, None)]
     if chosen:
-        raise PlanError("; ".join(f"{name}: {REFUSED[name]}" for name in chosen))
+        raise RefusedCallError("; ".join(f"{name}: {REFUSED[name]}" for name in chosen))
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        raise PlanError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
+        raise RefusedCallError('train_sampling_strategy="batch_rebalance" shares data out over all processes')
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise OptionError(
             "accelerator_config dispatch_batches: rank 0 would give each process other samples; leave it out"
@@ -260,7 +262,7 @@ def _require_weights_of(model: Any, saved: Path) -> None:
         )
         remedy = f'load(..., adapter="{saved}")'
     if not is_saved:
-        raise PlanError(
+        raise RefusedCallError(
             f"resume_from_checkpoint: the model was not loaded from {saved}, and would be trained on from "
             f"other weights than those of the optimizer's state; call {remedy}, then make the trainer"
         )

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..errors import OptionError, PlanError
+from ..errors import OptionError, RefusedCallError
 from ..loaded import loaded
 from ..training.loss_parallel import read_logits
 from .trainer import ShardedTrainer
@@ -46,7 +46,7 @@ class _Sharded(ShardedTrainer):
         forwards = {name: each.forward for name, each in given.items() if each is not None}
         for name, each in given.items():
             if each is not None and loaded(each).building.options.gather_logits is False:
-                raise PlanError(
+                raise RefusedCallError(
                     f"TRL reads logits of all tokens of {name}: load it without gather_logits=False"
                 )
         if getattr(args, "sync_ref_model", False) or getattr(args, "precompute_ref_log_probs", False):
@@ -80,9 +80,9 @@ class ShardedDPOTrainer(_Sharded, DPOTrainer):  # type: ignore[misc]
             super().__init__(model, args, **options)
             return
         if _base(model) is model:
-            raise PlanError("without an adapter, DPO needs the model loaded once more, as ref_model=")
+            raise RefusedCallError("without an adapter, DPO needs the model loaded once more, as ref_model=")
         if REFERENCE not in model.peft_config:
-            raise PlanError(
+            raise RefusedCallError(
                 "DPO compares with the adapter before training, which needs a second copy: load the "
                 f'model with adapter={{"default": DIRECTORY, "{REFERENCE}": DIRECTORY}}'
             )
@@ -102,14 +102,18 @@ class ShardedGRPOTrainer(_Sharded, GRPOTrainer):  # type: ignore[misc]
 
     def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
         if mesh.size() != mesh["tp"].size():
-            raise PlanError(f"{mesh}: GRPO writes answers in one replica; use as many processes as the tp")
+            raise RefusedCallError(
+                f"{mesh}: GRPO writes answers in one replica; use as many processes as the tp"
+            )
         if getattr(args, "use_vllm", False) or getattr(args, "use_transformers_paged", False):
             raise OptionError("use_vllm and use_transformers_paged keep other weights; leave them out")
         if getattr(args, "beta", 0.0):
             raise OptionError("beta= compares with a second model, which GRPO loads whole; leave it out")
         by_group = getattr(args, "multi_objective_aggregation", None) in (None, "sum_then_normalize")
         if getattr(args, "scale_rewards", "group") == "batch" or not by_group:
-            raise PlanError("scale rewards by groups: TRL has the answers of a batch once for each rank")
+            raise RefusedCallError(
+                "scale rewards by groups: TRL has the answers of a batch once for each rank"
+            )
         args = copy.copy(args)
         # TRL counts the prompts of all processes, and the processes of one replica have the same prompts.
         args.generation_batch_size //= mesh.size()

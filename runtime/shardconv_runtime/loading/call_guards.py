@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..comm.call_agreement import PAGED, require_same_inputs
 from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.plan import global_shape, module_plans, parameter_plans
 from ..inference.cache_guards import LocalCaches
 from ..loaded import loaded
@@ -137,7 +137,7 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
     """Count the parameters of the full model, with the arguments of transformers' method."""
     if loaded(model).plan.stages is not None:
         if only_trainable or exclude_embeddings:
-            raise PlanError(
+            raise RefusedCallError(
                 "num_parameters of a model with stages counts all parameters; call it without options"
             )
         return sum(math.prod(global_shape(e)) for e in parameter_plans(loaded(model).plan).values())

@@ -20,14 +20,7 @@ from ..comm import mesh as launching
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch, model_group
 from ..default_modes import in_default_modes
-from ..errors import (
-    CheckpointError,
-    InputsDifferError,
-    OptionError,
-    PlanError,
-    ShardconvError,
-    SourceError,
-)
+from ..errors import CheckpointError, InputsDifferError, OptionError, PlanError, ShardconvError, SourceError
 from ..files import fingerprint, manifest
 from ..files.hub_downloads import find
 from ..files.manifest import Manifest
@@ -251,7 +244,7 @@ def parallelize(
         >>> model = shardconv_runtime.parallelize(AutoModel.from_config(config), training=True)
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(
+        raise OptionError(
             f"parallelize takes an nn.Module, got a {type(model).__name__}; load takes paths and Hub ids"
         )
     if example_inputs is not None:

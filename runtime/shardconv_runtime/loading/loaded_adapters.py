@@ -20,7 +20,7 @@ from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
 from ..default_modes import in_default_modes
-from ..errors import PlanError, UnsupportedError
+from ..errors import OptionError, PlanError, RefusedCallError, UnsupportedError
 from ..format import plan_json
 from ..format.names import expand_all
 from ..format.plan import ParameterPlan, parameter_plans
@@ -80,7 +80,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     _require_unsplit(model, "add_adapter")
     require_name(name)
     if name in present_adapters:
-        raise PlanError(f"the model has an adapter {name!r}; give another name")
+        raise OptionError(f"the model has an adapter {name!r}; give another name")
     adapter = Adapter(config, None, seed)
 
     def plan_on_rank_0() -> str:
@@ -209,7 +209,7 @@ def _unload(wrapper: Any) -> Any:
     """Return the model without adapters; every rank calls it."""
     kind = peft().tuners.tuners_utils.BaseTunerLayer
     if any(isinstance(module, kind) and module.merged for module in wrapper.modules()):
-        raise PlanError("unload: adapters are merged into the weights; call unmerge_adapter() first")
+        raise RefusedCallError("unload: adapters are merged into the weights; call unmerge_adapter() first")
     return _rebuilt(wrapper)
 
 
@@ -226,7 +226,7 @@ def _rebuilt(wrapper: Any) -> Any:
             copied |= {n: prefix + n.removeprefix(module) for n in names if n.startswith(f"{module}.")}
     if source.packed:
         if copied:
-            raise PlanError(
+            raise RefusedCallError(
                 f"unloading: the adapter has a copy of {min(copied.values())}, which would take its place, "
                 "and the weights of the model stay packed; load it with dequantize=True"
             )
@@ -266,7 +266,7 @@ def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
     summed = {n for e in plan.parameters if e.grad_axes for n in expand_all(e.names)}
     summed |= {n for e in (sequence.gradients if sequence else ()) for n in expand_all(e.names)}
     if building.options.form and first in summed:
-        raise PlanError(
+        raise RefusedCallError(
             f"unloading: {name} and {first} are tied, and are two tensors with the adapter's copy, whose "
             "gradients the plan does not know; load the model without training=True, or merge in one process "
             "with peft and convert the result"
@@ -276,7 +276,7 @@ def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
 def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) -> None:
     """Try on a copy of each layer whether it computes the same with the adapters merged into its weight."""
     if packed:
-        raise PlanError("merging: the weights are packed; load the model with dequantize=True")
+        raise RefusedCallError("merging: the weights are packed; load the model with dequantize=True")
     _require_unsplit(wrapper, "merging")
     wrong = []
     kind = peft().tuners.tuners_utils.BaseTunerLayer
@@ -287,7 +287,7 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
             except (PlanError, RuntimeError, AttributeError, TypeError, ValueError, IndexError):
                 wrong.append(fqn)
     if wrong:
-        raise PlanError(
+        raise RefusedCallError(
             f"merging: {wrong[0]} does not compute the same with its part of the weight and of the adapter "
             f"merged ({len(wrong)} such); merge in one process with peft, and convert the result"
         )
@@ -318,11 +318,11 @@ def _stays_the_same(layer: Any, names: list[str], tp: int) -> bool:
 
 def _require_unsplit(model: nn.Module, what: str) -> None:
     if loaded(model).stage is not None:
-        raise PlanError(
+        raise RefusedCallError(
             f"{what} does not know stages yet; reshard the model to one without, or do it before converting"
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise PlanError(
+        raise RefusedCallError(
             f"{what}: FSDP has sharded the parameters; do that before data_parallel, or save the adapter "
             "and load it"
         )

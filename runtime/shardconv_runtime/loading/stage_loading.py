@@ -35,7 +35,7 @@ def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
         )
     if per_process < 1 or count % per_process:
         fitting = [n for n in range(1, count // 2 + 1) if count % n == 0]
-        raise PlanError(f"{about} does not divide the {count} stages of the model; choose among {fitting}")
+        raise OptionError(f"{about} does not divide the {count} stages of the model; choose among {fitting}")
     if per_process == count:
         raise PlanError(f"{about}: one process would have all stages; convert the model without --pp")
 

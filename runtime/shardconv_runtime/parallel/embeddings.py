@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..comm.steps import Gather, KeepOnFirst, Reduce, Slice
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.dims import Dim, Leaf, axes_of, size
 from ..format.module_steps import AllGatherStep, AllReduceStep, LocalRowsStep, ReduceScatterStep, SliceStep
 from ..format.plan import ModulePlan, ParameterPlan
@@ -147,7 +147,7 @@ class _Embedding:
             self._is_placed = True
             return None
         if self._is_sequence:
-            raise PlanError(f"the embedding was called by itself: {_WHY_SEQUENCE}")
+            raise RefusedCallError(f"the embedding was called by itself: {_WHY_SEQUENCE}")
         return self._reduce(self._gather(output))
 
     def full(self, x: Tensor) -> Tensor | None:
@@ -169,9 +169,9 @@ class _Embedding:
         if self._is_placed:
             return embeds
         if self._is_sequence:
-            raise PlanError(f"{ARGUMENT} were given: {_WHY_SEQUENCE}")
+            raise RefusedCallError(f"{ARGUMENT} were given: {_WHY_SEQUENCE}")
         if embeds.requires_grad and torch.is_grad_enabled():
-            raise PlanError(_WHY_NO_GRADIENT)
+            raise RefusedCallError(_WHY_NO_GRADIENT)
         self._is_placed = True
         shard = self._slice(embeds)
         return shard if self._keeps else torch.zeros_like(shard)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from .boundary import forward_signature, renumber
 
 
@@ -28,7 +28,7 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
         is_given = position is not None and position < len(args)
         value = args[position or 0] if is_given else kwargs.get(argument)
         if is_asked_for(module, argument, value):
-            raise PlanError(f"{argument} was given to a model {why}")
+            raise RefusedCallError(f"{argument} was given to a model {why}")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
 
@@ -39,7 +39,7 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
         chosen = getattr(getattr(module, "config", None), attribute, None)
         if str(chosen).removeprefix("paged|") in names:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{attribute} of the config is {chosen!r}, with which ranks compute something else than the "
                 "unsharded model (`shardconv plan` says why); choose the one that the model was converted "
                 "with, by set_attn_implementation or set_experts_implementation"
@@ -76,7 +76,7 @@ def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
                 continue
             for mask in value.values() if isinstance(value, Mapping) else (value,):
                 if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] != 1:
-                    raise PlanError(
+                    raise RefusedCallError(
                         f"{name} {tuple(mask.shape)} has a mask for each of {mask.shape[1]} heads, and a "
                         "rank has some of these; give one for all heads, [B, 1, Q, K]"
                     )
@@ -116,14 +116,16 @@ class _Comparison:
         if not is_asked_for(module, ARGUMENT, argument):
             return
         if torch.compiler.is_compiling():
-            raise PlanError(f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled")
+            raise RefusedCallError(
+                f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled"
+            )
         digests = [digest(states) for states in _hidden_states(output)]
         if not digests:
             return
         axes = self._comm.real(range(len(self._comm.mesh)))
         ranks = self._comm.concatenate(torch.stack(digests)[None], axes)
         if not are_alike(ranks):
-            raise PlanError(
+            raise RefusedCallError(
                 f"{ARGUMENT} was given to a model whose plan keeps parts of the hidden states on the ranks, "
                 "which each would return; use only the outputs, or the unsharded model"
             )

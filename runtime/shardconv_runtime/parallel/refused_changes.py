@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import PlanError
+from ..errors import PlanError, RefusedCallError
 
 _BEFORE = "change the unsharded model, save it, and convert it again"
 
@@ -95,7 +95,7 @@ def refuse_changes(
 
 def refuse_method(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
     """Raise ``PlanError``; put in place of a method that assumes that it holds the full model."""
-    raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
+    raise RefusedCallError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
 
 
 def _mark_state(
@@ -119,7 +119,7 @@ def _check_state(
     for name, value in state.items():
         shapes = [tuple(getattr(x, "shape", ())) for x in (value, local_state.get(name, value))]
         if shapes[0] != shapes[1]:
-            raise PlanError(
+            raise RefusedCallError(
                 f"load_state_dict: {name} has shape {shapes[0]}, and this rank's part of it {shapes[1]}; "
                 "convert the checkpoint and load that, or give each rank its part, as state_dict() returns it"
             )
@@ -128,7 +128,7 @@ def _check_state(
 def require_own_part(what: str, found: Sequence[int] | None, place: tuple[int, int]) -> None:
     """Check that a state is of the same rank. A state that only rank 0 saved is not the others' state."""
     if found is not None and tuple(found) != place:
-        raise PlanError(
+        raise RefusedCallError(
             f"{what}: this is the state of rank {found[0]} of {found[1]}, and this process is rank "
             f"{place[0]} of {place[1]}; each has its own part. Save with shardconv_runtime.save and "
             "save_optimizer on all ranks, or a file for each rank"
@@ -144,7 +144,7 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
             # The wrapper makes parameters and gradients of its processes equal, so these must be replicas.
             processes = set(dist.get_process_group_ranks(parent.process_group))
             if processes & part.ranks - {dist.get_rank()}:
-                raise PlanError(
+                raise RefusedCallError(
                     "DistributedDataParallel would make the parts of ranks "
                     f"{', '.join(map(str, sorted(part.ranks)))} equal; pass process_group=, the processes "
                     "that hold the same part, or use shardconv_runtime.data_parallel (accelerate and a plain "

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..comm.collectives import Communicator
 from ..comm.steps import Reduce
-from ..errors import PlanError
+from ..errors import PlanError, RefusedCallError
 from ..format.plan import NormInfo
 from .boundary import forward_signature
 
@@ -67,7 +67,7 @@ class ShardedNorm(nn.Module):
             arguments: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
             gate = arguments.get(info.gate)
             if gate is None:
-                raise PlanError(f"a gated norm was called without {info.gate!r}")
+                raise RefusedCallError(f"a gated norm was called without {info.gate!r}")
             x = arguments[info.input]
         else:
             (x,) = (*args, *kwargs.values())
@@ -128,7 +128,7 @@ class _Withheld:
         self._name = name
 
     def _refuse(self, *args: object) -> Any:
-        raise PlanError(
+        raise RefusedCallError(
             f"{self._name} of a norm whose statistic the ranks share was used from outside: code that was "
             "not traced computes this norm itself (for example a fused kernel for training without a cache); "
             "call the model with use_cache=True and without activation checkpointing, or without that kernel"

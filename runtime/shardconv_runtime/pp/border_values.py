@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShardconvError
+from ..errors import RefusedCallError
 from ..training.sequence import padded
 from .stage_link import Crossing, Handover
 from .stage_model import StageModel
@@ -57,7 +57,7 @@ class StageBoundary:
     def leaving(self, handover: Handover) -> tuple[Tensor, ...]:
         """Return the values that the pass leaves for the next stage."""
         if missing := [crossing for crossing in self.left if crossing not in handover.values]:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{missing[0][0]} was not called for this microbatch, and was for the first one; give all "
                 "microbatches the same arguments"
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import OptionError, PlanError
+from ..errors import OptionError, RefusedCallError
 from ..training.loss_parallel import predicts_next
 
 IGNORED = -100
@@ -19,7 +19,7 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
     sizes = {name: value.shape[0] for name, value in tensors.items()}
     if not sizes:
-        raise PlanError("the batch has no tensors to divide into microbatches")
+        raise OptionError("the batch has no tensors to divide into microbatches")
     if len(set(sizes.values())) > 1 or next(iter(sizes.values())) % count:
         found = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise OptionError(
@@ -43,7 +43,7 @@ def require_alike(parts: Sequence[Mapping[str, Any]]) -> object:
         forms.append(form)
     for number, form in enumerate(forms):
         if form != forms[0]:
-            raise PlanError(
+            raise RefusedCallError(
                 f"microbatch {number} has other arguments or shapes ({form}) than the first ({forms[0]}): "
                 "stages receive equal shapes; pad them"
             )

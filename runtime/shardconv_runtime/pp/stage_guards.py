@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ShardconvError
+from ..errors import RefusedCallError
 from ..format.plan import Plan
 from ..format.stage_names import staged_modules
 from .stage_link import StageLink
@@ -25,7 +25,7 @@ def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
         for name in _INNER:
             asked = kwargs.get(name)
             if getattr(config, name, None) if asked is None else asked:
-                raise ShardconvError(
+                raise RefusedCallError(
                     f"{name} asks for results of every layer, which a model with stages does not collect; "
                     "load a directory that was converted without --pp"
                 )
@@ -48,6 +48,6 @@ def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
 def _require_call(link: StageLink, fqn: str, module: nn.Module, args: Any) -> None:
     """Refuse a separate call of a module whose layers are on several stages; a hook."""
     if not link.is_called:
-        raise ShardconvError(
+        raise RefusedCallError(
             f"{fqn} has layers on several stages; call the model itself, whose results all get"
         )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..errors import ShardconvError
+from ..errors import RefusedCallError
 
 Crossing = tuple[str, int]
 """A value that other stages need: the FQN of the module that returns it, and its place among its results."""
@@ -56,7 +56,7 @@ class Handover(Transport):
     def send(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Leave a value for the schedule."""
         if crossing in self.values:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{crossing[0]} is called more than once, and another stage needs its results: such a model "
                 "cannot be trained in stages; convert it without --pp"
             )
@@ -66,7 +66,7 @@ class Handover(Transport):
         """Return a value that the schedule has received."""
         found = self.values.get(crossing)
         if found is None or tuple(found.shape) != tuple(shape) or found.dtype != dtype:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{crossing[0]}, of another stage, is called otherwise than in the first microbatch; give "
                 "all microbatches the same arguments, in the same shapes"
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import ShardconvError
+from ..errors import RefusedCallError, ShardconvError
 from ..format.dims import size
 from ..format.module_steps import LocalRowsStep
 from ..format.plan import ModulePlan, Plan, module_plans
@@ -221,7 +221,7 @@ class _Sharer:
     def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Fill the results of the model."""
         if missing := self.link.missing(self._expected[self.link.stage]):
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{min(missing)[0]} was not called, but another stage needs its results: this call leaves it "
                 "out; convert with other --stages"
             )

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 )
 
 from ..comm.call_agreement import require_same_inputs
-from ..errors import OptionError, PlanError, ShardconvError
+from ..errors import OptionError, PlanError, RefusedCallError
 from ..loaded import loaded, unwrapped
 from ..training.loss_parallel import has_parallel_loss
 from ..training.replica_comparison import COMPARISON, ReplicaComparison
@@ -82,11 +82,11 @@ class Pipeline:
     ) -> None:
         source = loaded(model)
         if source.stage is None:
-            raise PlanError(
+            raise RefusedCallError(
                 "Pipeline is for models with stages; this one has none: call backward() of its loss"
             )
         if not source.building.options.training:
-            raise PlanError("the model was loaded for inference; load it with training=True")
+            raise RefusedCallError("the model was loaded for inference; load it with training=True")
         stage: StageModel = source.stage
         assert isinstance(stage.link.transport, ProcessTransport), "it was loaded on processes"
         _require_schedule(schedule, stage.link, microbatches)
@@ -101,7 +101,7 @@ class Pipeline:
         for number in stage.link.stages if isinstance(self.model, FSDPModule) else ():
             inner = (module for unit in stage.units_of(self.model, number) for module in unit.modules())
             if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
-                raise PlanError(
+                raise RefusedCallError(
                     f"all parameters of stage {number} are used by several modules, so FSDP2 can shard "
                     "none of these modules separately; load the model without data_parallel=, or convert "
                     "it with other --stages"
@@ -226,7 +226,7 @@ class _Step:
         if self._own_function is not None and all("num_items_in_batch" in part for part in parts):
             return
         if any(part.get("labels") is None for part in parts):
-            raise PlanError("the batch has no labels: give them, or a loss= to Pipeline")
+            raise OptionError("the batch has no labels: give them, or a loss= to Pipeline")
         counts = count_labels(self.model, parts)
         if len(set(counts)) == 1:
             return  # the mean of means over as many tokens
@@ -264,7 +264,7 @@ class _Step:
             return self._loss(output, part) / len(self.parts)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
         if not isinstance(loss, Tensor) or loss.dim():
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"a {type(self.model).__name__} returns no loss for labels; give a loss= to Pipeline"
             )
         own_function = self._own_function

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShardconvError
+from ..errors import RefusedCallError
 from ..parallel.boundary import forward_signature, given_cache
 from ..training.checkpointing import without_cache
 from .border_values import StageBoundary, forms_inside
@@ -36,7 +36,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
             return inner(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         if (name := given_cache(given)) is not None:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{name} was given to a model with several stages in each process, which keeps none; pass "
                 "full sequences, or load it without stages_per_process"
             )
@@ -105,7 +105,7 @@ def prepare_stage(model: nn.Module, link: StageLink) -> None:
 
     def refuse(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not link.is_scheduled() and (torch.is_grad_enabled() or model.training):
-            raise ShardconvError(
+            raise RefusedCallError(
                 "a single stage cannot give gradients: train with shardconv_runtime.Pipeline(model, ...)"
                 ".step(batch); to evaluate, call the model after eval(), in torch.no_grad()"
             )

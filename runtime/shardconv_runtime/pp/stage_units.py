@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError, ShardconvError
+from ..errors import RefusedCallError
 from ..format.pipeline_stages import CacheCall, PlaceholderDim, PlaceholderTensor, StagedModule
 from ..format.slices import Mesh, local_size
 from ..parallel.row_ids import IdCheck, is_recorded
@@ -76,12 +76,12 @@ class StagedUnit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return results of the unit's shapes; only results that its stage has sent have the true values."""
         if not self._link.is_called:
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{self.fqn} is on another stage; call the model itself, whose results every stage gets"
             )
         given = self.bound(args, kwargs)
         if not self.entry.takes_cache and any(hasattr(value, "get_seq_length") for value in given.values()):
-            raise ShardconvError(
+            raise RefusedCallError(
                 f"{self.fqn} is given a cache, and was traced without one: this call cannot be staged; pass "
                 "use_cache=False"
             )
@@ -141,7 +141,9 @@ class StagedUnit:
             for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
                 value = _found(given, path)
                 if value is None:
-                    raise PlanError(f"{self.fqn}, of another stage, is called without {'.'.join(path)}")
+                    raise RefusedCallError(
+                        f"{self.fqn}, of another stage, is called without {'.'.join(path)}"
+                    )
                 found = found * value.shape[d]
             found = found if times == over else found * times // over
             return min(found, at_most) if at_most else found
@@ -208,7 +210,7 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
     if other is not None:
         first, second = list(other.entry.stages), list(unit.entry.stages)
         if first != second:
-            raise PlanError(
+            raise RefusedCallError(
                 f"a {type(module).__name__} has two names, and runs on stages {first} by one and on {second} "
                 "by the other; load one stage in each process"
             )
@@ -217,7 +219,7 @@ def give_way(module: nn.Module, unit: StagedUnit) -> None:
     try:
         module.__class__ = _class_giving_way(type(module))  # type: ignore[arg-type]
     except TypeError as error:  # its class has another memory layout, such as the class of compiled code
-        raise PlanError(
+        raise RefusedCallError(
             f"a {type(module).__name__} cannot give way to passes of other stages ({error}); load one stage "
             "in each process"
         ) from error

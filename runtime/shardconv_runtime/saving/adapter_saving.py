@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..adapters.adapter_files import saved_names, write_adapter
 from ..adapters.adapter_names import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME, peft
 from ..comm import agreement
-from ..errors import CheckpointError, MissingFileError, OptionError, PlanError
+from ..errors import CheckpointError, MissingFileError, OptionError, RefusedCallError, ShardconvError
 from ..format import plan_json
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
@@ -54,6 +54,8 @@ def save_adapters(
                 try:
                     write_adapter(whole, name, tensors, folder, more=more)
                     plan_json.write(adapters[name].plan, folder / PLAN_NAME)
+                except ShardconvError as failure:
+                    error = failure
                 except OSError as failure:
                     error = CheckpointError(f"{out} cannot be written: {failure.strerror or failure}")
                 except Exception as failure:
@@ -68,7 +70,9 @@ def wrapper_of(model: nn.Module) -> Any:
     """Return the ``peft.PeftModel`` that a model is, or that is in its wrappers."""
     wrapper = next((module for module in model.modules() if isinstance(module, peft().PeftModel)), None)
     if wrapper is None:
-        raise PlanError("this is the model inside of a PeftModel; pass the PeftModel, which has the adapters")
+        raise RefusedCallError(
+            "this is the model inside of a PeftModel; pass the PeftModel, which has the adapters"
+        )
     return wrapper
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, PlanError, missing
+from ..errors import CheckpointError, InputsDifferError, RefusedCallError, missing
 from ..format.header import dtype_name
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, Range
@@ -79,7 +79,7 @@ class HeldState:
                     continue
                 value = to_value(thing)
                 if value is None:
-                    raise PlanError(
+                    raise RefusedCallError(
                         f"the optimizer's {key} is a {type(thing).__name__}, which cannot be stored"
                     )
                 values[key] = value
@@ -138,14 +138,16 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in names:
-                raise PlanError(
+                raise RefusedCallError(
                     f"parameter {position} of group {number} of the optimizer does not belong to the model; "
                     "make the optimizer from the model as it is now (e.g. after fully_shard)"
                 )
             parameters[names[parameter]] = parameter
     parameters_in_groups = set(parameters.values())
     if any(parameter not in parameters_in_groups for parameter in optimizer.state):
-        raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
+        raise RefusedCallError(
+            "the optimizer has state without a parameter in its groups; it cannot be stored"
+        )
     windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
     return HeldState(
         optimizer,
@@ -239,7 +241,7 @@ def _parameter_state(
             scalars[key] = value
         else:
             shape = f" of shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else ""
-            raise PlanError(
+            raise RefusedCallError(
                 f"{name}: the optimizer keeps {key}, a {type(thing).__name__}{shape}; only tensors of the "
                 f"parameter's shape {tuple(parameter.shape)} and numbers can be stored for other ranks"
             )
@@ -270,7 +272,7 @@ def _common_state(name: str, summaries: Sequence[OptimizerSummary]) -> Parameter
     first, state = next(iter(states.items()))
     for other, theirs in states.items():
         if theirs != state:
-            raise PlanError(
+            raise InputsDifferError(
                 f"{name}: processes {first} and {other} keep different state ({_shown(state)}, and "
                 f"{_shown(theirs)}); step the optimizer on all ranks alike"
             )
@@ -290,7 +292,7 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
     merged = []
     for other, summary in enumerate(summaries):
         if (summary.optimizer, len(summary.groups)) != (first.optimizer, len(first.groups)):
-            raise PlanError(
+            raise InputsDifferError(
                 f"process 0 has {first.optimizer} with {len(first.groups)} parameter groups, process {other} "
                 f"has {summary.optimizer} with {len(summary.groups)}; make the optimizer alike on all ranks"
             )
@@ -300,7 +302,7 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
                 key for key in {**our_values, **other_values} if our_values.get(key) != other_values.get(key)
             )
             if changed := next(differing, ""):
-                raise PlanError(
+                raise InputsDifferError(
                     f"{changed} of parameter group {number} differs between processes 0 and {other}; set it "
                     "alike on all ranks"
                 )
@@ -308,7 +310,7 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Pa
         names = {name for summary in summaries for name in summary.groups[number].names}
         for process, summary in enumerate(summaries):
             if lacking := (summary.holding & names) - set(summary.groups[number].names):
-                raise PlanError(
+                raise InputsDifferError(
                     f"process {process} holds a part of {min(lacking)}, and parameter group {number} of its "
                     "optimizer lacks it; make the optimizer alike on all ranks"
                 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.plan import ParameterPlan
 from ..format.slices import Mesh, Range, local_size
 
@@ -45,12 +45,12 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
         elif isinstance(placement, Replicate):
             first = first and part == 0
         else:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{name} is a DTensor placed as {placement}; only Shard and Replicate can be stored"
             )
     local = tuple(local_tensor(parameter).shape)
     if local != tuple(stop - start for start, stop in spans):
-        raise PlanError(f"{name} is a DTensor whose local shape {local} is not an even chunk of it")
+        raise RefusedCallError(f"{name} is a DTensor whose local shape {local} is not an even chunk of it")
     return tuple(spans), first
 
 

@@ -61,6 +61,8 @@ class Replicas:
         def readable() -> T:
             try:
                 return stage()
+            except ShardconvError:
+                raise
             except OSError as failure:
                 raise CheckpointError(
                     f"{failure.filename or 'the checkpoint'}: {failure.strerror or failure}"
@@ -211,6 +213,8 @@ def begin(
                 shutil.rmtree(rest)
             made = _beside(out, "partial", secrets.token_hex(8))
             made.mkdir()
+        except ShardconvError as failure:
+            error = failure
         except OSError as failure:
             error = CheckpointError(f"{out} cannot be made: {failure.strerror or failure}")
             error.__cause__ = failure
@@ -233,7 +237,7 @@ def begin(
 
 def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Path | None) -> None:
     if apart_from is not None and (out.is_relative_to(apart_from) or apart_from.is_relative_to(out)):
-        raise ShardconvError(
+        raise OutputExistsError(
             f"of {out} and {apart_from}, which was loaded, one contains the other; name another directory"
         )
     # Put back a replaced directory after a run that died between two renames.
@@ -249,7 +253,7 @@ def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Pat
     try:
         written = known(out)
     except CheckpointError as error:
-        raise ShardconvError(f"{out} cannot be replaced: {error}; name another directory") from error
+        raise OutputExistsError(f"{out} cannot be replaced: {error}; name another directory") from error
     files = (file for file in out.rglob("*") if file.is_symlink() or not file.is_dir())
     if foreign_files := sorted({file.relative_to(out).as_posix() for file in files} - set(written)):
         raise OutputExistsError(

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
 from ..default_modes import in_default_modes
-from ..errors import CheckpointError, MissingFileError, PlanError, UnsupportedError
+from ..errors import CheckpointError, InputsDifferError, MissingFileError, ShardconvError, UnsupportedError
 from ..files import manifest
 from ..files.checksums import shard_checksum
 from ..files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
@@ -151,7 +151,7 @@ def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
     common: dict[str, str] = {}
     for number, theirs in enumerate(everyone):
         if theirs is None or any(common.setdefault(name, dtype) != dtype for name, dtype in theirs.items()):
-            raise PlanError(
+            raise InputsDifferError(
                 f"processes 0 and {number} hold parameters in different dtypes; cast the model alike on all "
                 "ranks"
             )
@@ -175,6 +175,8 @@ def _write_shards(
         if holders.is_first and error is None:
             try:
                 entries.append(_write(directory, file, values))
+            except ShardconvError as failure:
+                error = failure
             except OSError as failure:
                 error = CheckpointError(
                     f"{directory / file.path} cannot be written: {failure.strerror or failure}; "
@@ -223,6 +225,8 @@ def _finish(
         for stage, entries in enumerate(shards):
             _complete(_directory(staging.path, plan, stage), source, _of_stage(plan, stage), entries)
         staging.commit()
+    except ShardconvError as failure:
+        return failure
     except OSError as failure:
         return CheckpointError(f"{staging.out} cannot be written: {failure.strerror or failure}")
     except Exception as failure:
@@ -373,6 +377,8 @@ def _merge(
         for file in sorted(files, key=lambda file: file.name == CONFIG):
             (target / file).parent.mkdir(exist_ok=True)
             (merged / file).replace(target / file)
+    except ShardconvError as failure:
+        return failure
     except OSError as failure:
         return CheckpointError(f"{target} cannot be written: {failure.strerror or failure}")
     except Exception as failure:

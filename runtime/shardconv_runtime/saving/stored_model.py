@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError, missing
+from ..errors import PlanError, RefusedCallError, missing
 from ..format.header import STORED_NAME, dtype_name
 from ..format.names import grouped
 from ..format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
@@ -36,14 +36,14 @@ def stored_model(model: nn.Module) -> StoredModel:
     """Find the tensors to store of a model. No collective runs."""
     source = loaded(model)
     if source.packed:
-        raise PlanError(
+        raise RefusedCallError(
             "the model's weights are packed, and are not saved out of the modules of their format; copy "
             f"{source.directory}, or load it with dequantize=True"
         )
     tensors, plan = named_tensors(model), source.held_plan
     for alias, stored in plan.tied:
         if alias in tensors and tensors[alias] is not tensors.get(stored):
-            raise PlanError(
+            raise RefusedCallError(
                 f"{alias} and {stored} were tied when the model was loaded, and are two tensors now; tie "
                 "them again, or convert a model where they are not tied"
             )
@@ -60,13 +60,13 @@ def stored_model(model: nn.Module) -> StoredModel:
     for name, entry in entries.items():
         tensor, shape = stored_tensors[name], local_shape(entry, plan.mesh, source.rank)
         if tuple(tensor.shape) != shape:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{name} has shape {tuple(tensor.shape)}, and in the plan rank {source.rank} holds {shape}"
             )
         if tensor.is_meta:
-            raise PlanError(f"{name} is on the meta device, so it has no values to save")
+            raise RefusedCallError(f"{name} is on the meta device, so it has no values to save")
         if (dtype := dtype_name(tensor.dtype)) not in STORED_NAME:
-            raise PlanError(f"{name} is {dtype}, which safetensors cannot store; cast it first")
+            raise RefusedCallError(f"{name} is {dtype}, which safetensors cannot store; cast it first")
     return StoredModel(
         with_dtypes(plan, dtypes_of(stored_tensors)), {name: stored_tensors[name] for name in entries}
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..errors import OptionError, PlanError
+from ..errors import OptionError, RefusedCallError
 from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature, given_cache
 from .random_streams import resumable
@@ -91,7 +91,7 @@ def checkpoint_activations(
     loaded(model)
     inner: Any = unwrapped(model)
     if getattr(inner, _MARK, False) or getattr(inner, "is_gradient_checkpointing", False):
-        raise PlanError("the model recomputes its activations already; enable that only once")
+        raise RefusedCallError("the model recomputes its activations already; enable that only once")
     saved_operators: frozenset[Any] = frozenset()
     if save == "matmul":
         saved_operators = MATRIX_PRODUCTS
@@ -105,12 +105,12 @@ def checkpoint_activations(
     run = _checkpoint(saved_operators)
     layers = repeated_layers(inner)
     if replaced := [layer for layer in layers if "forward" in vars(layer)]:
-        raise PlanError(
+        raise RefusedCallError(
             f"the forward method of a {type(replaced[0]).__name__} was replaced on the instance, and would "
             "be lost; call checkpoint_activations first"
         )
     if not layers:
-        raise PlanError(
+        raise RefusedCallError(
             f"a {type(inner).__name__} lacks a list of layers to recompute one by one; use "
             "torch.utils.checkpoint on modules of your choice"
         )
@@ -158,7 +158,7 @@ class _WithoutCache:
             return None
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if (name := given_cache(given)) is not None:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{name} was passed to a model that recomputes its activations: the cache would be "
                 "filled twice; pass full sequences"
             )

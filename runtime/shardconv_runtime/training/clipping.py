@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..comm.waiting import hinting
-from ..errors import OptionError, PlanError, missing
+from ..errors import OptionError, PlanError, RefusedCallError, missing
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
 from ..format.stored_layout import by_axes
@@ -291,7 +291,7 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
     for model in MODELS:
         model_gradients = {p.grad for p in model.parameters() if p.grad is not None} & gradients
         if model_gradients and model_gradients != gradients:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{len(gradients) - len(model_gradients)} of {len(gradients)} gradients are not of the "
                 f"parameters of the {type(model).__name__} that is sharded over ranks; clip these apart "
                 "from its own"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.dims import axes_of
 from ..format.plan import parameter_plans
 from ..loaded import loaded
@@ -55,7 +55,7 @@ def _before(function: Callable[..., Any], check: Callable[[Any, Any], None]) -> 
 def _check_models(model: nn.Module, optimizers: Any) -> None:
     for part in model.modules():
         if part in MODELS and next(_sharded(part), None) is not None:
-            raise PlanError(
+            raise RefusedCallError(
                 "functions of torch.distributed.checkpoint.state_dict take this rank's part of a parameter "
                 f"for the full one; {_REMEDY}"
             )
@@ -74,7 +74,7 @@ def _check_tensors(state: Mapping[str, Any], _: Any) -> None:
         value = value.state_dict() if isinstance(value, (nn.Module, Optimizer)) else value
         tensors_to_store += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if parts & set(map(_memory, tensors_to_store)):
-        raise PlanError(
+        raise RefusedCallError(
             "torch.distributed.checkpoint was given this rank's part of a parameter, which it takes for the "
             f"full one; {_REMEDY}"
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError
+from ..errors import PlanError, RefusedCallError
 from ..format.dims import axes_of
 from ..format.plan import Plan, parameter_plans
 from ..parallel.layers import VocabParallelEmbedding
@@ -76,7 +76,7 @@ class _Uses:
         if not torch.is_grad_enabled():
             return
         if len(self._parameter._backward_hooks or ()) > 1:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{' and '.join(self._names)}: a hook of the parameter would be given the gradient of this "
                 "rank's rows, which are not the tokens of these numbers; change the parameter's grad after "
                 "the backward pass: the embedding's rows(ids) returns this rank's rows of token ids, and "

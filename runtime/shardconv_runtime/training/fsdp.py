@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
 from ..comm.mesh import PP, TP, data_dims, mesh_processes, model_group
-from ..errors import LaunchError, PlanError
+from ..errors import LaunchError, RefusedCallError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_json import of_sequence
 from ..format.stage_names import staged_modules
@@ -181,7 +181,9 @@ def _free_without_backward(model: nn.Module, args: object, output: object) -> No
 def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
     source = loaded(model)
     if source.stage is not None:
-        raise PlanError("a model with stages is sharded while it is loaded; pass data_parallel= to load")
+        raise RefusedCallError(
+            "a model with stages is sharded while it is loaded; pass data_parallel= to load"
+        )
     require_data_dims(mesh)
     mesh_ranks = dist.get_process_group_ranks(model_group(mesh))
     group = source.launch.group
@@ -202,9 +204,11 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     model's own parameters for a backward pass, and it would gather them in passes of all stages of a process.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise PlanError("fully_shard has already sharded the model or a part of it; call data_parallel once")
+        raise RefusedCallError(
+            "fully_shard has already sharded the model or a part of it; call data_parallel once"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PlanError(
+        raise RefusedCallError(
             "no parameter of the model requires a gradient: it was loaded for inference; load it with "
             "training=True"
         )
@@ -223,7 +227,7 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
     units = _Units([*filter(is_closed, layers)], [*filter(is_closed, apart), model])
     leaving_out = next(filter(_may_leave_out, units.layers), None)
     if leaving_out is not None and not hasattr(FSDPModule, _ZEROS):
-        raise PlanError(
+        raise RefusedCallError(
             f"a {type(leaving_out).__name__} has modules that may run on only some replicas "
             "(experts that no token chose), so replicas would wait for each other's gradients; this "
             f"needs a newer version of torch ({_ZEROS} of FSDP2)"
@@ -254,13 +258,15 @@ def _users(model: nn.Module, plan: Plan) -> dict[Tensor, set[nn.Module]]:
 def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
-            raise PlanError(f"{name} is a scalar, which fully_shard cannot shard; give it the shape [1]")
+            raise RefusedCallError(
+                f"{name} is a scalar, which fully_shard cannot shard; give it the shape [1]"
+            )
     inside = {parameter for unit in units for parameter in unit.parameters()}
     rest = [p for p in model.parameters() if p not in inside]
     for parameters in (*(list(unit.parameters()) for unit in units), rest):
         dtypes = {p.dtype for p in parameters if p.requires_grad}
         if len(dtypes) > 1:
-            raise PlanError(
+            raise RefusedCallError(
                 f"a layer has parameters in {' and '.join(sorted(map(str, dtypes)))}, which fully_shard "
                 'cannot reduce together; load the model with dtype="float32" (and pass param_dtype)'
             )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..comm.steps import apply, unchanged
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.plan import ParameterPlan
 from ..format.stored_layout import holds_values, sums
 from ..parallel.boundary import renumber
@@ -112,7 +112,7 @@ class _Swap:
             if self._replacements[index] is None:
                 continue  # the forward pass failed before this module
             if each.owner._parameters[each.name] is not self._replacements[index]:
-                raise PlanError(
+                raise RefusedCallError(
                     f"{each.fqn} was replaced while a module around its own ran, so its gradient would not "
                     "be summed over the ranks; apply fully_shard to that outer module, not inside of it"
                 )

@@ -16,7 +16,7 @@ from transformers.loss import loss_utils
 
 from ..comm.collectives import Communicator
 from ..comm.steps import Gather
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..format.dims import Dim
 from ..parallel.boundary import TensorStep, forward_signature, replace_at
 from ..pp.stage_units import is_elsewhere
@@ -186,7 +186,7 @@ def attach_loss(model: Any, gather: LogitsGather, returned: str | None, head: nn
         getattr(model, "loss_type", None), VocabParallelCrossEntropy(gather.comm, gather.layout)
     )
     if loss is None:
-        raise PlanError(f"the loss of a {type(model).__name__} cannot be computed from sharded logits")
+        raise RefusedCallError(f"the loss of a {type(model).__name__} cannot be computed from sharded logits")
     hooks = _LossHooks(model, gather, returned, head)
     model.loss_function = _Loss(getattr(model, "loss_type", None), loss, gather)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
@@ -240,7 +240,7 @@ class _LossHooks:
         loss = _loss_of(module)
         is_other = loss is None or is_replaced(loss.loss_type)
         if is_other and labels is not None and self._returned == LOCAL:
-            raise PlanError(
+            raise RefusedCallError(
                 "another loss, which needs the full logits, was put in place of the model's own in a model "
                 "that was loaded with gather_logits=False; load it with gather_logits=True"
             )
@@ -254,7 +254,7 @@ class _LossHooks:
             return output
         skips_head = self._returned != LOCAL and not self._gather.was_called  # local logits have no such step
         if skips_head or (with_labels and not self._gather.was_used):
-            raise PlanError(
+            raise RefusedCallError(
                 f"a {type(module).__name__} did not call its head, or with labels its loss_function, so it "
                 "returns results of a part of the vocabulary: code that replaced its forward method (for "
                 "example, a fused loss of TRL) reads the weights of its head; use the model's own loss, see "

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import PlanError
+from ..errors import RefusedCallError
 from ..loaded import loaded
 from ..parallel.refused_changes import MARK, require_own_part
 from .fsdp import models_of
@@ -56,11 +56,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     name += f" with {option}" if option else ""
     try:
         if option or needs_full_tensors(optimizer):
-            raise PlanError(
+            raise RefusedCallError(
                 f"{name} computes its step from full tensors, and each rank holds parts of them; {_REMEDY}"
             )
     except TrialError as error:
-        raise PlanError(
+        raise RefusedCallError(
             f"{name} could not be tried on small parameters ({error}), so it may compute its step from full "
             f"tensors, of which each rank holds parts; {_REMEDY}"
         ) from error

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError
+from ..errors import PlanError, RefusedCallError
 from ..format.dims import axes_of
 from ..format.module_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, ModuleStep, SliceStep
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
@@ -73,7 +73,7 @@ class _Watch:
         if torch.compiler.is_compiling() or not self._is_sharded:
             return
         if not self._is_summed:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{self._fqn} computes sharded activations and returns without calling the layer that sums "
                 "them: code that was not traced (e.g. a fused kernel for training) bypasses that layer; "
                 "disable the kernel"

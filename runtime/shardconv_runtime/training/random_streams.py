@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError, missing
+from ..errors import PlanError, RefusedCallError, missing
 from ..format.names import expand_all
 from ..format.plan import DrawPlan
 from ..format.slices import coordinates
@@ -212,7 +212,7 @@ class _Streams:
     def _require_untouched(self) -> None:
         """Refuse random numbers of a mixed module: they may belong to replicated or to sharded tensors."""
         if self.frames and self.frames[-1].is_mixed and not _same(self.frames[-1].known, states()):
-            raise PlanError(
+            raise RefusedCallError(
                 f"{self.frames[-1].name or 'the model'}: its code draws random numbers for replicated and "
                 "for sharded activations without a module in between, so they cannot be told apart; set its "
                 "dropout probabilities to 0, or train it with tp=1"
@@ -239,7 +239,7 @@ class _StreamHooks:
         settings = (getattr(owner, name, 0) for owner, name in self._probabilities)
         if self._streams.frames or any(map(_is_above_0, settings)):
             if self._is_inside and not self._streams.frames:
-                raise PlanError(
+                raise RefusedCallError(
                     f"{self._name} runs without the modules around it, and would draw different random "
                     "numbers; to recompute activations use checkpoint_activations, or "
                     "torch.utils.checkpoint around full layers"
@@ -249,7 +249,7 @@ class _StreamHooks:
             name = self._name
             for attribute, value in vars(module).items():
                 if "layerdrop" in attribute.lower().replace("_", "") and value not in (0, None, False):
-                    raise PlanError(
+                    raise RefusedCallError(
                         f"{name or 'the model'} skips layers at random ({attribute}={value}), and ranks draw "
                         "different numbers here, so they would skip different layers; set it to 0"
                     )
@@ -267,7 +267,7 @@ class _StreamHooks:
             # All ranks draw that number, and it decides nothing.
             has_tables = any(isinstance(getattr(owner, name, 0), dict) for owner, name in self._probabilities)
             if not has_tables and not _same(before, states()):
-                raise PlanError(
+                raise RefusedCallError(
                     f"{self._name or 'the model'} drew random numbers without a dropout probability above 0 "
                     "(in an attribute named for it, of the module or its config), so ranks may have drawn "
                     "the same numbers for different activations; please report it"

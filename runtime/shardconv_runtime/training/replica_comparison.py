@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..comm.agreement import exchange
 from ..comm.call_agreement import CALL_TIMEOUT_S
 from ..comm.mesh import Launch
-from ..errors import PlanError, RanksTimeoutError
+from ..errors import InputsDifferError, RanksTimeoutError
 from ..loaded import loaded
 from ..parallel.boundary import forward_signature
 from .random_streams import not_compiled
@@ -83,7 +83,7 @@ class ReplicaComparison:
             return
         calls = exchange(start, names)
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-        raise PlanError(
+        raise InputsDifferError(
             f"process 0 called the model with {_listed(calls[0])}, and process {other}, of another replica, "
             f"with {_listed(calls[other])}: they would run other parts of it, and wait for each other "
             "forever. Give each replica's batch the same kinds of inputs, for example a small image whose "

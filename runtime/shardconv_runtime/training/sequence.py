@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..errors import OptionError, PlanError
+from ..errors import OptionError, RefusedCallError
 from ..parallel.boundary import forward_signature, given_cache, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
@@ -143,7 +143,7 @@ class _Padding:
     def require_running(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Refuse a call from outside of a part of the model, whose outputs would be parts of sequences."""
         if not self._is_running:
-            raise PlanError(
+            raise RefusedCallError(
                 f"the {type(module).__name__} in a sequence-parallel model was called by itself; its outputs "
                 "are parts of the sequence: call the model, or load it without sequence_parallel=True"
             )
@@ -167,7 +167,7 @@ class _Padding:
         missing = -length % self._num_ranks
         self._length = length if missing else None
         if missing and not self._may_pad:
-            raise PlanError(
+            raise RefusedCallError(
                 f"a sequence of {length} tokens cannot be sharded over {self._num_ranks} ranks, and the "
                 "plan does not allow padding the inputs of this model (its results would change, or this was "
                 f"not tried); pass a length that {self._num_ranks} divides"
@@ -177,7 +177,7 @@ class _Padding:
             # Refuse outputs whose tokens are not their own dim, since they cannot be trimmed.
             for name in FLAT_OUTPUTS:
                 if is_asked_for(module, name, given.get(name)):
-                    raise PlanError(
+                    raise RefusedCallError(
                         f"{name} was requested, and {length} tokens cannot be sharded over {self._num_ranks} "
                         "ranks without padding, which cannot be trimmed from it; pass a length that "
                         f"{self._num_ranks} divides"
@@ -197,7 +197,7 @@ class _Padding:
         for name in (*_OF_DECODER, "labels"):
             value = given.get(name)
             if isinstance(value, Tensor) and value.shape[1] % self._num_ranks:
-                raise PlanError(
+                raise RefusedCallError(
                     f"{name} {tuple(value.shape)}: a decoder's sequence is not padded; pass a length that "
                     f"{self._num_ranks} divides"
                 )
@@ -242,7 +242,7 @@ class _Padding:
                 filling = ignored if name in _LABELS else _PADDING[name]
                 given[name] = F.pad(value, (0, missing), value=filling)
             elif length in value.shape[1:] or name in _OFFSETS:
-                raise PlanError(
+                raise RefusedCallError(
                     f"{name} {tuple(value.shape)} cannot be padded from {length} to {length + missing} "
                     f"tokens; pass a length that {self._num_ranks} divides"
                 )

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.host_numbers import HostStates, digests, host_states
 from ..comm.mesh import Launch
-from ..errors import InputsDifferError, PlanError
+from ..errors import InputsDifferError, RefusedCallError
 from .random_streams import states
 
 
@@ -64,7 +64,7 @@ class _Comparison:
         pairs = zip(digests(host_before), digests(host_states()), strict=True)
         on_host = [noted if noted != now else b"" for noted, now in pairs]
         if on_host[0] and not self._draws_on_host:
-            raise PlanError(
+            raise RefusedCallError(
                 f"{type(module).__name__}: its code drew random numbers with numpy in training mode, and the "
                 "plan is not made for its use of them, for example masks of activations; convert the "
                 "model again with the config that it is trained with, or set the options that ask for them "
