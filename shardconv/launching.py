@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from shardconv_runtime.comm.launchers import REPORTED
 from shardconv_runtime.errors import LaunchError
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -62,8 +63,9 @@ def launch(program: Program, num_ranks: int) -> int:
         The exit code of rank 0 if it failed, otherwise of the rank that failed first; or 128 and the number
         of the signal that ended the job.
     """
-    os.environ.update(_defaults(num_ranks) | dict(program.environment))
     with tempfile.TemporaryDirectory(prefix="shardconv-ranks-") as logs, _interruptible() as received:
+        reported = Path(logs) / "reported"
+        os.environ.update(_defaults(num_ranks) | dict(program.environment) | {REPORTED: str(reported)})
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -83,10 +85,10 @@ def launch(program: Program, num_ranks: int) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             of_rank_0 = error.failures.get(0)
-            if of_rank_0 is not None and of_rank_0.exitcode > 0:
-                return of_rank_0.exitcode  # it has printed its error
-            _show_end(rank, Path(logs))
-            return failure.exitcode if failure.exitcode > 0 else 1
+            if not reported.exists() and (of_rank_0 is None or of_rank_0.exitcode < 0):
+                _show_end(rank, Path(logs))
+            codes = [each.exitcode for each in (of_rank_0, failure) if each is not None and each.exitcode > 0]
+            return codes[0] if codes else 1
         finally:
             logging.disable(logging.NOTSET)
     return 128 + received[0] if received else 0

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .comm.launchers import end_with_launcher
+from .comm.launchers import end_with_launcher, report_error
 from .errors import MissingFileError, OptionError, ShardconvError
 
 MAX_NEW_TOKENS = 256
@@ -174,8 +174,7 @@ def main() -> int:
     try:
         run_rank(arguments)
     except ShardconvError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     return 0
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 
+from .comm.launchers import report_error
 from .errors import MissingPackageError, ShardconvError
 
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
@@ -66,8 +67,7 @@ def main() -> int:
     try:
         run_rank(arguments)
     except ShardconvError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     return 0
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
-from shardconv_runtime.errors import CheckpointError, OptionError, OutputExistsError, ShardconvError
+from shardconv_runtime.errors import (
+    CheckpointError,
+    DamagedError,
+    OptionError,
+    OutputExistsError,
+    ShardconvError,
+)
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, check_size, rank_directory
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directory
@@ -163,7 +169,11 @@ def prepared(
     for directory in (part.path for part in parts if part.is_complete):
         manifest = read_manifest(directory)
         for entry in manifest.files:
-            check_size(directory, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
+            try:
+                check_size(directory, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
+            except DamagedError as error:
+                problem = str(error).partition(";")[0]
+                raise DamagedError(f"{problem}; to write it again, pass --overwrite") from error
         if manifest.tp != tp:
             refuse_other_output("DST", directory, f"tp was {manifest.tp}, is now {tp}")
     return outputs

@@ -89,7 +89,7 @@ def test_a_rank_dies_while_all_generate(llama: Path, how: str) -> None:
     (survivor, text, _), (_, gone, _) = run_outcomes(2, die, llama, how)
     assert text is None
     assert gone == "the process died"
-    assert survivor.error.startswith("LaunchError: rank 0: another rank ended")
+    assert survivor.error.startswith("RanksTimeoutError: rank 0: another rank ended")
     assert survivor.seconds < SOON_S
     assert time.monotonic() - begin < 2 * SOON_S
 
@@ -105,7 +105,7 @@ def test_a_rank_fails_while_all_generate(llama: Path) -> None:
     """It keeps its own error, and the other one waits no longer than it was told."""
     other, failed = run_processes(2, fail, llama)
     assert failed.error == "ValueError: no such token"
-    assert other.error.startswith("LaunchError: rank 0: another rank ended")
+    assert other.error.startswith("RanksTimeoutError: rank 0: another rank ended")
     assert other.seconds < SOON_S
 
 

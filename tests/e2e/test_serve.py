@@ -616,7 +616,7 @@ def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_
     argv = ["serve", *arguments(tmp_path / "out", free_port())]
     env = os.environ | torchrun_env(0, 1, free_port())
     done = run_forked(_exit_with, serve.main, argv=argv, env=env, timeout=START_S)
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "--ignore no_repeat_ngram_size" in done.stderr
 
 

@@ -136,7 +136,7 @@ def test_plans_that_lack_what_is_asked_for(out: Path, tmp_path: Path) -> None:
     no_padding = with_plan(out, tmp_path / "no-padding", without_padding)
     require(
         no_padding,
-        {odd_length: "PlanError: a sequence of 5 tokens cannot be sharded over 2 ranks, and the plan"},
+        {odd_length: "RefusedCallError: a sequence of 5 tokens cannot be sharded over 2 ranks, and the plan"},
     )
     no_sequence = with_plan(out, tmp_path / "no-sequence", without_sequence)
     require(
@@ -200,10 +200,10 @@ def test_data_parallel(out: Path) -> None:
             other_tp: "LaunchError: the dim 'tp' of the mesh has the processes",
             no_tp: "LaunchError: the mesh has the dims ('dp',), and none of them is named 'tp'",
             no_data_dim: "the mesh has the dims ('tp',); in addition to 'tp' it should have one",
-            twice: "PlanError: fully_shard has already sharded the model or a part of it",
-            for_inference: "PlanError: no parameter of the model requires a gradient",
+            twice: "RefusedCallError: fully_shard has already sharded the model or a part of it",
+            for_inference: "RefusedCallError: no parameter of the model requires a gradient",
             not_loaded: "PlanError: this Linear was not loaded by shardconv_runtime.load",
-            two_dtypes: "PlanError: a layer has parameters in torch.float32 and torch.float64",
+            two_dtypes: "RefusedCallError: a layer has parameters in torch.float32 and torch.float64",
             one_is_frozen: "no parameter of the model requires a gradient",
         },
     )
@@ -275,10 +275,10 @@ def test_loading_in_parts(out: Path) -> None:
         {
             without_mesh: "PlanError: data_parallel= is for training over a mesh",
             parts_for_inference: "PlanError: data_parallel= is for training over a mesh",
-            settings_as_dict: "PlanError: data_parallel={'param_dtype': torch.bfloat16} should be True or a",
-            one_graph: "PlanError: compile=True makes one graph of the forward pass, and FSDP2",
+            settings_as_dict: "OptionError: data_parallel={'param_dtype': torch.bfloat16} should be True or a",
+            one_graph: "OptionError: compile=True makes one graph of the forward pass, and FSDP2",
             without_data_dim: "the mesh has the dims ('tp',); in addition to 'tp' it should have one",
-            split_again: "PlanError: fully_shard has already sharded the model",
+            split_again: "RefusedCallError: fully_shard has already sharded the model",
             other_settings: "the ranks must load the same form: rank 0 loads dtype=None",
             no_files: "the disk is gone",
             no_shards: "the disk is gone",
@@ -336,12 +336,12 @@ def test_training(out: Path) -> None:
         {
             label_out_of_range: "LossInputError: ",
             inference_backward: "does not require grad",
-            inference_with_gradients: "PlanError: the model was loaded for inference",
+            inference_with_gradients: "RefusedCallError: the model was loaded for inference",
             without_gradients: "does not require grad",
-            order_of_norm: "PlanError: norm_type=0.0 should be above 0",
+            order_of_norm: "OptionError: norm_type=0.0 should be above 0",
             added_parameter: "PlanError: 1 parameter of the model is missing from the plan: adapter.weight",
-            saved_operators: "PlanError: save='everything' should be",
-            both_recompute: "PlanError: the model recomputes its activations already",
+            saved_operators: "OptionError: save='everything' should be",
+            both_recompute: "RefusedCallError: the model recomputes its activations already",
         },
         num_processes=2,
     )

@@ -1,4 +1,4 @@
-"""Launchers: their environment variables, and the end of a rank whose launcher is gone."""
+"""Launchers: their environment variables, and how a rank ends with its launcher or with an error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
-from ..errors import LaunchError
+from ..errors import LaunchError, ShardconvError
 
 
 def env_int(name: str, default: int) -> int:
@@ -57,3 +58,19 @@ def end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
+
+
+REPORTED = "SHARDCONV_REPORTED"
+"""An environment variable with the path of a file that rank 0 makes when it has printed its error."""
+
+
+def report_error(error: ShardconvError) -> int:
+    """Print the error of a program of which each rank is a process; return its exit code.
+
+    The launcher then need not show the same error of other ranks.
+    """
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    path = os.environ.get(REPORTED)
+    if path is not None and os.environ.get("RANK") == "0":
+        Path(path).touch()
+    return error.exit_code
