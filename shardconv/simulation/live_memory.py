@@ -88,7 +88,8 @@ class _Node:
             return tensors_in((self.func(*args, **kwargs),))[self.output]
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         self.func(*args, **kwargs)
-        return mutated_arguments(self.func, args, kwargs)[self.output]
+        written: Tensor = mutated_arguments(self.func, args, kwargs)[self.output]
+        return written
 
 
 class KnownValues:

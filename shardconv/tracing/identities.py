@@ -14,7 +14,7 @@ from typing import Any, NewType, TypeVar
 import torch
 from torch import Tensor
 
-from .tape import ALIAS_WRITE, Op, Tape, TensorInfo
+from .tape import ALIAS_WRITE, Op, Ref, Tape, TensorInfo
 from .values import MemoryLayout, Values
 
 K = TypeVar("K")
@@ -300,13 +300,13 @@ def result_on_meta(name: str, args: Any) -> Tensor | None:
     return None
 
 
-def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes to, in the order of its schema."""
-    out = []
+def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors (or the ``Ref``s) that an operator writes to, in the order of its schema."""
+    out: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | Ref):
                 out.append(value)
     return out
 

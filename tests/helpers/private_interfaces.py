@@ -69,7 +69,6 @@ NAMES = {
     # torch: process groups
     "torch.distributed.ProcessGroup._device_types": "the backends of a group",
     "torch.distributed.ProcessGroup._get_backend": "its time limit",
-    "torch.distributed.distributed_c10d._get_default_store": "notes between ranks without a collective",
     "torch.distributed.distributed_c10d._new_process_group_helper": "a group that not all processes make",
     "torch.distributed.distributed_c10d._world.pg_group_ranks": "the same",
     "torch._dynamo.eval_frame._debug_get_cache_entry_list": "how many graphs were recorded",

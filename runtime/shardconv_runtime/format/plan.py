@@ -396,6 +396,28 @@ class DrawPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class HookPort:
+    """A tensor at a port of a module that each rank has all of, or a part of the sequence of."""
+
+    port: str
+    grad_axes: tuple[int, ...] = ()
+    """Mesh axes over which its gradient is a Partial."""
+    sequence_axes: tuple[int, ...] = ()
+    """Mesh axes that shard its second dim, the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookPlan:
+    """The tensors of modules that hooks may be given, as the caller of a module passes or gets them."""
+
+    names: tuple[str, ...]
+    inputs: tuple[HookPort, ...] = ()
+    """All inputs; none if ranks have parts of one of them."""
+    outputs: tuple[HookPort, ...] = ()
+    """All outputs; none if ranks have parts of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """The sequence-parallel form: activations between the parallel blocks are sharded over the sequence.
 
@@ -409,6 +431,7 @@ class SequencePlan:
     """Lengths that the ranks do not divide are padded: it was shown that tokens keep their results."""
     stages: tuple[StagedModule, ...] = ()
     """The modules of the stages, if the plan has any."""
+    hooks: tuple[HookPlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +474,8 @@ class Plan:
     """None: for inference only."""
     inference_only: str = ""
     """Why the model cannot be trained; empty if it can."""
+    hooks: tuple[HookPlan, ...] = ()
+    """Modules on which hooks may be registered; ranks have parts of the tensors of all others."""
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
     left_out: tuple[str, ...] = ()
@@ -484,7 +509,7 @@ class Plan:
             check_text(f"notes[{index}]", note)
 
 
-_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan, HookPlan)
 
 
 def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:

@@ -119,7 +119,8 @@ class ModelBuilder:
             else:
                 compile_stage(model, start, place.link, same_bits=place.ranks.world_size > 1)
         if start.world_size > 1 or options.over_mesh or stays_packed(checked.plan, options):
-            guard(model, start, ranks, comm, training=options.training, check_inputs=self.check_inputs)
+            plan = of_sequence(checked.full_plan) if options.sequence_parallel else checked.full_plan
+            guard(model, start, ranks, comm, plan, training=options.training, check_inputs=self.check_inputs)
         if options.data_parallel is not None:
             compare_replicas(model, self.all_ranks)
         settle_hooks(model)
