@@ -329,23 +329,9 @@ class ModulePlan:
             fail("", 'the key "norm" is missing')
 
     @property
-    def gather_output(self) -> bool:
-        """Column, vocab: whether the output is gathered here."""
-        return self.category in ("column", "vocab") and self._has_output("all_gather")
-
-    @property
     def input_is_parallel(self) -> bool:
         """Row: whether the input arrives sharded."""
         return self.category == "row" and not any(isinstance(step, SliceStep) for step in self.inputs)
-
-    @property
-    def reduce_output(self) -> bool:
-        """Row, vocab, experts: whether the Partial output is reduced here."""
-        sums = self._has_output("all_reduce") or self._has_output("reduce_scatter")
-        return self.category in ("row", "vocab", "experts") and sums
-
-    def _has_output(self, op: str) -> bool:
-        return any(step.op == op for step in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,14 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
     return None
 
 
+# ``torch.amp.GradScaler`` of the gradients of loaded models: all ranks skip a step, or none does.
+#
+# A scaler looks for infinities in the gradients that it is given. Each rank would look at its own part, so
+# that after an overflow in one rank's shard that rank skips the step, the others take it, and they go on with
+# other scales. All ways in which a scaler looks (``unscale_``, ``step``, also for fused optimizers) pass
+# through a private method of its class. In its place, one takes the largest answer of all processes of the
+# model.
+
 _FOUND = "_unscale_grads_"
 """The private method: it scales gradients, and returns for each device whether one of them was not finite."""
 
