@@ -213,7 +213,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = self._memo.facts_of(func)
         kwargs = kwargs or {}
-        if facts.take_apart:
+        if facts.may_take_apart:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

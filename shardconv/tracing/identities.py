@@ -228,7 +228,7 @@ class OperatorFacts:
     """Properties of an operator, which are looked up once."""
 
     name: str
-    take_apart: bool
+    may_take_apart: bool
     """Whether it is composite, and recorded as its parts."""
     is_mutable: bool
     takes_device: bool
@@ -242,7 +242,7 @@ class OperatorFacts:
         kept = name.rsplit(".", 1)[0].rstrip("_") in keep
         return cls(
             name=name,
-            take_apart=not kept and func._can_decompose(),
+            may_take_apart=not kept,
             is_mutable=func._schema.is_mutable,
             takes_device=any(a.name == "device" for a in func._schema.arguments),
             makes_new=not func._schema.is_mutable

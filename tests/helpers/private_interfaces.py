@@ -38,16 +38,11 @@ MODULES = {
 
 NAMES = {
     # torch: tensors, operators
-    "torch.Tensor._backward_hooks": "whether a user has put a hook on a sharded embedding",
     "torch.Tensor._cdata": "also of storages: which memory tensors share",
-    "torch.Tensor._is_view": "whether a hook was given a view",
     "torch.Tensor._make_wrapper_subclass": "tensors without bytes",
-    "torch._foreach_mul_": "gradients are scaled at once",
     "torch._neg_view": "a conjugate's imaginary part, when initial weights are recorded",
     "torch.ops.aten._local_scalar_dense": "the operator of item()",
     "torch.ops.aten._scaled_mm": "products of FP8 are kept by activation checkpointing",
-    "torch.ops.aten._unsafe_view": "a view that matmul makes",
-    "torch._ops.OpOverload._can_decompose": "whether an operator is other operators",
     # torch: modes, autograd
     "torch._C.DisableTorchFunction": "code that a trace does not see",
     "torch._C._disabled_torch_function_impl": "a subclass without functions",
@@ -67,7 +62,6 @@ NAMES = {
     "torch.nn.init._no_grad_trunc_normal_": "initial weights are recorded",
     "torch.nn.utils.clip_grad._get_total_norm": "accelerate and Trainer compute norms with it",
     # torch: process groups
-    "torch.distributed.ProcessGroup._device_types": "the backends of a group",
     "torch.distributed.ProcessGroup._get_backend": "its time limit",
     "torch.distributed.distributed_c10d._new_process_group_helper": "a group that not all processes make",
     "torch.distributed.distributed_c10d._world.pg_group_ranks": "the same",

@@ -220,8 +220,9 @@ class _Hook:
 
         def own(x: Tensor, port: str) -> Tensor:
             ports.append(port)
-            part = parts.get(port, unchanged)(x)
-            return part.clone() if part.requires_grad and part._is_view() else part  # code may write to it
+            convert = parts.get(port, unchanged)
+            # The model's code may write to its tensor, which autograd forbids for views.
+            return x if convert is unchanged else convert(x).clone()
 
         own_result = self._arguments(own, *result) if self._is_before else _mapped(result, own, "output")
         if set(ports) != set(parts):
