@@ -161,11 +161,11 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
         if isinstance(tensor, RecordedTensor) or tensor.is_meta:
             return None
-        return self._records.get(tensor.untyped_storage()._cdata)
+        return self._records.get(id(tensor.untyped_storage()))
 
     def _track(self, tensor: torch.Tensor, *, is_real: bool) -> StorageRecord:
         record = StorageRecord(tensor.detach(), is_real)
-        self._records[tensor.untyped_storage()._cdata] = record
+        self._records[id(tensor.untyped_storage())] = record
         return record
 
     def has_values(self, tensor: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError, brief
 from shardconv_runtime.files.manifest import Source
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.parallel.lazy_init import Step
+from shardconv_runtime.parallel.lazy_init import Step, memory_key
 from torch import Tensor
 
 from .recorded_construction import Construction, draw
@@ -75,7 +75,7 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     names = {}
     for name, found in state.items():
         tensor = construction.meta(found)
-        names[name] = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+        names[name] = memory_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
         weights.setdefault(names[name], _Weight(spec.name, name, tensor, construction))
     users = Counter(index for weight in weights.values() for index in weight.chain.indices)
     lazy = {key: weight.lazy(seeds, users) for key, weight in weights.items()}

@@ -64,7 +64,7 @@ def tensor_key(tensor: Tensor) -> TensorKey:
 
 def storage_key(tensor: Tensor) -> StorageKey:
     """Return the key of the memory under a tensor, valid as long as some tensor on it is alive."""
-    return StorageKey(int(tensor.untyped_storage()._cdata))
+    return StorageKey(id(tensor.untyped_storage()))
 
 
 class Identities:

@@ -38,9 +38,7 @@ MODULES = {
 
 NAMES = {
     # torch: tensors, operators
-    "torch.Tensor._cdata": "also of storages: which memory tensors share",
     "torch.Tensor._make_wrapper_subclass": "tensors without bytes",
-    "torch._neg_view": "a conjugate's imaginary part, when initial weights are recorded",
     "torch.ops.aten._local_scalar_dense": "the operator of item()",
     "torch.ops.aten._scaled_mm": "products of FP8 are kept by activation checkpointing",
     # torch: modes, autograd
@@ -88,8 +86,6 @@ NAMES = {
     "transformers.ContinuousMixin:_cached_continuous_batching_manager": "a manager that is kept",
     "transformers.ContinuousBatchingManager._fail_all_remaining_requests": "an error ends all requests",
     "transformers.ContinuousBatchingManager:_generation_thread": "other ranks wait for rank 0",
-    "transformers.ContinuousBatchingManager:_original_attn_impl": "attention is restored after an error",
-    "transformers.DistributedHelper:_cpu_int_acc": "messages of rank 0",
     "transformers.Scheduler:_requests_to_cancel": "cancelled on all stages",
     "transformers.RequestState:_true_initial_tokens": "the length of a prompt",
     "trl.SFTTrainer:_metrics": "metrics of all replicas",

@@ -73,16 +73,18 @@ FILLS = frozenset(
 """Functions that are one step, as they were when torch was imported: most calls in constructors of many
 layers. One level lower, each costs as much as a module, and their values are almost never needed."""
 
+_COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
 MemoryKey = NewType("MemoryKey", int)
-"""Identifies the memory under tensors, as long as one of the tensors or a window exists."""
+"""Identifies the memory under tensors, as long as one of the tensors or a window exists: torch keeps one
+Python object for each storage."""
 
 
 def memory_key(tensor: Tensor) -> MemoryKey:
     """Return the key of the memory under a tensor."""
-    return MemoryKey(int(tensor.untyped_storage()._cdata))
+    return MemoryKey(id(tensor.untyped_storage()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +111,7 @@ class Window:
     @property
     def key(self) -> MemoryKey:
         """Return the key of the memory."""
-        return MemoryKey(int(self.memory._cdata))
+        return MemoryKey(id(self.memory))
 
     @property
     def spans(self) -> bool:
@@ -355,10 +357,14 @@ class _Memory:
                 .copy_(constant)
                 .untyped_storage()
             )
+        memory = self.real[window.key]
+        if window.is_neg:  # the imaginary part of a conjugate, which is at odd offsets
+            pairs = torch.empty(0, dtype=_COMPLEX[window.dtype])
+            strides = [stride // 2 for stride in window.stride]
+            return pairs.set_(memory, window.offset // 2, window.shape, strides).conj().imag
         real = torch.empty(0, dtype=window.dtype)
-        real.set_(self.real[window.key], window.offset, window.shape, window.stride)
-        real = real.conj() if window.is_conj else real
-        return torch._neg_view(real) if window.is_neg else real
+        real.set_(memory, window.offset, window.shape, window.stride)
+        return real.conj() if window.is_conj else real
 
     def keep(self, windows: Any, reals: Any) -> None:
         """Keep the memory of new results."""

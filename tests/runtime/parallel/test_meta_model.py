@@ -225,6 +225,20 @@ def test_values_are_there_while_building() -> None:
     assert lazy.materialize(x[2:]).tolist() == [5, 7]
 
 
+def test_imaginary_parts_of_conjugates_are_views() -> None:
+    def make() -> tuple[Tensor, Tensor]:
+        pairs = torch.polar(torch.arange(1.0, 5.0), torch.arange(4.0))
+        imaginary = pairs.conj().imag[1:]
+        imaginary.mul_(2)  # it writes to the pairs
+        return pairs, imaginary
+
+    expected = make()
+    with LazyInit() as lazy:
+        metas = make()
+    for meta, real in zip(metas, expected, strict=True):
+        assert torch.equal(lazy.materialize(meta), real)
+
+
 def test_tensors_from_before_are_constants() -> None:
     before = torch.arange(3.0)
     with LazyInit() as lazy:
