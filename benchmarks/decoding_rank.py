@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from inference_rank import join, load_transformers
 from measured import status_bytes
+from shardconv_runtime import Compiling
 from shardconv_runtime.comm import mesh
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.model_config import read_config
@@ -200,7 +201,9 @@ def calls(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     join()
     sizes = [(batch, length) for length in (256, 128) for batch in (8, 4, 2, 1)]
-    model = shardconv_runtime.load(options.out, device="cpu", dtype="float32", compile=True, warm_up=sizes)
+    model = shardconv_runtime.load(
+        options.out, device="cpu", dtype="float32", compile=Compiling(warm_up=sizes)
+    )
     decoder = vars(model)[DECODER]
     generator = torch.Generator().manual_seed(0)
     parts: list[dict[str, int]] = []

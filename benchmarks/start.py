@@ -32,7 +32,7 @@ from synthetic import Shape, write_checkpoint
 
 MODELING = "transformers.models.llama.modeling_llama"
 STAGES = {
-    ("loading.load", "_check"): "check of files and fingerprint",
+    ("loading.load", "_find_checked"): "check of files and fingerprint",
     ("loading.load", "ReadAhead"): "start of reading ahead",
     ("loading.load", "_launch"): "process group",
     ("comm.agreement", "agree"): "agreement of the ranks",

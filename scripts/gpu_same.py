@@ -21,6 +21,7 @@ from gpu_section import (
     prompts,
     why_no_compiler,
 )
+from shardconv_runtime import Communication
 from shardconv_runtime.inference.generation import DECODER
 from torch import Tensor
 
@@ -35,7 +36,9 @@ def line(what: str, number: float, unit: str, **more: Any) -> Line:
 def load_rank(section: Section, converted: Path, timeout_s: float = 120, **options: Any) -> Any:
     """This rank's model: on a GPU, the one that the runtime finds."""
     device = None if section.is_cuda else section.device
-    return shardconv_runtime.load(converted, device=device, timeout_s=timeout_s, **options)
+    return shardconv_runtime.load(
+        converted, device=device, communication=Communication(timeout_s=timeout_s), **options
+    )
 
 
 def can_compile(section: Section) -> bool:

@@ -325,7 +325,7 @@ def one_of_ranks(section: Section, source: Path, converted: Path) -> None:
     """A rank of ``ranks``: prints its result."""
     dist.init_process_group("gloo")
     try:
-        model = shardconv_runtime.load(converted, device=section.device, group=dist.group.WORLD)
+        model = shardconv_runtime.load(converted, device=section.device, process_group=dist.group.WORLD)
         unsharded = section.unsharded(source)
         ids = section.prompt(24, unsharded.config.vocab_size)
         value = difference(model(ids).logits, unsharded(ids).logits)

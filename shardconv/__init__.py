@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.versions import __version__
 
 # These modules import torch and transformers only when they are called, so that the command line
 # answers at once. The function ``convert`` shadows the submodule of its name, which is intended.
+from .arguments import RandomInit, Writing
 from .convert import convert, plan
 from .converted.adapt import adapt
 from .converted.push import push
@@ -20,6 +22,9 @@ from .exports.export_vllm import export_vllm
 from .exports.merge import merge
 
 __all__ = [
+    "Hub",
+    "RandomInit",
+    "Writing",
     "__version__",
     "adapt",
     "convert",

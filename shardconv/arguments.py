@@ -61,6 +61,46 @@ class SolveOptions:
         require_pp(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """Which files are written, and how.
+
+    Attributes:
+        ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. Several machines may write
+            different ranks to one directory, and the last one completes it. Ranks of stages are counted
+            through: the second of two stages of 8 has the ranks 8 to 15.
+        max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
+            gets its own file.
+        memory: I/O buffer size in bytes, or as text such as ``"512MiB"``.
+        stream: request only the necessary bytes from the Hub and cache none; if False, download the files
+            to the cache. By default stream if ``ranks`` are given. Cached files are not downloaded again.
+            Files other than safetensors are always downloaded.
+        overwrite: replace a converted directory.
+    """
+
+    ranks: Collection[int] | str | None = None
+    max_file_size: int | str = MAX_FILE_SIZE
+    memory: int | str = MEMORY
+    stream: bool | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomInit:
+    """The weights of a newly initialized model.
+
+    Attributes:
+        seed: the same seed gives the same weights for any number of ranks.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        seed = self.seed
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+            raise ShardconvError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
+
+
 def require_tp(tp: int) -> None:
     """Raise ``ShardconvError`` unless ``tp`` is an int from 1 to the format's limit."""
     if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_TP:
@@ -80,19 +120,6 @@ def require_experts(experts: str) -> None:
     """Raise ``ShardconvError`` unless this is a way to shard experts."""
     if experts not in EXPERT_MODES:
         raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
-
-
-def require_seed(seed: int | None, *, random_init: bool) -> None:
-    """Raise ``ShardconvError`` unless this is a seed, and one is of use."""
-    if seed is None:
-        return
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise ShardconvError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
-    if not random_init:
-        raise ShardconvError(
-            "a seed needs a model that is initialized at random; add --random-init "
-            "(random_init=True), or leave the seed out"
-        )
 
 
 def parse_size(size: int | str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ def solve_plan(
     try:
         # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
         # while they wait. On two cores they double the CPU time.
-        with _no_collection(), _without_validation(), in_one_thread():
+        with _no_collection(), _without_validation(), _without_fast_paths(), in_one_thread():
             return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
@@ -122,6 +123,17 @@ def _without_validation() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
+@contextmanager
+def _without_fast_paths() -> Iterator[None]:
+    """Let torch's attention and encoder layers call their submodules, as on ranks, see ``parallel.build``."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def _solved(
     spec: ModelSpec, options: SolveOptions, grains: Grains, tell: Tell, adaptation: Adaptation | None
 ) -> Plan:
@@ -138,7 +150,10 @@ def _solved(
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
     tell("building the model")
     try:
-        model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+        if spec.twin is not None:
+            model = copy.deepcopy(spec.twin)
+        else:
+            model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
     except ShardconvError:
         raise
     except Exception as error:
@@ -166,6 +181,8 @@ def _with_fewer_positions(
     full: _Run, spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None
 ) -> Source | None:
     """Return the first model from a config with smaller sizes that has the same code, with its bypasses."""
+    if spec.twin is not None:
+        return None  # it is in memory, and has only its own sizes
     for config in smaller_configs(spec.config):
         try:
             run = _traced(replace(spec, config=config), options, adaptation, lambda what: None)

@@ -53,6 +53,7 @@ READ = {
     (f"{CHECKPOINT}/config_reading.py", "model_type"): "config.json says there of what type it is",
     (f"{CHECKPOINT}/config_reading.py", "architectures"): "config.json names the model's class there",
     ("runtime/shardconv_runtime/saving/save.py", "architectures"): "written for transformers",
+    ("runtime/shardconv_runtime/loading/in_memory.py", "architectures"): "written for transformers",
     (
         "runtime/shardconv_runtime/loading/loaded_adapters.py",
         "word_embeddings",

@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     CheckpointError,
     CodeMismatchError,
+    InputsDifferError,
     LaunchError,
     PlanError,
     ShardconvError,
     SolveError,
     SourceError,
+    UnknownOptionError,
 )
+from .hub_options import Hub
+from .option_values import Communication, Compiling, Planning, Training
 
 if TYPE_CHECKING:
     from .comm.rank_0 import from_rank_0
+    from .loaded import LoadedModel
     from .loading.load import load
     from .loading.loaded_adapters import add_adapter
+    from .loading.parallelize import parallelize
     from .pp.stage_schedules import Pipeline
     from .saving.optimizer_state import load_optimizer, save_optimizer
     from .saving.save import save
@@ -36,13 +42,21 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "CodeMismatchError",
+    "Communication",
+    "Compiling",
     "DataParallel",
+    "Hub",
+    "InputsDifferError",
     "LaunchError",
+    "LoadedModel",
     "Pipeline",
     "PlanError",
+    "Planning",
     "ShardconvError",
     "SolveError",
     "SourceError",
+    "Training",
+    "UnknownOptionError",
     "__version__",
     "add_adapter",
     "checkpoint_activations",
@@ -52,6 +66,7 @@ __all__ = [
     "grad_norm",
     "load",
     "load_optimizer",
+    "parallelize",
     "save",
     "save_optimizer",
 ]
@@ -67,7 +82,9 @@ _MODULES = {
     "data_parallel": "training.fsdp",
     "from_rank_0": "comm.rank_0",
     "grad_norm": "training.clipping",
+    "LoadedModel": "loaded",
     "load": "loading.load",
+    "parallelize": "loading.parallelize",
     "load_optimizer": "saving.optimizer_state",
     "save": "saving.save",
     "save_optimizer": "saving.optimizer_state",
@@ -79,3 +96,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

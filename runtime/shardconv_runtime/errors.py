@@ -32,6 +32,14 @@ class LaunchError(ShardconvError):
     """The process group does not fit the plan (world size, device, backend)."""
 
 
+class InputsDifferError(LaunchError, ValueError):
+    """The ranks were given files or arguments that differ."""
+
+
+class UnknownOptionError(ShardconvError, TypeError):
+    """A function was called with a keyword argument that it does not have."""
+
+
 class SolveError(ShardconvError):
     """No plan could be found or proven for this model."""
 

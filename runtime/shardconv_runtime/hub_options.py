@@ -30,6 +30,12 @@ def require_repo_id(text: str) -> None:
     problem = SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
     if looks_like_path(text):
         raise problem
+    folder = text.partition("/")[0]
+    if "/" in text and os.path.isdir(folder):
+        raise SourceError(
+            f"no such directory: {text}, and {folder} is a directory here, so that it is not taken for a Hub "
+            "id; check the path, or run this from another directory"
+        )
     # Not for --help, nor for a text that is clearly a path.
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from .comm.mesh import Launch
 from .errors import PlanError
@@ -19,7 +21,39 @@ from .format import stage_names
 from .format.plan import Plan
 from .format.plan_json import of_stage
 
-_ATTRIBUTE = "_shardconv_loaded"
+if TYPE_CHECKING:
+
+    class LoadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        """A model of transformers that one rank has loaded, with the methods that its own class has.
+
+        It is for type checkers and editors: at run time the model keeps its original class.
+        """
+
+        @overload
+        def generate(
+            self,
+            inputs: Tensor | None = None,
+            generation_config: GenerationConfig | None = None,
+            *,
+            return_dict_in_generate: Literal[True],
+            **options: Any,
+        ) -> ModelOutput: ...
+        @overload
+        def generate(
+            self,
+            inputs: Tensor | None = None,
+            generation_config: GenerationConfig | None = None,
+            *,
+            return_dict_in_generate: Literal[False] | None = None,
+            **options: Any,
+        ) -> Tensor: ...
+        def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+            """Return the ids of the inputs with new tokens, int64 ``[batch, length]``, on every rank."""
+
+else:
+    LoadedModel = PreTrainedModel
+
+LOADED_ATTRIBUTE = "_shardconv_loaded"
 
 
 @dataclass(frozen=True)
@@ -79,12 +113,12 @@ class Loaded:
 
 def remember(model: nn.Module, value: Loaded) -> None:
     """Record on a model where it came from."""
-    setattr(model, _ATTRIBUTE, value)
+    setattr(model, LOADED_ATTRIBUTE, value)
 
 
 def loaded(model: nn.Module) -> Loaded:
     """Return where a model came from."""
-    value = getattr(unwrapped(model), _ATTRIBUTE, None)
+    value = getattr(unwrapped(model), LOADED_ATTRIBUTE, None)
     if not isinstance(value, Loaded):
         raise PlanError(
             f"this {type(model).__name__} was not loaded by shardconv_runtime.load, so it is not known "

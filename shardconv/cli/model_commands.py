@@ -13,7 +13,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.hub_options import Hub
 
-from ..arguments import parse_ranks, parse_size, require_seed
+from ..arguments import RandomInit, parse_ranks, parse_size
 from ..convert import convert, plan
 from ..fitting import smallest_tp, table
 from ..reporting.plan_lines import RESERVE, Workload, aligned
@@ -24,6 +24,7 @@ from .options import (
     device_options,
     example_option,
     experts_option,
+    hub_from,
     initial_options,
     model_options,
     part_options,
@@ -35,6 +36,7 @@ from .options import (
     tokens_option,
     tp_option,
     working,
+    writing_from,
 )
 
 
@@ -75,9 +77,17 @@ def convert_command(
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
-    require_seed(options["seed"], random_init=options["random_init"])
+    seed, random_init = options.pop("seed"), options.pop("random_init")
+    if seed is not None and not random_init:
+        raise click.UsageError("--seed is for the weights of a new model; add --random-init, or leave it out")
+    initial = RandomInit(seed=seed or 0) if random_init else None
+    values: dict[str, Any] = {
+        "hub": hub_from(options),
+        "writing": writing_from(options),
+        "random_init": initial or False,
+    }
     with working(quiet, verbose) as progress:
-        solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
+        solved = convert(model, out, tp, check=not no_check, progress=progress, **values, **options)
     if not quiet and solved.stages is not None:
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(out, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
@@ -87,8 +97,8 @@ def convert_command(
         if held != human_bytes(min(summary.rank_bytes)):
             held = f"at most {held}"
         drawn = ""
-        if options["random_init"]:
-            drawn = f", initialized at random with seed {options['seed'] or 0}"
+        if initial:
+            drawn = f", initialized at random with seed {initial.seed}"
         print_written(out, f"{held} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
 
 
@@ -157,6 +167,7 @@ def plan_command(
         raise click.UsageError("--format tp_plan does not support stages; leave out --pp or --format")
     load = _load(tp, *(options.pop(name) for name in ("device_memory", "reserve", "context", "batch")))
     quiet, verbose = options.pop("quiet"), options.pop("verbose")
+    options["hub"] = hub_from(options)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:
@@ -219,7 +230,7 @@ def _plan_text(
 
         if chosen == "shards":
             return dumps(solved)
-        hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
+        hub: Hub = options["hub"]
         read = {name: options[name] for name in ("dtype", "trust_remote_code")}
         return to_json(tp_plan(solved, skeleton(model, hub, **read, tied=dict(solved.tied))))
     if chosen == "json":

@@ -114,6 +114,11 @@ def read_example(example: Example) -> ExampleInputs:
         return ExampleInputs("the example inputs", lambda config: found)
     if callable(example):
         return ExampleInputs(f"{FUNCTION}={getattr(example, '__name__', example)}", _of_config(example))
+    if not isinstance(example, str | os.PathLike):
+        raise SourceError(
+            f"the example inputs are a {type(example).__name__}; give a dict of the keyword arguments of a "
+            "call, a function that returns it, or a file"
+        )
     path = Path(example).expanduser()
     if not path.is_file():
         raise SourceError(f"{path}: there is no such file of example inputs")

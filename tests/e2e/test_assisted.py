@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from checkpoints import save_causal
 from distributed import run_errors, run_processes
-from shardconv_runtime import LaunchError
+from shardconv_runtime import Communication, LaunchError
 from torch import Tensor
 
 import shardconv
@@ -76,12 +76,14 @@ def draft_of_rank(saved: Models, where: str) -> Any | None:
         return shardconv_runtime.load(saved.root / "draft-tp2")
     size = 1 if where == "loaded on rank 0" else 2
     group = dist.new_group(list(range(size)))
-    return shardconv_runtime.load(saved.root / f"draft-tp{size}", group=group) if rank < size else None
+    return (
+        shardconv_runtime.load(saved.root / f"draft-tp{size}", process_group=group) if rank < size else None
+    )
 
 
 def on_rank(saved: Models, where: str, tp: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Assisted, and plain afterward."""
-    model = shardconv_runtime.load(saved.root / f"model-tp{tp}", timeout_s=60)
+    model = shardconv_runtime.load(saved.root / f"model-tp{tp}", communication=Communication(timeout_s=60))
     return generate(model, draft_of_rank(saved, where), **options), generate(model, None)
 
 
@@ -125,7 +127,7 @@ class Broken(torch.nn.Module):
 
 
 def fail_on_rank(saved: Models, what: str) -> None:
-    model = shardconv_runtime.load(saved.root / "model-tp2", timeout_s=60)
+    model = shardconv_runtime.load(saved.root / "model-tp2", communication=Communication(timeout_s=60))
     first = dist.get_rank() == 0
     if what == "not on rank 0":
         generate(model, None if first else saved.draft())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import save_causal
 from distributed import run_errors, run_processes
-from shardconv_runtime import PlanError
+from shardconv_runtime import Communication, PlanError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,7 +77,7 @@ def replicate_wrapped(model: Any, path: Path) -> None:
 
 
 def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bool, scratch: Path) -> None:
-    model = shardconv_runtime.load(path, training=training, timeout_s=60)
+    model = shardconv_runtime.load(path, training=training, communication=Communication(timeout_s=60))
     change(model, scratch)
 
 
@@ -117,7 +117,7 @@ class Wrapper(nn.Module):
 
 def wrapped_logits(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits before and after wrappers that keep the parameters were put around layers and the model."""
-    model = shardconv_runtime.load(path, training=True, timeout_s=60)
+    model = shardconv_runtime.load(path, training=True, communication=Communication(timeout_s=60))
     ids = torch.tensor([[3, 4, 5]])
     before = model(ids).logits.detach()
     model.model.layers[0] = Wrapper(model.model.layers[0])

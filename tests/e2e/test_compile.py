@@ -22,7 +22,7 @@ import torch._dynamo
 import transformers
 from checkpoints import CONFIGS, ENCODER, HIDDEN, LAYERS, VOCAB, save
 from distributed import run_processes
-from shardconv_runtime import PlanError
+from shardconv_runtime import Communication, PlanError
 from shardconv_runtime.inference.compiling import compile_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -239,7 +239,8 @@ def run_rank(path: Path, dtype: torch.dtype, lengths: tuple[int, ...]) -> Measur
 
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a while."""
-    return shardconv_runtime.load(path, timeout_s=100, **options)
+    options.setdefault("communication", Communication(timeout_s=100))
+    return shardconv_runtime.load(path, **options)
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,9 @@ def sum_of_gathered(x: Tensor, group: str) -> Tensor:
 
 def compiled_by_the_user(path: Path) -> tuple[Tensor, Graphs]:
     with capturing() as graphs:
-        model = torch.compile(load(path, all_reduce=sum_of_gathered), fullgraph=True)
+        model = torch.compile(
+            load(path, communication=Communication(all_reduce=sum_of_gathered)), fullgraph=True
+        )
         return logits_of(model, 7), graphs
 
 
@@ -333,7 +336,7 @@ def test_a_model_that_the_user_compiles(converted: Callable[[str], Converted]) -
 
 
 def with_own_all_reduce(path: Path) -> tuple[Tensor, Tensor]:
-    model = load(path, all_reduce=sum_of_gathered)
+    model = load(path, communication=Communication(all_reduce=sum_of_gathered))
     return logits_of(model, 7), model.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
 
 

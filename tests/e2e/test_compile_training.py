@@ -20,6 +20,7 @@ import torch._dynamo
 import transformers
 from checkpoints import CONFIGS, save
 from distributed import run_processes
+from shardconv_runtime import Training
 from shardconv_runtime.parallel.boundary import renumber
 from shardconv_runtime.training.checkpointing import repeated_layers
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ def start_counting() -> None:
 def unsharded_model(path: Path, steps: tuple[tuple[int, ...], ...]) -> tuple[list[int], int]:
     """Graphs after steps of texts of these lengths, and graph breaks; compiled code gathers nothing again."""
     eager, compiled = (
-        shardconv_runtime.load(path, training=True, sequence_parallel=True, regather=regather).train()
+        shardconv_runtime.load(path, training=Training(regather=regather), sequence_parallel=True).train()
         for regather in (False, True)
     )
     start_counting()

@@ -11,6 +11,7 @@ import torch
 from adapters import CONFIGS, save_adapters, save_base
 from captured import capturing
 from distributed import run_processes
+from shardconv_runtime import Communication
 from shardconv_runtime.inference.generation import DECODER
 from shardconv_runtime.loading.loaded_adapters import unwrapped
 from torch import Tensor
@@ -47,7 +48,9 @@ def on_rank(out: Path, adapter: Path) -> tuple[list[float], list[bool], int]:
     assert not torch.equal(want[0], want[2]), "the adapter does something"
     fused = results(shardconv_runtime.load(out, adapter=adapter, fuse=True))
     with capturing() as graphs:
-        model = shardconv_runtime.load(out, adapter=adapter, compile=True, timeout_s=100)
+        model = shardconv_runtime.load(
+            out, adapter=adapter, compile=True, communication=Communication(timeout_s=100)
+        )
         compiled = results(model)
         assert graphs.count
     errors, same = [], []

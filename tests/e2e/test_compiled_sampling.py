@@ -14,6 +14,7 @@ import transformers
 from captured import capturing
 from checkpoints import VOCAB, save_causal
 from distributed import run_processes
+from shardconv_runtime import Communication
 from shardconv_runtime.inference.generation import DECODER
 from streamers import Streamer
 from torch import Tensor
@@ -58,7 +59,7 @@ def draw(model: Any, seed: int, stops: list[int]) -> Drawn:
 def draw_on_rank(path: Path, stops: list[int]) -> Drawn:
     """The random state of rank 0 is that of all."""
     with capturing():
-        model = shardconv_runtime.load(path, compile=True, timeout_s=100)
+        model = shardconv_runtime.load(path, compile=True, communication=Communication(timeout_s=100))
         return draw(model, SEED + int(os.environ["RANK"]), stops)
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from checkpoints import HIDDEN, LAYERS, VOCAB, save, save_causal
 from distributed import run_errors_of_each, run_processes
-from shardconv_runtime import LaunchError, PlanError
+from shardconv_runtime import Communication, LaunchError, PlanError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,7 +170,8 @@ def decode_all_on_rank(path: Path, name: str) -> dict[str, Any]:
 
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a minute."""
-    return shardconv_runtime.load(path, timeout_s=60, **options)
+    options.setdefault("communication", Communication(timeout_s=60))
+    return shardconv_runtime.load(path, **options)
 
 
 def save_model(name: str, path: Path) -> Path:
@@ -423,7 +424,7 @@ def test_ranks_that_are_called_differently(converted: dict[str, Converted]) -> N
 
 
 def generate_on_rank_0_alone(path: Path) -> float:
-    model = shardconv_runtime.load(path, timeout_s=3)
+    model = shardconv_runtime.load(path, communication=Communication(timeout_s=3))
     begin, gave_up = time.monotonic(), path / "rank 0 gave up"
     if os.environ["RANK"] == "0":
         with pytest.raises(LaunchError, match="another rank did not answer within 3 s"):

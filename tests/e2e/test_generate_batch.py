@@ -17,7 +17,7 @@ import transformers
 from batches import SOON_S, after, batch, config, fail, kill, one_by_one, pages, prompts
 from checkpoints import VOCAB, save_causal
 from distributed import run_errors, run_outcomes, run_processes
-from shardconv_runtime import LaunchError, PlanError, ShardconvError
+from shardconv_runtime import Communication, LaunchError, PlanError, ShardconvError
 from shardconv_runtime.inference import continuous_batching
 from shardconv_runtime.inference.batching_manager import PAGE_SIZE
 from torch import Tensor
@@ -76,7 +76,8 @@ def save_mamba(path: Path) -> Path:
 
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a minute."""
-    return shardconv_runtime.load(path, timeout_s=60, **options)
+    options.setdefault("communication", Communication(timeout_s=60))
+    return shardconv_runtime.load(path, **options)
 
 
 def batches_on_rank(path: Path, attentions: Sequence[str]) -> list[tuple[list[list[int]], list[int], str]]:

@@ -19,13 +19,16 @@ from forked import Forked
 from hub_server import HubServer
 from huggingface_hub import constants
 from quantized_checkpoints import dense_config, save_quantized
+from shardconv_runtime import Planning, Training
 from shardconv_runtime.files import hub_downloads, manifest, remote_files
 from shardconv_runtime.format import plan_json
+from shardconv_runtime.loading.planned_here import CACHE_VARIABLE
 from small_models import save_random, small_config
 from training_runs import cpu_mesh
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 
 CONVERTED, ORIGINAL = "user/model-tp", "user/original"
 TP = 4
@@ -50,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, converted for four ranks, several files for each."""
     path = tmp_path_factory.mktemp("converted") / "tp-4"
-    shardconv.convert(model, path, TP, max_file_size="1MB", check=False)
+    shardconv.convert(model, path, TP, writing=Writing(max_file_size="1MB"), check=False)
     return path
 
 
@@ -209,7 +212,19 @@ def test_what_cannot_be_had_is_named_on_all_ranks(hub: HubServer, monkeypatch: p
 def test_other_numbers_of_ranks_are_named(hub: HubServer) -> None:
     (error, _) = run_errors(2, logits, CONVERTED, {})
     assert f"{CONVERTED} holds no converted model for 2 ranks, but for 4; start as many" in str(error)
-    assert "pass plan= to load it as it is" in str(run_errors(2, logits, ORIGINAL, {})[0])
+
+
+def test_an_ordinary_model_of_the_hub_is_planned(
+    hub: HubServer, want: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank asks for its own bytes; the second start asks for no plan, and works offline but for them."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    require_right(want, ORIGINAL)
+    (plan,) = (tmp_path / "cache" / "plans").iterdir()
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    written = plan.stat().st_mtime_ns
+    require_right(want, ORIGINAL, plan=Planning())
+    assert plan.stat().st_mtime_ns == written
 
 
 def test_a_private_repository_needs_a_token(hub: HubServer, out: Path, want: torch.Tensor) -> None:
@@ -354,7 +369,7 @@ def test_several_stages_of_a_process_are_loaded_from_a_repository(hub: HubServer
     hub.add_repo("user/folder", out.parent)
     with torch.inference_mode():
         want = transformers.LlamaForCausalLM.from_pretrained(source)(ids() % 50).logits
-    options = {"training": True, "stages_per_process": 2}
+    options = {"training": Training(stages_per_process=2)}
     for path in ("user/four", "user/folder"):
         hub.forget()
         for found in run_processes(2, short_logits, path, options):

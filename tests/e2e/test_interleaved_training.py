@@ -11,7 +11,7 @@ import shardconv_runtime
 import torch
 import transformers
 from distributed import run_errors_of_each, run_processes
-from shardconv_runtime import ShardconvError
+from shardconv_runtime import ShardconvError, Training
 from staged_training import (
     Run,
     batch,
@@ -113,7 +113,7 @@ def test_stages_of_one_process_each_go_on_with_several(tmp_path: Path) -> None:
 
 def refused(source: str, plan: str) -> dict[str, str]:
     """What a process is told of things that several stages in each process cannot do."""
-    model = shardconv_runtime.load(source, plan=plan, training=True, stages_per_process=2)
+    model = shardconv_runtime.load(source, plan=plan, training=Training(stages_per_process=2))
     found: dict[str, str] = {}
 
     def note(name: str, call: Callable[[], object]) -> None:
@@ -161,24 +161,22 @@ def test_what_several_stages_cannot_do_is_refused_by_name(tmp_path: Path) -> Non
             assert text in found[name], name
 
 
-def loads(source: str, plan: str | None, options: dict[str, object]) -> None:
+def loads(source: str, plan: str | None, several: int) -> None:
     """Load a model, and make an interleaved schedule for it."""
-    model = shardconv_runtime.load(source, plan=plan, **options)
+    model = shardconv_runtime.load(source, plan=plan, training=Training(stages_per_process=several))
     shardconv_runtime.Pipeline(model, microbatches=4, schedule="interleaved")
 
 
 def test_loads_with_other_numbers_of_stages_are_refused_on_every_rank(tmp_path: Path) -> None:
     source = llama(tmp_path)
     plan, plain = planned(source, 1, PP), planned(source, 2, 1)
-    training = {"training": True}
     calls = {
-        "does not divide the 4 stages of the model; choose among [1, 2]": (plan, {"stages_per_process": 3}),
-        "one process would have all stages": (plan, {"stages_per_process": PP}),
-        "does not divide": (plan, {"stages_per_process": 0}),
-        "the model has no stages": (plain, {"stages_per_process": 2}),
-        "tp=1 and 4 stages, and 2 process(es)": (plan, {}),
-        "is for training": (plan, {"stages_per_process": 2, "training": False}),
+        "does not divide the 4 stages of the model; choose among [1, 2]": (plan, 3),
+        "one process would have all stages": (plan, PP),
+        "does not divide": (plan, 0),
+        "the model has no stages": (plain, 2),
+        "tp=1 and 4 stages, and 2 process(es)": (plan, 1),
     }
-    given = [(str(source), made, training | options) for made, options in calls.values()]
+    given = [(str(source), made, several) for made, several in calls.values()]
     for text, errors in zip(calls, run_errors_of_each(2, loads, given), strict=True):
         assert all(error is not None and text in str(error) for error in errors), (text, errors)

@@ -93,7 +93,7 @@ def prepared(path: Path, layout: Layout, kind: str, sharded: bool) -> tuple[Any,
 
     mesh = mesh_of(layout)
     data_parallel = mesh[mesh.mesh_dim_names[:-1]]
-    model = shardconv_runtime.load(path, group=mesh["tp"].get_group())
+    model = shardconv_runtime.load(path, process_group=mesh["tp"].get_group())
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     if sharded:

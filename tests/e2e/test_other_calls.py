@@ -9,7 +9,7 @@ import pytest
 import shardconv_runtime
 import torch
 from distributed import run_errors, run_processes
-from shardconv_runtime import PlanError
+from shardconv_runtime import Communication, PlanError
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from zoo.measure import difference
@@ -82,7 +82,7 @@ def _generated(model: Any, embeds: Tensor) -> Tensor:
 
 def calls_on_rank(path: Path, encoded: Tensor | None) -> dict[str, list[Tensor]]:
     with torch.no_grad():
-        return calls(shardconv_runtime.load(path, timeout_s=60), encoded)
+        return calls(shardconv_runtime.load(path, communication=Communication(timeout_s=60)), encoded)
 
 
 def converted(name: str, path: Path, **options: Any) -> tuple[Any, Path]:
@@ -108,7 +108,7 @@ def test_embeddings_and_encoder(tmp_path: Path, name: str) -> None:
 
 def embedding_after_error(path: Path) -> Tensor:
     """What the embedding gives when a forward pass has failed."""
-    model = shardconv_runtime.load(path, timeout_s=60)
+    model = shardconv_runtime.load(path, communication=Communication(timeout_s=60))
     with pytest.raises(RuntimeError):
         model(ids(), attention_mask=torch.ones(5, 5, 5))
     with torch.no_grad():
@@ -124,11 +124,11 @@ def test_a_failed_forward_pass_leaves_the_embedding_right(tmp_path: Path) -> Non
 
 
 def given_embeddings(path: Path) -> None:
-    shardconv_runtime.load(path, timeout_s=60)(inputs_embeds=embeddings(64))
+    shardconv_runtime.load(path, communication=Communication(timeout_s=60))(inputs_embeds=embeddings(64))
 
 
 def given_embeddings_with_gradient(path: Path) -> None:
-    model = shardconv_runtime.load(path, training=True, timeout_s=60)
+    model = shardconv_runtime.load(path, training=True, communication=Communication(timeout_s=60))
     model(inputs_embeds=embeddings(64).requires_grad_())
 
 
@@ -159,11 +159,11 @@ def hidden_states(model: Any) -> list[Tensor]:
 
 
 def hidden_states_on_rank(path: Path) -> list[Tensor]:
-    return hidden_states(shardconv_runtime.load(path, timeout_s=60))
+    return hidden_states(shardconv_runtime.load(path, communication=Communication(timeout_s=60)))
 
 
 def hidden_states_by_config(path: Path) -> None:
-    model = shardconv_runtime.load(path, timeout_s=60)
+    model = shardconv_runtime.load(path, communication=Communication(timeout_s=60))
     model.config.output_hidden_states = True
     with torch.no_grad():
         model(ids())

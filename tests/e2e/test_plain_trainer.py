@@ -13,6 +13,7 @@ import torch
 from adapters import low_rank
 from checkpoints import save_causal
 from distributed import run_errors
+from shardconv_runtime import Communication
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
 
 import shardconv
@@ -39,24 +40,32 @@ def trainer(model: Any, output: Path) -> Any:
 
 
 def train(root: Path, output: Path) -> None:
-    trainer(shardconv_runtime.load(root / "out", training=True, timeout_s=60), output).train()
+    trainer(
+        shardconv_runtime.load(root / "out", training=True, communication=Communication(timeout_s=60)), output
+    ).train()
 
 
 def train_alike(root: Path, output: Path) -> None:
     """An adapter, where all processes have the same batch by chance."""
-    model = shardconv_runtime.load(root / "out", adapter=root / "adapter", training=True, timeout_s=60)
+    model = shardconv_runtime.load(
+        root / "out", adapter=root / "adapter", training=True, communication=Communication(timeout_s=60)
+    )
     found = trainer(model, output)
     found.train_dataset = [{"input_ids": ROWS[0], "labels": ROWS[0]}] * len(ROWS)
     found.train()
 
 
 def evaluate(root: Path, output: Path) -> None:
-    trainer(shardconv_runtime.load(root / "out", training=True, timeout_s=60), output).evaluate()
+    trainer(
+        shardconv_runtime.load(root / "out", training=True, communication=Communication(timeout_s=60)), output
+    ).evaluate()
 
 
 def with_fused_loss(root: Path) -> Any:
     """A model with what TRL puts in the place of the forward method."""
-    model = shardconv_runtime.load(root / "out", training=True, timeout_s=60).train()
+    model = shardconv_runtime.load(
+        root / "out", training=True, communication=Communication(timeout_s=60)
+    ).train()
 
     def forward(
         self: Any, input_ids: torch.Tensor, labels: Any = None, shift_labels: Any = None

@@ -136,7 +136,7 @@ def test_an_empty_environment(saved_llama: Path, tmp_path: Path) -> None:
     assert len(tokens[0]) == 8 + 5
     assert losses[0] > losses[1] > losses[2]
     assert again == pytest.approx(losses[2], rel=1e-5)
-    assert "save_pretrained merges the shards of all ranks, which the package shardconv does" in refusal
+    assert "save_pretrained merges the shards of all ranks, which needs the package shardconv" in refusal
     assert "shardconv merge" in refusal
     subprocess.run(
         [sys.executable, "-m", "shardconv", "merge", tmp_path / "saved", tmp_path / "merged"], check=True

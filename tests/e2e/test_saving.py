@@ -30,6 +30,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardconv
+from shardconv.arguments import Writing
 
 IDS = [[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]]
 TYPES = ("llama", "gpt2", "phi3", "bloom", "mixtral")
@@ -142,7 +143,13 @@ def test_a_changed_model_is_merged_and_resharded(
 
 
 def test_several_files_of_a_rank(outs: Callable[[str], Path], tmp_path: Path) -> None:
-    shardconv.convert(outs("llama").parent / "model", tmp_path / "out", 2, max_file_size=50_000, check=False)
+    shardconv.convert(
+        outs("llama").parent / "model",
+        tmp_path / "out",
+        2,
+        writing=Writing(max_file_size=50_000),
+        check=False,
+    )
     run_processes(2, save_in_small_files, tmp_path / "out", tmp_path / "saved")
     assert len(shards_of(tmp_path / "out")) > 6
     assert shards_of(tmp_path / "saved") == shards_of(tmp_path / "out")
@@ -269,7 +276,7 @@ def save_data_parallel(path: Path, out: Path, kind: str) -> None:
         return
     shape, names = {"hsdp": ((2, 1, 2), ("copy", "dp", "tp"))}.get(kind, ((2, 2), ("dp", "tp")))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = shardconv_runtime.load(path, group=mesh["tp"].get_group())
+    model = shardconv_runtime.load(path, process_group=mesh["tp"].get_group())
     if kind in ("fsdp", "hsdp"):
         fully_shard(model.transformer.h[0], mesh=mesh[names[:-1]])
         model = fully_shard(model, mesh=mesh[names[:-1]])

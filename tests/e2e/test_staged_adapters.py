@@ -16,7 +16,7 @@ from checkpoints import save_causal
 from distributed import run_errors, run_processes
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from shardconv_runtime import PlanError, ShardconvError
+from shardconv_runtime import PlanError, ShardconvError, Training
 from shardconv_runtime.format import plan_json
 from staged_training import WITHOUT_DROPOUT, batch, equal_labels
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def trained(options: dict[str, Any], out: str, schedule: str, dp: int) -> list[A
     if dp > 1:
         places = int(os.environ["WORLD_SIZE"]) // dp
         mesh = init_device_mesh("cpu", (places, dp, 1), mesh_dim_names=("pp", "dp", "tp"))
-    loads = {"training": True, "mesh": mesh, "data_parallel": dp > 1}
+    loads = {"mesh": mesh, "data_parallel": dp > 1}
     model = shardconv_runtime.load(**options, **loads).train()
     pipeline = shardconv_runtime.Pipeline(model, microbatches=4, schedule=schedule)
 
@@ -132,7 +132,8 @@ def test_an_adapter_trains_as_in_one_process(
 ) -> None:
     source, saved, out, adapted = converted(tmp_path, config, tp)
     several = 1 if schedule == "1f1b" else 2
-    options = {"path": str(out), "adapter": str(adapted), "stages_per_process": several}
+    options: dict[str, Any] = {"path": str(out), "adapter": str(adapted)}
+    options["training"] = Training(stages_per_process=several)
     number = PP // several * tp * dp
     found = run_processes(number, trained, options, str(tmp_path / "trained"), schedule, dp)
     want = trained_alone(source, saved, tmp_path / "wanted")

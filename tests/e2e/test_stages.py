@@ -25,6 +25,7 @@ from torch import Tensor
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 from shardconv.converted.verify import DamagedError
 from shardconv.reporting.plan_lines import stage_bytes
 
@@ -343,13 +344,13 @@ def test_some_ranks_of_stages_are_written(tmp_path: Path) -> None:
     source, out = save_causal("llama", tmp_path / "llama"), tmp_path / "out"
     first, last = (out / stage_directory(stage, PP) for stage in range(PP))
     for ranks in ("2-3", [0], "1"):
-        shardconv.convert(source, out, 2, pp=PP, check=False, ranks=ranks)
+        shardconv.convert(source, out, 2, pp=PP, check=False, writing=Writing(ranks=ranks))
         assert (last / "manifest.json").is_file()
         assert (first / "manifest.json").is_file() == (ranks == "1")
     shardconv.convert(source, tmp_path / "whole", 2, pp=PP, check=False)
     require_equal_files(out, tmp_path / "whole")
     with pytest.raises(ShardconvError, match="not ranks of 4"):
-        shardconv.convert(source, tmp_path / "x", 2, pp=PP, ranks="0-4")
+        shardconv.convert(source, tmp_path / "x", 2, pp=PP, writing=Writing(ranks="0-4"))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])

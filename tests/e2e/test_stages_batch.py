@@ -15,7 +15,7 @@ import transformers
 from batches import NEW, SOON_S, after, batch, config, fail, kill, one_by_one, pages, prompts
 from checkpoints import HIDDEN, save_causal
 from distributed import run_outcomes, run_processes
-from shardconv_runtime import LaunchError, PlanError, ShardconvError
+from shardconv_runtime import Communication, LaunchError, PlanError, ShardconvError
 from shardconv_runtime.format import plan_json
 from transformers import GenerationConfig
 
@@ -46,7 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def load(source: Path, plan: Path) -> Any:
     """A hang would be an error after a minute."""
-    return shardconv_runtime.load(source, plan=plan, timeout_s=60)
+    return shardconv_runtime.load(source, plan=plan, communication=Communication(timeout_s=60))
 
 
 def in_every_way(source: Path, plan: Path) -> dict[str, Any]:

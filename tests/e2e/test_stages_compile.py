@@ -15,7 +15,7 @@ from batches import batch, one_by_one
 from batches import prompts as many_prompts
 from checkpoints import save_causal
 from distributed import run_errors, run_processes
-from shardconv_runtime import LaunchError, PlanError
+from shardconv_runtime import Communication, Compiling, LaunchError, PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.parallel.fused_products import fused_products
 from torch import Tensor
@@ -80,13 +80,15 @@ def compiled(source: Path, plan: Path) -> dict[str, Any]:
         "compile",
         lambda function, *, options=None, **others: compile_(function, **others, backend=captured),
     ):
-        model = shardconv_runtime.load(source, plan=plan, timeout_s=60, compile=True)
+        model = shardconv_runtime.load(
+            source, plan=plan, communication=Communication(timeout_s=60), compile=True
+        )
         found: dict[str, Any] = results(model)
         found["graphs"] = len(graphs)
         found["batch"] = batch(model, many_prompts(3))
         assert "forward" not in vars(model)
         with pytest.raises(PlanError, match="no decoding with one graph"):
-            shardconv_runtime.load(source, plan=plan, compile=True, warm_up=[(1, 16)])
+            shardconv_runtime.load(source, plan=plan, compile=Compiling(warm_up=[(1, 16)]))
     return found
 
 
@@ -114,7 +116,7 @@ def breaking(source: Path, plan: Path) -> None:
         return compile_(breaks, **others, backend="eager")
 
     torch.compile = captured
-    model = shardconv_runtime.load(source, plan=plan, timeout_s=60, compile=True)
+    model = shardconv_runtime.load(source, plan=plan, communication=Communication(timeout_s=60), compile=True)
     with torch.inference_mode():
         for _ in range(2):
             model(**text(7))
@@ -130,7 +132,7 @@ def test_a_stage_that_cannot_be_captured_is_an_error_on_all(llama: tuple[Path, P
 
 def fused(source: Path) -> dict[str, Any]:
     """What a stage with fused layers gives, and how many it has."""
-    model = shardconv_runtime.load(source, timeout_s=60, fuse=True)
+    model = shardconv_runtime.load(source, communication=Communication(timeout_s=60), fuse=True)
     found: dict[str, Any] = results(model)
     found["fused"] = len(fused_products(model))
     return found

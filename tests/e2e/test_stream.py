@@ -9,6 +9,7 @@ import pytest
 import transformers
 from click.testing import CliRunner
 from hub_server import HubServer
+from shardconv_runtime import Hub
 from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.files import manifest, remote_files
@@ -16,6 +17,7 @@ from shardconv_runtime.format import plan_json
 from small_models import save_random, small_config
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.cli import cli
 
 REPO = "user/model"
@@ -74,7 +76,7 @@ def partial(out: Path, rank: int) -> dict[str, bytes]:
 
 
 def test_one_rank_takes_its_own_bytes(hub: HubServer, model: Path, converted: Path, tmp_path: Path) -> None:
-    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK]))
     assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
     own = sum(map(len, shards(converted, RANK).values())) + sum(map(len, shards(converted, None).values()))
     assert 0.9 * own < weight_bytes(hub) <= 1.02 * (own + header_bytes(model))
@@ -83,7 +85,7 @@ def test_one_rank_takes_its_own_bytes(hub: HubServer, model: Path, converted: Pa
 
 def test_ranks_one_after_another_complete_it(hub: HubServer, converted: Path, tmp_path: Path) -> None:
     for ranks in ([0], [1, 2], [3]):
-        shardconv.convert(REPO, tmp_path / "out", TP, ranks=ranks)
+        shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=ranks))
     found, want = (manifest.read(out) for out in (tmp_path / "out", converted))
     assert {f.path: f.checksum for f in found.files} == {f.path: f.checksum for f in want.files}
     assert found.source.name == REPO
@@ -95,7 +97,7 @@ def test_ranks_one_after_another_complete_it(hub: HubServer, converted: Path, tm
 def test_all_ranks_at_once_take_each_byte_once(
     hub: HubServer, model: Path, converted: Path, tmp_path: Path
 ) -> None:
-    shardconv.convert(REPO, tmp_path / "out", TP, stream=True)
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(stream=True))
     assert all(shards(tmp_path / "out", r) == shards(converted, r) for r in (None, *range(TP)))
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert weight_bytes(hub) <= 1.01 * size
@@ -107,7 +109,7 @@ def test_by_default_all_ranks_are_downloaded_and_read_from_the_cache_then(
     shardconv.convert(REPO, tmp_path / "out", TP)
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert weight_bytes(hub) == size
-    shardconv.convert(REPO, tmp_path / "other", TP, ranks=[0])
+    shardconv.convert(REPO, tmp_path / "other", TP, writing=Writing(ranks=[0]))
     assert weight_bytes(hub) == size
 
 
@@ -117,7 +119,7 @@ def test_a_bad_network_costs_time_only(hub: HubServer, converted: Path, tmp_path
     hub.faults.truncate_every = 7
     hub.faults.truncate_after_bytes = 500
     hub.faults.signed_requests = 20
-    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK]))
     assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
 
 
@@ -128,9 +130,9 @@ def test_a_dead_server_is_an_error_from_which_one_can_go_on(
     hub.faults.only = "-of-"
     hub.faults.error_every = 1
     with pytest.raises(SourceError, match=f"{REPO}/model-.* cannot be read after 3 tries"):
-        shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+        shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK]))
     hub.faults.error_every = 0
-    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK]))
     assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
 
 
@@ -138,7 +140,7 @@ def test_what_came_before_an_interruption_is_not_asked_for_again(
     hub: HubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished files are not; here each tensor has one of its own."""
-    shardconv.convert(model, tmp_path / "expected", TP, max_file_size=1)
+    shardconv.convert(model, tmp_path / "expected", TP, writing=Writing(max_file_size=1))
     monkeypatch.setattr(copying, "MAX_WORKERS", 1)
     read_into, count = remote_files.RemoteReader.read_into, 0
 
@@ -151,10 +153,10 @@ def test_what_came_before_an_interruption_is_not_asked_for_again(
 
     monkeypatch.setattr(remote_files.RemoteReader, "read_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK], max_file_size=1)
+        shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK], max_file_size=1))
     before = weight_bytes(hub)
     assert before > header_bytes(model) * 2
-    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK], max_file_size=1)
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK], max_file_size=1))
     expected = [shards(tmp_path / "expected", rank) for rank in (RANK, None)]
     assert partial(tmp_path / "out", RANK) == expected[0]
     own = sum(len(data) for files in expected for data in files.values())
@@ -166,17 +168,17 @@ def test_a_server_without_ranges_is_refused(hub: HubServer, tmp_path: Path) -> N
     hub.faults.ignore_range = True
     found = CliRunner().invoke(cli, ["convert", REPO, "--tp", "4", "--ranks", "0", str(tmp_path / "out")])
     assert "does not send ranges" in str(found.exception)
-    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[0], stream=False)
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[0], stream=False))
 
 
 def test_short_gaps_are_read_along_where_there_would_be_too_many_requests(
     hub: HubServer, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shardconv.convert(REPO, tmp_path / "exact", TP, ranks=[RANK])
+    shardconv.convert(REPO, tmp_path / "exact", TP, writing=Writing(ranks=[RANK]))
     exact, num_requests = weight_bytes(hub), len(hub.requests)
     hub.forget()
     monkeypatch.setattr(copying, "MAX_REQUESTS", 50)
-    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK]))
     assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
     assert len(hub.requests) < num_requests / 5
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -185,7 +187,9 @@ def test_short_gaps_are_read_along_where_there_would_be_too_many_requests(
 
 def test_a_token_is_for_the_hub_alone(hub: HubServer, model: Path, converted: Path, tmp_path: Path) -> None:
     hub.add_repo("user/secret", model, private=True)
-    shardconv.convert("user/secret", tmp_path / "out", TP, ranks=[RANK], token="hf_reader")
+    shardconv.convert(
+        "user/secret", tmp_path / "out", TP, writing=Writing(ranks=[RANK]), hub=Hub(token="hf_reader")
+    )
     assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
     contents = [request for request in hub.requests if request.status == 206]
     assert contents

@@ -18,6 +18,7 @@ import shardconv_runtime
 import torch
 import transformers
 from distributed import run_processes
+from shardconv_runtime import Communication
 from shardconv_runtime.comm import waiting
 from shardconv_runtime.errors import LaunchError
 from small_models import save_random, small_config
@@ -45,7 +46,9 @@ def on_rank(root: Path) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: hints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(waiting.__name__).addHandler(handler)
-    model = shardconv_runtime.load(root / "out", training=True, timeout_s=30, check_inputs=True)
+    model = shardconv_runtime.load(
+        root / "out", training=True, communication=Communication(timeout_s=30, check_inputs=True)
+    )
     rank = torch.distributed.get_rank()
     named = calls(model, root)
     found = []

@@ -12,7 +12,7 @@ from typing import Any
 import shardconv_runtime
 import torch
 from distributed import run_errors, run_processes
-from shardconv_runtime import PlanError
+from shardconv_runtime import Communication, PlanError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +25,7 @@ def gradients(path: Path, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]
     """Of the batch of this process's replica; all replicas get the mean."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     options: dict[str, Any] = {"mesh": mesh, "training": True, "data_parallel": True, "dtype": torch.float32}
-    model = shardconv_runtime.load(path, **options, timeout_s=30)
+    model = shardconv_runtime.load(path, **options, communication=Communication(timeout_s=30))
     model(**batches[mesh["dp"].get_local_rank()]).loss.backward()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -15,6 +15,7 @@ import torch
 from checkpoints import save_causal
 from distributed import run_processes
 from one_and_ranks import of_one, of_ranks, outcome, require_same
+from shardconv_runtime import Communication
 from torch import Tensor
 from warm_compiler import warm_up
 
@@ -124,7 +125,10 @@ def test_compiled_code_fails_too(gpt2: Path) -> None:
 def on_a_stage(path: Path) -> Any:
     import shardconv_runtime
 
-    return outcome(above, lambda: shardconv_runtime.load(path, dtype=torch.float64, timeout_s=30))
+    return outcome(
+        above,
+        lambda: shardconv_runtime.load(path, dtype=torch.float64, communication=Communication(timeout_s=30)),
+    )
 
 
 def test_on_every_stage_and_in_batches(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import save_causal
 from one_and_ranks import of_one, of_ranks, require_same
+from shardconv_runtime import Training
 from torch import Tensor
 
 import shardconv
@@ -53,7 +54,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("out", "options"),
     [
-        ("1", {"training": True, "stages_per_process": 2}),
+        ("1", {"training": Training(stages_per_process=2)}),
         ("2", {"training": True}),
         ("2", {}),
     ],

@@ -19,6 +19,7 @@ import torch
 import transformers
 from checkpoints import save_causal
 from distributed import forget_launcher, run_processes
+from shardconv_runtime import Communication
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("accelerate")
@@ -124,7 +125,11 @@ def run(name: str, models: Path, output: Path, sharded: bool, is_seq2seq: bool) 
     if sharded:
         mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "tp"))
         model = shardconv_runtime.load(
-            models / "out", mesh=mesh, training=True, data_parallel=replicas > 1, timeout_s=60
+            models / "out",
+            mesh=mesh,
+            training=True,
+            data_parallel=replicas > 1,
+            communication=Communication(timeout_s=60),
         )
         trainer: Any = kinds[1](model, mesh=mesh, **common)
     else:

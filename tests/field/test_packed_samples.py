@@ -16,6 +16,7 @@ import shardconv_runtime
 import torch
 from checkpoints import save_causal
 from one_and_ranks import of_one, of_ranks, require_refused, require_same
+from shardconv_runtime import Training
 from torch import Tensor
 
 import shardconv
@@ -150,5 +151,5 @@ def test_several_stages_in_each_process(tmp_path: Path) -> None:
     """A call without gradients runs one pass for each stage, without a cache."""
     source = save_causal("llama", tmp_path / "model", num_hidden_layers=4)
     shardconv.convert(source, tmp_path / "out", tp=1, pp=4, check=False)
-    ranks = of_ranks(tmp_path / "out", (in_passes,), training=True, stages_per_process=2)
+    ranks = of_ranks(tmp_path / "out", (in_passes,), training=Training(stages_per_process=2))
     require_same((in_passes,), of_one(source, (in_passes,)), ranks, 1e-6)

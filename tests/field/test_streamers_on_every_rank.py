@@ -23,6 +23,7 @@ import transformers
 from captured import capturing
 from checkpoints import save_causal
 from distributed import run_processes
+from shardconv_runtime import Communication
 from torch import Tensor
 from warm_compiler import warm_up
 
@@ -121,12 +122,14 @@ def read_all(model: Any, ways: Iterable[str] = WAYS) -> dict[str, str]:
 
 
 def read_on_rank(out: Path) -> dict[str, str]:
-    return read_all(shardconv_runtime.load(out, device="cpu", timeout_s=100))
+    return read_all(shardconv_runtime.load(out, device="cpu", communication=Communication(timeout_s=100)))
 
 
 def read_compiled(out: Path) -> dict[str, str]:
     with capturing():
-        model = shardconv_runtime.load(out, device="cpu", compile=True, timeout_s=100)
+        model = shardconv_runtime.load(
+            out, device="cpu", compile=True, communication=Communication(timeout_s=100)
+        )
         return read_all(model, ["greedy"])  # each way would be captured anew
 
 

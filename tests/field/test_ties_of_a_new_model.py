@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardconv
+from shardconv.arguments import RandomInit
 
 IDS = torch.tensor([[5, 9, 2, 77, 31, 4, 8, 12]])
 
@@ -59,7 +60,7 @@ def test_it_stays_tied(tmp_path: Path) -> None:
     small_config(tie_word_embeddings=True, architectures=["LlamaForCausalLM"]).save_pretrained(
         tmp_path / "new"
     )
-    shardconv.convert(tmp_path / "new", tmp_path / "out", tp=2, random_init=True, seed=1, check=False)
+    shardconv.convert(tmp_path / "new", tmp_path / "out", tp=2, random_init=RandomInit(seed=1), check=False)
     shardconv.merge(tmp_path / "out", tmp_path / "merged")
     ranks = run_processes(2, on_rank, tmp_path / "out", tmp_path, start_group=True)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")

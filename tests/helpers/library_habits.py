@@ -20,7 +20,7 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 import transformers
-from shardconv_runtime import ShardconvError
+from shardconv_runtime import Communication, ShardconvError
 
 IS_SHARDED = "RANK" in os.environ
 RANK = int(os.environ.get("RANK", "0"))
@@ -51,7 +51,9 @@ def refused(message: str) -> Callable[[Callable[[], list[Any]]], Callable[[], li
 def load(name: str = "causal", training: bool = False) -> Any:
     if IS_SHARDED:
         directory = MODELS / f"{name}-2"
-        return shardconv_runtime.load(directory, device="cpu", training=training, timeout_s=60)
+        return shardconv_runtime.load(
+            directory, device="cpu", training=training, communication=Communication(timeout_s=60)
+        )
     kind = transformers.AutoModelForCausalLM if name == "causal" else transformers.AutoModel
     return kind.from_pretrained(MODELS / name, dtype="auto").eval()
 

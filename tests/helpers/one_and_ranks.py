@@ -60,7 +60,7 @@ def of_ranks(out: Path, uses: Sequence[Use], num_ranks: int = 2, **options: Any)
 
 def _of_rank(out: Path, uses: tuple[Use, ...], options: dict[str, Any]) -> list[Outcome]:
     def load() -> Any:
-        return shardconv_runtime.load(out, **options).train(options.get("training", False))
+        return shardconv_runtime.load(out, **options).train(bool(options.get("training")))
 
     return [outcome(use, load) for use in uses]
 

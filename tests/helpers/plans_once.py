@@ -86,7 +86,7 @@ def _remembered(
     if Solved.directory is None:
         return _solve(spec, options, grains, tell, adaptation)
     options = replace(options, measure=options.measure and Solved.measures)
-    is_shared = adaptation is None and not _own_class(spec) and not _changed()
+    is_shared = adaptation is None and spec.twin is None and not _own_class(spec) and not _changed()
     path = Solved.directory / _name(spec, options, grains) if is_shared else None
     if path is not None and path.exists():
         return _read(path, tell)
@@ -155,6 +155,7 @@ def _parts() -> Iterator[tuple[Mapping[str, Any], str, Any]]:
 def _name(spec: ModelSpec, options: SolveOptions, grains: Grains) -> str:
     """Names everything that a plan depends on."""
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
+    settings.pop("SHARDCONV_CACHE", None)
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
     tied = None if spec.tied is None else sorted(spec.tied.items())
     asked = [*model, tied, repr(options), sorted(grains.items()), settings, Solved.other_attentions]

@@ -11,6 +11,7 @@ import shardconv_runtime
 import torch
 import transformers
 from checkpoints import save_causal
+from shardconv_runtime import Training
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.parallel.local_modules import local_view
@@ -90,14 +91,14 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
     mesh = None
     if run.dp > 1:
         mesh = init_device_mesh("cpu", (run.places, run.dp, run.tp), mesh_dim_names=("pp", "dp", "tp"))
-    forms: dict[str, Any] = {"training": True, "sequence_parallel": run.sequence_parallel}
+    forms: dict[str, Any] = {"sequence_parallel": run.sequence_parallel}
     forms["gather_logits"] = run.gather_logits
     model = shardconv_runtime.load(
         source,
         plan=plan,
         mesh=mesh,
         data_parallel=run.dp > 1,
-        stages_per_process=run.per_process,
+        training=Training(stages_per_process=run.per_process),
         **forms,
     ).train()
     if run.recompute:
@@ -183,7 +184,7 @@ def require_same(found: list[dict[str, Any]], want: dict[str, Any], run: Run) ->
 def interrupted(source: str, plan: str, run: Run, out: str) -> None:
     """Train for two steps, and save."""
     several = run.per_process
-    model = shardconv_runtime.load(source, plan=plan, training=True, stages_per_process=several).train()
+    model = shardconv_runtime.load(source, plan=plan, training=Training(stages_per_process=several)).train()
     pipeline = shardconv_runtime.Pipeline(model, microbatches=run.microbatches, schedule=run.schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Float64():
@@ -199,7 +200,7 @@ def interrupted(source: str, plan: str, run: Run, out: str) -> None:
 def resumed(out: str, converted: str, run: Run | None) -> float:
     """The loss of the fourth step, with stages or without."""
     several = 1 if run is None else run.per_process
-    model = shardconv_runtime.load(converted, training=True, stages_per_process=several).train()
+    model = shardconv_runtime.load(converted, training=Training(stages_per_process=several)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shardconv_runtime.load_optimizer(model, optimizer, f"{out}/optimizer")
     pipeline = None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distributed import run_outcomes
 from forked import Forked
 from made_inputs import make_inputs
+from shardconv_runtime import Communication
 from shardconv_runtime.errors import LaunchError, ShardconvError
 from torch import Tensor
 
@@ -149,7 +150,7 @@ def from_ranks(names: Sequence[str], on_rank: Callable[..., list[Outcome]], *arg
 
 
 def _on_rank(path: Path, reference: Reference, forms: Sequence[str]) -> list[Outcome]:
-    model = shardconv_runtime.load(path, timeout_s=COLLECTIVE_S)
+    model = shardconv_runtime.load(path, communication=Communication(timeout_s=COLLECTIVE_S))
     _prepared(model, reference.dtype)
     return in_step(forms, lambda form: _try(model, reference, form))
 

@@ -22,6 +22,7 @@ from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from training_runs import cpu_mesh
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.inputs.trace_inputs import TraceInputs
 
 from .models import ZooModel
@@ -102,7 +103,7 @@ def _convert(folder: Path) -> bool:
             tp=TP,
             sequence_parallel=is_sequence,
             check=False,
-            overwrite=True,
+            writing=Writing(overwrite=True),
         )
         shardconv.adapt(folder / "out", folder / "adapter", folder / "adapted", check=False)
 

@@ -25,6 +25,7 @@ from small_models import save_random
 from torch import nn
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.converted.verify import DamagedError
 from shardconv.simulation import random_weights
 from shardconv.simulation.rank_threads import MetaCommunicator
@@ -186,8 +187,8 @@ class _Setup:
     def convert(self, out: Path, *, check: bool, sequence_parallel: bool = False) -> Any:
         """Convert the model."""
         return shardconv.convert(
-            self.source, out, self.tp, check=check, experts=self.model.experts, overwrite=True,
-            sequence_parallel=sequence_parallel,
+            self.source, out, self.tp, check=check, experts=self.model.experts,
+            writing=Writing(overwrite=True), sequence_parallel=sequence_parallel,
         )  # fmt: skip
 
     def targets(self, fault: Fault) -> list[str]:

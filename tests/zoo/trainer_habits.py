@@ -17,6 +17,7 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 from made_inputs import make_inputs
+from shardconv_runtime import Communication
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.loaded import loaded
@@ -211,7 +212,11 @@ def _on_rank(
     left: list[str],
 ) -> list[Outcome]:
     model = shardconv_runtime.load(
-        path, training=True, sequence_parallel=is_sequence, gather_logits=True, timeout_s=COLLECTIVE_S
+        path,
+        training=True,
+        sequence_parallel=is_sequence,
+        gather_logits=True,
+        communication=Communication(timeout_s=COLLECTIVE_S),
     )
     _prepared(model).config.last_norm_of_this_test = last_norm
     return in_step(left, lambda habit: _try(model, inputs, habit, want[habit]))

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 
 from ..errors import SourceError
 from ..files.remote_files import RemoteFile
 from ..files.small_files import choose_files, sizes_in
 from ..format.header import dtype_name
 from ..hub_options import Hub
+from ..parallel.meta_twin import class_name_of, is_custom, meta_twin, refuse_other_models
 from .config_reading import model_class_of, read_config
 from .model_directory import (
     Index,
@@ -58,23 +60,13 @@ class ModelSpec:
     """Convert such a checkpoint to unquantized weights."""
     sizes: Mapping[str, int] | None = None
     """The files of a Hub repository -> bytes; None for those of the directory."""
+    twin: nn.Module | None = None
+    """The model on meta, if the caller has it in memory; it is copied, where others are built."""
 
     @property
     def class_name(self) -> str:
-        """Return ``module:Class`` of the model.
-
-        transformers imports custom code under a name that depends on the directory's path; its module is
-        therefore relative to the directory: ``modeling_custom:CustomModel``.
-        """
-        module = self.model_class.__module__
-        if is_custom(self.model_class):
-            module = module.rpartition(".")[2]
-        return f"{module}:{self.model_class.__qualname__}"
-
-
-def is_custom(cls: type) -> bool:
-    """Return whether transformers imported the class from a model repository."""
-    return cls.__module__.startswith("transformers_modules.")
+        """Return ``module:Class`` of the model."""
+        return class_name_of(self.model_class)
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -96,6 +88,8 @@ def resolve(
     """
     if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
         raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if isinstance(model, nn.Module):
+        return _from_module(model, dtype, need_weights=need_weights)
     if isinstance(model, transformers.PreTrainedConfig):
         return _from_config(model, dtype, trust_remote_code=trust_remote_code, need_weights=need_weights)
     hub = hub or Hub()
@@ -158,6 +152,24 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
         dtype=_dtype(dtype, config, (), {}),
         trust_remote_code=is_custom(model_class),
         quantization=quantization,
+    )
+
+
+def _from_module(model: nn.Module, dtype: str | None, *, need_weights: bool) -> ModelSpec:
+    name = type(model).__name__
+    if need_weights:
+        raise SourceError(f"a model in memory ({name}) is not converted; name a directory or a Hub id")
+    if dtype is not None:
+        raise SourceError(f"a model in memory ({name}) has its dtype; cast it, and leave out dtype=")
+    refuse_other_models(model)
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return ModelSpec(
+        name=name,
+        config=getattr(model, "config", None),
+        model_class=type(model),
+        dtype=dtype_name(dtypes[0] if dtypes else "float32"),
+        trust_remote_code=is_custom(type(model)),
+        twin=meta_twin(model),
     )
 
 

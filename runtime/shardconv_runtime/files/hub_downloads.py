@@ -23,11 +23,12 @@ from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..hub_options import Hub, require_repo_id
 from . import hub_time_limits, manifest
 from .hub_errors import FINAL, explain, has_timed_out, hub_error
-from .hub_time_limits import NoAnswerError, bounded
+from .hub_time_limits import NoAnswerError, UnknownHostError, bounded
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from .model_config import CONFIG
 from .remote_files import remote_files
 from .small_files import stage_of, variant_name
-from .tp_folders import folder_in, nothing_for, only, stages_for
+from .tp_folders import folder_in, folders, nothing_for, only, stages_for
 
 TRIES = 5
 """Requests for one file; the client itself repeats each of them several times."""
@@ -97,10 +98,16 @@ class Repository:
                 )
 
 
-def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Repository, Manifest]:
-    """Find a converted directory in a repository and download its manifest and plan."""
+def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Repository, Manifest] | None:
+    """Find a converted directory in a repository and download its manifest and plan.
+
+    Returns:
+        None if the repository has an ordinary model.
+    """
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, world_size)
+        if not found:
+            return None
         return _with_plan(repo_id, *found[stage_of(rank, world_size, len(found))], hub)
 
 
@@ -116,6 +123,8 @@ def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Man
     """Find a converted model in a repository, with the directories of all its stages."""
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, tp)
+        if not found:
+            raise SourceError(nothing_for(repo_id, (), tp or 1))
         return [_with_plan(repo_id, path, file, hub) for path, file in found]
 
 
@@ -133,7 +142,8 @@ def _explained(where: str, hub: Hub) -> Iterator[None]:
 def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, list[tuple[str, Path | None]]]:
     """Return the id of a repository, and a model's directories in it: one, or one for each stage.
 
-    Each has its path, and the file of its manifest if that was downloaded to find it.
+    Each has its path, and the file of its manifest if that was downloaded to find it. There are none in the
+    repository of an ordinary model.
     """
     repo_id, folder = folder_in(where)
     require_repo_id(repo_id)
@@ -148,6 +158,8 @@ def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, lis
     names = _names(repo_id, hub)
     stages = stages_for(repo_id, names, world_size)
     if not stages:
+        if CONFIG in names and not folders(names):
+            return repo_id, []
         _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, names the file that the cache lacks
         raise SourceError(nothing_for(repo_id, names, world_size))
     return repo_id, [(path, None) for path in stages]
@@ -224,7 +236,8 @@ def _download(repo_id: str, path: str, hub: Hub) -> str:
                     token=hub.token,
                 )
         except Exception as error:
-            if number == TRIES - 1 or not _may_help(error, hub, time.monotonic() - begin):
+            tries = 2 if isinstance(hub_error(error), UnknownHostError) else TRIES
+            if number >= tries - 1 or not _may_help(error, hub, time.monotonic() - begin):
                 raise
         time.sleep(FIRST_WAIT_S * 2**number * random.uniform(0.5, 1.0))
     raise AssertionError("the last try raises")

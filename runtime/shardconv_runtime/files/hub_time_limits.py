@@ -8,6 +8,7 @@ request's ``trace``, a documented extension of the HTTP library, observe failure
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,10 @@ class NoAnswerError(Exception):
 
 class NotReachedError(Exception):
     """The server could not be connected to."""
+
+
+class UnknownHostError(NotReachedError):
+    """The name of the server could not be resolved: there is no network, or no such host."""
 
 
 @contextmanager
@@ -99,5 +104,7 @@ def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
             raise NoAnswerError(f"no answer for {now - since:.0f} s") from error
         return
     _thread.since = None
+    if kind == "ConnectError" and isinstance(error.__cause__, socket.gaierror):
+        raise UnknownHostError(brief(error)) from error  # which the client would repeat for minutes
     if is_open and kind == "ConnectError":
         raise NotReachedError(brief(error)) from error

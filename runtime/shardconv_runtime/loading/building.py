@@ -13,7 +13,6 @@ from ..adapters.attaching import Adapter, Attached, attach
 from ..comm import agreement
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
-from ..files.model_config import read_generation_config
 from ..files.reading import with_rows
 from ..format.fused_groups import adjacent_tensors
 from ..format.plan import Plan
@@ -29,7 +28,8 @@ from ..training.replica_comparison import compare_replicas
 from . import rank_files
 from .by_plan import local_tensors
 from .call_guards import guard
-from .checked_source import CheckedSource, LoadOptions, stays_packed, unsharded
+from .checked_source import CheckedSource, LoadOptions, generation_config_of, stays_packed, unsharded
+from .in_memory import tensors_in_memory
 from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParallel
 from .packed_models import PackedParameters
 from .stage_loading import OwnStages, Placeholders, place_of, tensors_of_stages
@@ -64,8 +64,7 @@ def transforms(
     if options.data_parallel is not None and not reads_all:
         todo.append(options.data_parallel)
     if start is not None:
-        config = read_generation_config(checked.directory, checked.manifest)
-        todo.append(Generation(config, start, options.gather_logits is not False))
+        todo.append(Generation(generation_config_of(checked), start, options.gather_logits is not False))
     return todo
 
 
@@ -78,8 +77,6 @@ class ModelBuilder:
     start: Launch
     all_ranks: Launch
     """All processes that build the model together."""
-    all_reduce: AllReduce | str | None
-    check_inputs: bool
 
     def with_adapters(self, adapters: AdapterSet | None) -> ModelBuilder:
         """Return a builder of the same model with other adapters."""
@@ -105,9 +102,9 @@ class ModelBuilder:
             find = partial(place_of, checked.plan, start, options.stages_per_process)
             place = agreement.together(self.all_ranks, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
-        connect = partial(_connect, checked.full_plan, options, ranks, self.all_reduce)
+        connect = partial(_connect, checked.full_plan, options, ranks, options.communication.all_reduce)
         comm = agreement.together(self.all_ranks, connect, agreement.CONNECT_TIMEOUT_S)
-        timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
+        timeout = agreement.READ_TIMEOUT_S if checked.has_shards else agreement.DOWNLOAD_TIMEOUT_S
         built: nn.Module = agreement.together(
             self.all_ranks, partial(self._built, comm, stored, place), timeout
         )
@@ -118,9 +115,16 @@ class ModelBuilder:
                 compile_model(model, cuda_graphs=records, same_bits=start.world_size > 1)
             else:
                 compile_stage(model, start, place.link, same_bits=place.ranks.world_size > 1)
-        if start.world_size > 1 or options.over_mesh or stays_packed(checked.plan, options):
-            plan = of_sequence(checked.full_plan) if options.sequence_parallel else checked.full_plan
-            guard(model, start, ranks, comm, plan, training=options.training, check_inputs=self.check_inputs)
+        if start.world_size > 1 or options.mesh is not None or stays_packed(checked.plan, options):
+            guard(
+                model,
+                start,
+                ranks,
+                comm,
+                of_sequence(checked.full_plan) if options.sequence_parallel else checked.full_plan,
+                training=options.training,
+                check_inputs=options.communication.check_inputs,
+            )
         if options.data_parallel is not None:
             compare_replicas(model, self.all_ranks)
         settle_hooks(model)
@@ -150,7 +154,8 @@ class ModelBuilder:
         rank_files.fill(rank, read({}))
         for step in steps:
             step.finish(rank)
-        rank_files.require_filled(model)
+        if checked.in_memory is None or not checked.in_memory.is_meta:
+            rank_files.require_filled(model)
 
         names = None
         if rank.attached is not None:
@@ -188,10 +193,12 @@ def _connect(
 
 
 def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Tensors:
-    """Yield local tensors of this rank, from its own files or sliced from an ordinary checkpoint."""
+    """Yield local tensors of this rank, from its own files, a checkpoint, or a model in memory."""
     if checked.checkpoint is not None:
         weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
         return local_tensors(plan, weights, start.rank, start.device, rows, in_planned_dtypes=planned)
+    if checked.in_memory is not None:
+        return tensors_in_memory(plan, checked.in_memory, start.rank, start.device, rows)
     assert checked.files is not None
     adjacent = adjacent_tensors(plan) if plan.fused else ()
     shards = with_rows(checked.files.shards, rows) if rows else checked.files.shards

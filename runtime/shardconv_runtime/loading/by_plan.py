@@ -18,9 +18,8 @@ from ..checkpoint.lazy_tensor import FileLeaf, LazyTensor, take
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
-from ..files.hub_downloads import plan_path
 from ..files.library_logging import without_library_logging
-from ..files.manifest import Manifest, Source, sha256_of
+from ..files.manifest import Manifest, Source
 from ..files.reading import map_file
 from ..files.small_files import entry_of, files_to_copy
 from ..files.windows import tensor_at, tensor_within
@@ -79,7 +78,7 @@ BATCH_BYTES = 1 << 28
 
 def ordinary(
     model: str | os.PathLike[str],
-    plan: str | os.PathLike[str],
+    solved: Plan,
     hub: Hub,
     *,
     trust_remote_code: bool,
@@ -90,8 +89,6 @@ def ordinary(
     Args:
         dtype: dtype to load instead of the plan's; ignored for quantized checkpoints.
     """
-    plan_file = plan_path(plan, hub)
-    solved = plan_json.read(plan_file)
     is_packed = any(entry.packing for entry in solved.parameters)
     spec = resolve(
         model,
@@ -122,7 +119,8 @@ def ordinary(
         entry_of(spec.directory, path) for path in files_to_copy(spec.directory, code=spec.trust_remote_code)
     ]
     name = spec.name if spec.revision else spec.directory.resolve().name
-    described = Manifest(solved.tp, sha256_of(plan_file), Source(name, spec.revision), {}, tuple(entries))
+    digest = plan_json.sha256(plan_json.dumps(solved))
+    described = Manifest(solved.tp, digest, Source(name, spec.revision), {}, tuple(entries))
     return CheckedSource(spec.directory, described, solved, checkpoint=weights, in_wanted_dtypes=has_dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..adapters.adapter_set import AdapterSet
@@ -19,11 +21,12 @@ from ..checkpoint.quantized import without_quantization
 from ..errors import PlanError
 from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
-from ..files.model_config import building_failed, read_config
+from ..files.model_config import building_failed, read_config, read_generation_config
 from ..files.reading import Span
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
+from ..option_values import Communication, Planning
 from ..parallel.meta_model import build_model, find_class
 from . import rank_files
 from .data_sharding import DataSharding
@@ -37,7 +40,10 @@ class LoadOptions:
     """The arguments of the caller."""
 
     path: str
-    plan: str | None
+    """A path, a Hub id, or the class of a model in memory."""
+    plan: str | Plan | Planning | None
+    in_memory: InMemory | None
+    """The model, if the caller has it in memory."""
     hub: Hub
     trust_remote_code: bool
     dtype: torch.dtype | None
@@ -47,15 +53,21 @@ class LoadOptions:
     gather_logits: bool | None
     verify: bool
     dequantize: bool
-    all_reduce: str | None
-    """The name of the function, which is compared between the ranks."""
     fuse: bool | None
     adapter: AdapterDirectories | None
     data_parallel: DataSharding | None
-    over_mesh: bool
-    """The ranks are the processes along a dim of a device mesh."""
-    compiled: bool = False
-    stages_per_process: int = 1
+    mesh: DeviceMesh | None
+    """A device mesh, along a dim of which the ranks are."""
+    compiled: bool
+    warm_up: Sequence[tuple[int, int]]
+    stages_per_process: int
+    communication: Communication
+
+    @property
+    def all_reduce(self) -> str | None:
+        """Return the name of the function, which is compared between the ranks."""
+        function = self.communication.all_reduce
+        return function if isinstance(function, str) else function and "a function"
 
     @property
     def unknown_to_stages(self) -> dict[str, bool]:
@@ -78,6 +90,21 @@ class LoadOptions:
         return options if any(options.values()) else {}
 
 
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """A model that the caller has in memory."""
+
+    twin: nn.Module
+    """The model on meta, with real values of the buffers that no file would hold."""
+    tensors: Mapping[str, Tensor]
+    """Its parameters and buffers by name, of global shapes; on meta if the caller's model is."""
+
+    @property
+    def is_meta(self) -> bool:
+        """Return whether it has no values."""
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
+
 @dataclass(frozen=True)
 class CheckedSource:
     """A model that passed the checks so far."""
@@ -94,9 +121,16 @@ class CheckedSource:
     """Instead of files: the global weights of an ordinary model, not read."""
     in_wanted_dtypes: bool = False
     """Whether the weights of ``checkpoint`` have the dtypes in which the model is loaded, not the plan's."""
+    in_memory: InMemory | None = None
+    """Instead of files: a model that the caller has in memory."""
     adapters: AdapterSet | None = None
     more: tuple[CheckedSource, ...] = ()
     """The directories of this process's other stages."""
+
+    @property
+    def has_shards(self) -> bool:
+        """Return whether it was converted, so that each rank has its own files."""
+        return self.checkpoint is None and self.in_memory is None
 
     @property
     def full_plan(self) -> Plan:
@@ -137,6 +171,9 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
         The config as it was stored, and the model.
     """
     plan, directory = checked.plan, checked.directory
+    if checked.in_memory is not None:
+        twin = copy.deepcopy(checked.in_memory.twin)
+        return getattr(twin, "config", None), twin
     stored = config = read_config(directory, checked.manifest, plan)
     if any(entry.packing is not None for entry in plan.parameters):
         config = without_quantization(config)
@@ -146,6 +183,13 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
         return stored, build_model(find(plan.model.class_name), config, dtype, dict(plan.tied))
     except Exception as error:
         raise building_failed(directory, error) from error
+
+
+def generation_config_of(checked: CheckedSource) -> Any | None:
+    """Return the generation config that the model was stored with; None if it had none."""
+    if checked.in_memory is not None:
+        return getattr(checked.in_memory.twin, "generation_config", None)
+    return read_generation_config(checked.directory, checked.manifest)
 
 
 def remote_class(directory: Path, class_name: str) -> type[nn.Module]:

@@ -1,12 +1,13 @@
-"""Options of ``load``: those of transformers that are refused with a remedy, and forms that need a check."""
+"""The arguments of ``load``: their values, those of other functions and versions, and forms of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CheckpointError, PlanError
 from ..files import manifest
@@ -15,38 +16,120 @@ from ..files.small_files import stage_directory
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import num_stages, stages_of
+from ..hub_options import Hub
+from ..keywords import Moved
+from ..option_values import Communication, Compiling, Planning, Training
 from ..packed.formats import FORMATS
-from .checked_source import CheckedSource
+from ..training.fsdp import DataParallel
+from .checked_source import AdapterDirectories, CheckedSource, InMemory, LoadOptions
+from .data_sharding import DataSharding, data_sharding
 
 _CONVERTED = "it was decided when the model was converted; leave it out, or convert with another setting"
 
-
-_REMEDIES = {
+REMEDIES = {
     "torch_dtype": "pass dtype=",
     "device_map": "each rank loads its own part to its own device; leave it out, or pass device=",
     "max_memory": "each rank loads its own part; `shardconv plan --device-memory` says what fits",
     "low_cpu_mem_usage": "no rank builds the full model; leave it out",
-    "tp_plan": "the converted directory has a plan; leave it out",
-    "tp_size": "convert with --tp, or `shardconv reshard`",
-    "distributed_config": "pass mesh=; the converted directory has a plan",
+    "tp_plan": "the model is planned for all processes; leave it out, or pass plan=",
+    "tp_size": "it is the number of processes; convert with --tp, or `shardconv reshard`",
+    "distributed_config": "pass mesh=; the model has a plan",
     "device_mesh": "pass mesh=",
     "attn_implementation": "call model.set_attn_implementation(...) on every rank after loading",
     "quantization_config": _CONVERTED,
     "load_in_8bit": _CONVERTED,
     "load_in_4bit": _CONVERTED,
     "config": _CONVERTED,
-    "use_auth_token": "pass token=",
-    "force_download": "remove the files from the cache, or pass cache_dir=",
+    "use_auth_token": "pass hub=Hub(token=...)",
+    "force_download": "remove the files from the cache, or pass hub=Hub(cache_dir=...)",
     "subfolder": "pass the path of the directory itself",
+    "experts": "pass plan=Planning(experts=...)",
+    "pp": "pass plan=Planning(pp=...)",
+    "tp": "it is the number of processes; leave it out",
 }
-"""Options -> the remedy."""
+"""Arguments of ``from_pretrained``, and of ``convert``, that ``load`` does not have -> the remedy."""
+
+MOVED = {
+    "group": Moved("process_group"),
+    **{name: Moved("hub", Hub) for name in ("revision", "cache_dir", "local_files_only", "token")},
+    **{name: Moved("training", Training, needs=True) for name in ("regather", "stages_per_process")},
+    "warm_up": Moved("compile", Compiling, needs=True),
+    **{name: Moved("communication", Communication) for name in ("timeout_s", "all_reduce", "check_inputs")},
+}
+"""Arguments that are now fields of values."""
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def refuse_options(names: Collection[str]) -> NoReturn:
-    """Raise ``PlanError`` with the first option and its remedy."""
-    name = sorted(names)[0]
-    remedy = _REMEDIES.get(name, "see help(shardconv_runtime.load) for its arguments")
-    raise PlanError(f"load does not take {name}=: {remedy}")
+def load_options(
+    *,
+    path: str,
+    plan: str | os.PathLike[str] | Plan | Planning | None = None,
+    hub: Hub | None = None,
+    trust_remote_code: bool = False,
+    verify: bool = False,
+    dtype: torch.dtype | str | None,
+    mesh: DeviceMesh | None,
+    training: bool | Training,
+    data_parallel: bool | DataParallel,
+    sequence_parallel: bool,
+    compile: bool | Compiling,
+    gather_logits: bool | None,
+    fuse: bool | None,
+    dequantize: bool = False,
+    adapter: AdapterDirectories | None = None,
+    communication: Communication | None,
+    in_memory: InMemory | None = None,
+) -> LoadOptions:
+    """Check the arguments of ``load`` that need no model; see there for them."""
+    require_classes(
+        {
+            "training": (training, Training),
+            "compile": (compile, Compiling),
+            "hub": (hub, Hub),
+            "communication": (communication, Communication),
+        }
+    )
+    trains = isinstance(training, Training) or bool(training)
+    training = training if isinstance(training, Training) else Training()
+    compiled = isinstance(compile, Compiling) or bool(compile)
+    if training.regather is not None and not (trains and sequence_parallel):
+        raise PlanError("regather= is about training with sequence_parallel=True; leave it out")
+    sharding: DataSharding | None = None
+    if data_parallel:
+        sharding = data_sharding(mesh, data_parallel, training=trains, compiled=compiled)
+    return LoadOptions(
+        path=path,
+        plan=plan if plan is None or isinstance(plan, Plan | Planning) else os.fspath(plan),
+        in_memory=in_memory,
+        hub=hub or Hub(),
+        trust_remote_code=trust_remote_code,
+        dtype=parse_dtype(dtype),
+        training=trains,
+        sequence_parallel=sequence_parallel,
+        regather=training.regather,
+        gather_logits=gather_logits,
+        verify=verify,
+        dequantize=dequantize,
+        fuse=fuse,
+        adapter=adapter,
+        data_parallel=sharding,
+        mesh=mesh,
+        compiled=compiled,
+        warm_up=compile.warm_up if isinstance(compile, Compiling) else (),
+        stages_per_process=training.stages_per_process,
+        communication=communication or Communication(),
+    )
+
+
+def require_classes(values: Mapping[str, tuple[object, type]]) -> None:
+    """Refuse arguments that are neither a bool nor None, nor of the class of their values."""
+    for name, (value, value_class) in values.items():
+        if not isinstance(value, bool | None | value_class):
+            raise PlanError(
+                f"{name}= should be a {value_class.__name__}(...), got {value!r}; see "
+                f"help(shardconv_runtime.{value_class.__name__})"
+            )
 
 
 def require_form(
@@ -81,7 +164,7 @@ def require_form(
 def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
     """Add the directories of a process's other stages, which are next to its first stage's directory."""
     stages = found.plan.stages
-    if found.checkpoint is not None or stages is None or stages.own is None:
+    if not found.has_shards or stages is None or stages.own is None:
         return found
     count, more = num_stages(found.plan), []
     for stage in stages_of(found.plan, stages.own, count // per_process)[1:]:
@@ -102,9 +185,13 @@ def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of a name; None, the stored dtype, for ``"auto"``."""
+    if dtype == "auto":
+        return None
     if not isinstance(dtype, str):
         return dtype
-    torch_dtype = getattr(torch, dtype, None)
+    name = dtype.removeprefix("torch.")
+    torch_dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(torch_dtype, torch.dtype):
         raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
     return torch_dtype

@@ -62,6 +62,16 @@ def parallelize(
     return model
 
 
+def without_fast_paths(model: nn.Module) -> None:
+    """Let torch's attention and encoder layers call their submodules, in this process from now on.
+
+    Without gradients they call one operator with the weights of all submodules instead, which are local here.
+    https://docs.pytorch.org/docs/stable/backends.html#torch.backends.mha.set_fastpath_enabled
+    """
+    if any(isinstance(each, nn.MultiheadAttention | nn.TransformerEncoderLayer) for each in model.modules()):
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
 def require_mesh(plan: Plan, comm: Communicator) -> None:
     """Check that the ranks form the mesh of the plan."""
     if comm.mesh != plan.mesh:
@@ -86,6 +96,7 @@ def apply_plan(
     _check_names(model, plan, parameters)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if plan.tp > 1 or packed is not None:  # a single rank computes as the unsharded model does
+        without_fast_paths(model)
         targets = {fqn: submodule(model, fqn) for fqn in modules}
         localize_modules(model, plan, modules, targets, parameters, comm, training, packed)
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}

@@ -113,7 +113,18 @@ class Steps(NamedTuple):
     outputs: Sequence[TensorStep] = ()
 
 
-class ColumnParallelLinear(nn.Linear):
+class _ShowsPart(nn.Module):
+    """Prints, behind the global sizes of a layer, the part of the weight that this rank holds."""
+
+    local_part = ""
+
+    def extra_repr(self) -> str:
+        """Return the layer's own text, and the local shape with its place."""
+        text = super().extra_repr()
+        return f"{text}, {self.local_part}" if self.local_part else text
+
+
+class ColumnParallelLinear(_ShowsPart, nn.Linear):
     """A linear layer whose output dim is sharded.
 
     Args:
@@ -150,7 +161,7 @@ class ColumnParallelLinear(nn.Linear):
         return finish(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(_ShowsPart, nn.Linear):
     """A linear layer whose input dim is sharded.
 
     Args:
@@ -197,7 +208,7 @@ class RowParallelLinear(nn.Linear):
         return finish(self.outputs, y + self.bias)
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(_ShowsPart, nn.Embedding):
     """An embedding whose rows are sharded.
 
     Args:

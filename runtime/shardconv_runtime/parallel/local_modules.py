@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,9 @@ def _convert(target: _Target) -> nn.Module:
     """Return the module that replaces the target: itself with hooks if its class is unknown."""
     key = (target.entry.category, type(target.module))
     if key in _PARALLEL_CLASSES:
-        return _PARALLEL_CLASSES[key](target).train(target.module.training)
+        layer = _PARALLEL_CLASSES[key](target)
+        layer.local_part = _part(target)  # type: ignore[assignment]
+        return layer.train(target.module.training)
     signature = forward_signature(target.module)
     module = target.module
     if target.entry.norm is not None:
@@ -142,6 +145,20 @@ def _convert(target: _Target) -> nn.Module:
             module.padding_idx = RowIds(target.comm, layouts[0]).local(padding)  # type: ignore[assignment]
     attach(module, target.entry, target.comm, signature, target.training, name=target.fqn)
     return module
+
+
+def _part(target: _Target) -> str:
+    """Return the local shape of a layer's weight, and its place in the global one, to be printed."""
+    entry, mesh, rank = target.parameter("weight"), target.comm.mesh, target.comm.rank
+    places = []
+    for index, dim in enumerate(entry.dims):
+        spans = ranges(dim, mesh, rank)
+        if spans != ((0, size(dim)),):
+            shown = ", ".join(f"{begin}:{end}" for begin, end in spans[:3]) or "none"
+            more = f" and {len(spans) - 3} more ranges" if len(spans) > 3 else ""
+            places.append(f"{shown}{more} of dim {index}")
+    where = f", {' and '.join(places)}" if places else ""
+    return f"local weight={target.local_shape('weight')} on rank {rank} of {math.prod(mesh)}{where}"
 
 
 def _column(target: _Target) -> nn.Module:

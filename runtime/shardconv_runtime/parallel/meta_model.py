@@ -112,13 +112,20 @@ def build_model(
     if tied is not None:
         _untie(model, tied)
     _keep_float32(model, dtype)
-    # Code may loop over a set that is an attribute of a module, in an order that depends on the process.
-    # The ranks, and copies of the model, need the same order.
+    with_steady_sets(model)
+    return model.eval()
+
+
+def with_steady_sets(model: nn.Module) -> None:
+    """Replace sets that are attributes of modules by sets that are iterated in one order.
+
+    Code may loop over one, in an order that depends on the process. The ranks, and copies of the model, need
+    the same order.
+    """
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if type(value) is set and value and not name.startswith("_"):
                 setattr(module, name, SteadySet(value))
-    return model.eval()
 
 
 def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:

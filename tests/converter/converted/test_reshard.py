@@ -17,6 +17,7 @@ from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.writing import fill
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
@@ -49,13 +50,13 @@ def test_the_files_are_those_of_a_conversion(tp: int, out: Path, llama_dir: Path
 
 def test_files_are_divided_at_the_limit(out: Path, llama_dir: Path, tmp_path: Path) -> None:
     shardconv.reshard(out, tmp_path / "out2", 3, max_file_size="10kB")
-    shardconv.convert(llama_dir, tmp_path / "direct", 3, max_file_size="10kB")
+    shardconv.convert(llama_dir, tmp_path / "direct", 3, writing=Writing(max_file_size="10kB"))
     assert contents(tmp_path / "out2") == contents(tmp_path / "direct")
     assert len(list((tmp_path / "out2" / "rank-00000-of-00003").iterdir())) > 1
 
 
 def test_the_dtype_stays(out: Path, llama_dir: Path, tmp_path: Path) -> None:
-    shardconv.convert(llama_dir, out, 2, dtype="float16", overwrite=True)
+    shardconv.convert(llama_dir, out, 2, dtype="float16", writing=Writing(overwrite=True))
     assert shardconv.reshard(out, tmp_path / "out2", 1).model.dtype == "float16"
     found = load_file(tmp_path / "out2" / "common" / "model-00001-of-00001.safetensors")
     assert found["model.norm.weight"].dtype == torch.float16
@@ -98,7 +99,7 @@ def test_of_other_weights_it_begins_anew(
     cut_short(monkeypatch, out, tmp_path / "out2")
     tensors = load_file(llama_dir / "model.safetensors")
     save_file({n: t + 1 for n, t in tensors.items()}, llama_dir / "model.safetensors", {"format": "pt"})
-    shardconv.convert(llama_dir, out, 2, overwrite=True)
+    shardconv.convert(llama_dir, out, 2, writing=Writing(overwrite=True))
     shardconv.reshard(out, tmp_path / "out2", 3)
     shardconv.reshard(out, tmp_path / "whole", 3)
     assert contents(tmp_path / "out2") == contents(tmp_path / "whole")

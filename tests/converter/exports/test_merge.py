@@ -24,6 +24,7 @@ from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.exports import saved_layout
 from shardconv.writing import fill, job
 
@@ -45,7 +46,7 @@ class TestFiles:
 
     def test_one_file(self, llama_dir: Path, out: Path, tmp_path: Path) -> None:
         (llama_dir / "tokenizer.json").write_text("{}")
-        shardconv.convert(llama_dir, out, 2, overwrite=True)
+        shardconv.convert(llama_dir, out, 2, writing=Writing(overwrite=True))
         merged = shardconv.merge(out, tmp_path / "hf")
         assert contents(tmp_path / "hf") == contents(llama_dir)
         num_bytes = sum(t.nbytes for t in load_file(llama_dir / "model.safetensors").values())
@@ -68,7 +69,7 @@ class TestFiles:
         }
 
     def test_the_dtype_is_that_of_the_shards(self, llama_dir: Path, out: Path, tmp_path: Path) -> None:
-        shardconv.convert(llama_dir, out, 2, dtype="bfloat16", overwrite=True)
+        shardconv.convert(llama_dir, out, 2, dtype="bfloat16", writing=Writing(overwrite=True))
         shardconv.merge(out, tmp_path / "hf")
         source = load_file(llama_dir / "model.safetensors")
         for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items():
@@ -429,7 +430,7 @@ class TestInterrupted:
         assert {path.name for path in (tmp_path / "hf").iterdir()} == {".partial"}
         tensors = load_file(llama_dir / "model.safetensors")
         save_file({n: t + 1 for n, t in tensors.items()}, llama_dir / "model.safetensors", {"format": "pt"})
-        shardconv.convert(llama_dir, out, 3, overwrite=True)
+        shardconv.convert(llama_dir, out, 3, writing=Writing(overwrite=True))
         shardconv.merge(out, tmp_path / "hf")
         assert contents(tmp_path / "hf") == contents(llama_dir)
 

@@ -29,6 +29,7 @@ from zoo.models import FAMILIES, build, types
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import RandomInit, Writing
 from shardconv.inputs.initial_weights import _Seeds, initial_weights
 
 KINDS = [
@@ -323,7 +324,7 @@ class TestConvert:
 
     def test_tp_does_not_matter_and_the_seed_does(self, config_dir: Path, tmp_path: Path) -> None:
         for name, tp, seed in [("one", 1, 5), ("two", 2, 5), ("again", 2, 5), ("other", 2, 6)]:
-            shardconv.convert(config_dir, tmp_path / name, tp, random_init=True, seed=seed)
+            shardconv.convert(config_dir, tmp_path / name, tp, random_init=RandomInit(seed=seed))
         one, two, other = (merged(tmp_path / name) for name in ("one", "two", "other"))
         assert one.keys() == two.keys()
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
@@ -345,11 +346,11 @@ class TestConvert:
 
     def test_with_another_seed_it_begins_anew(self, config_dir: Path, tmp_path: Path) -> None:
         out, told = tmp_path / "out", Stages()
-        shardconv.convert(config_dir, out, 2, random_init=True, ranks=[0])
-        shardconv.convert(config_dir, out, 2, random_init=True, seed=9, progress=told)
+        shardconv.convert(config_dir, out, 2, random_init=True, writing=Writing(ranks=[0]))
+        shardconv.convert(config_dir, out, 2, random_init=RandomInit(seed=9), progress=told)
         assert any("seed 0" in text and "seed 9" in text for text in told.told), told.told
         assert "recording the model's own initialization: seed 9, drawn in float32" in told.told
-        shardconv.convert(config_dir, tmp_path / "new", 2, random_init=True, seed=9)
+        shardconv.convert(config_dir, tmp_path / "new", 2, random_init=RandomInit(seed=9))
         assert contents(out) == contents(tmp_path / "new")
 
     def test_weights_that_are_there_are_not_read(self, tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ class TestConvert:
 
     def test_it_is_verified_but_for_a_source(self, config_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
-        shardconv.convert(config_dir, out, 2, random_init=True, seed=4)
+        shardconv.convert(config_dir, out, 2, random_init=RandomInit(seed=4))
         source = manifest.read(out).source
         assert (source.name, source.files) == ("config, initialized at random with seed 4", ())
         assert shardconv.verify(out).num_files == len(contents(out))
@@ -406,8 +407,8 @@ def test_a_block_scaled_config_gives_a_plain_model(tmp_path: Path) -> None:
 
 
 def test_it_is_loaded_and_resharded(config_dir: Path, tmp_path: Path) -> None:
-    shardconv.convert(config_dir, tmp_path / "one", 1, random_init=True, seed=2, dtype="float64")
-    shardconv.convert(config_dir, tmp_path / "four", 4, random_init=True, seed=2, dtype="float64")
+    shardconv.convert(config_dir, tmp_path / "one", 1, random_init=RandomInit(seed=2), dtype="float64")
+    shardconv.convert(config_dir, tmp_path / "four", 4, random_init=RandomInit(seed=2), dtype="float64")
     shardconv.reshard(tmp_path / "four", tmp_path / "again", 1)
     assert shards(tmp_path / "again") == shards(tmp_path / "one")
     assert manifest.read(tmp_path / "again").source.name == "config, initialized at random with seed 2"

@@ -24,6 +24,7 @@ from verify_cases import change_plan, change_tensors, set_element, shard
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 from shardconv.converted import numerics
 from shardconv.converted.derived_directory import identity
 from shardconv.converted.shards import read
@@ -351,7 +352,7 @@ class TestTheRecord:
         shardconv.reshard(out, tmp_path / "two", 2, check=False)
         assert manifest.read(tmp_path / "two").numerics is None
         shardconv.merge(out, tmp_path / "merged")
-        shardconv.convert(tmp_path / "merged", out, 4, check=False, overwrite=True)
+        shardconv.convert(tmp_path / "merged", out, 4, check=False, writing=Writing(overwrite=True))
         assert manifest.read(out).numerics is None
 
     def test_another_plan_has_none(self, out: Path) -> None:

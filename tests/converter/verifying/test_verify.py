@@ -26,6 +26,7 @@ from verify_cases import change_plan, change_tensors, describe_again, flip, set_
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 from shardconv.converted import file_checks
 from shardconv.converted.verify import DamagedError, Verified
 from shardconv.reporting.progress import Advance, Silent
@@ -276,7 +277,7 @@ class TestHeaders:
 
     def test_a_tensor_twice(self, llama_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
-        shardconv.convert(llama_dir, out, 2, max_file_size="10kB")
+        shardconv.convert(llama_dir, out, 2, writing=Writing(max_file_size="10kB"))
         first, second = sorted(
             p.relative_to(out).as_posix() for p in (out / "rank-00000-of-00002").iterdir()
         )[:2]
@@ -328,7 +329,7 @@ class TestAgainst:
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
     def test_it_is_cast_in_the_same_way(self, llama_dir: Path, tmp_path: Path, dtype: str) -> None:
-        shardconv.convert(llama_dir, tmp_path / "out", 3, dtype=dtype, max_file_size="10kB")
+        shardconv.convert(llama_dir, tmp_path / "out", 3, dtype=dtype, writing=Writing(max_file_size="10kB"))
         assert shardconv.verify(tmp_path / "out", llama_dir).num_tensors == 21
         set_element(
             tmp_path / "out", shard_of(tmp_path / "out", "model.norm.weight"), "model.norm.weight", (5,)

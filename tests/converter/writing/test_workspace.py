@@ -23,6 +23,7 @@ from shardconv_runtime.files.manifest import COMMON_DIRECTORY, rank_directory
 from small_conversion import Model, Stages, at_once, contents, crashes, looks_complete, placed
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.writing import workspace, writer
 from shardconv.writing.fill import fill
 from shardconv.writing.job import (
@@ -470,7 +471,7 @@ class TestAtOnce:
             with pytest.raises(ShardconvError, match="is being written by another process"):
                 shardconv.convert(model.path, directory / "out", 2)
             with pytest.raises(KeyboardInterrupt):
-                shardconv.convert(model.path, directory / "out", 2, ranks="1")
+                shardconv.convert(model.path, directory / "out", 2, writing=Writing(ranks="1"))
 
     def test_parts_of_other_owners_go_on(self, directory: Path, files: list[TargetFile]) -> None:
         with self.open(directory, files, "a", "c") as one, self.open(directory, files, "b", "c") as two:

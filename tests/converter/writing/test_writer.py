@@ -30,7 +30,7 @@ from shardconv_runtime.parallel.local_modules import local_tensor
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
-from shardconv.arguments import parse_ranks, parse_size
+from shardconv.arguments import Writing, parse_ranks, parse_size
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
 from shardconv.writing.outputs import Output
@@ -175,7 +175,7 @@ def test_trusted_code_goes_along(llama_dir: Path, tmp_path: Path) -> None:
 
 def test_files_are_split_at_the_limit(llama_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shardconv.convert(llama_dir, out, 2, max_file_size="10kB")
+    shardconv.convert(llama_dir, out, 2, writing=Writing(max_file_size="10kB"))
     shards = sorted((out / "rank-00000-of-00002").iterdir())
     assert len(shards) > 1
     names: list[str] = []
@@ -237,9 +237,9 @@ class TestOutput:
         with monkeypatch.context() as patch:
             fail_on_write(patch, OSError(28, "No space left on device"))
             with pytest.raises(ShardconvError, match="No space"):
-                shardconv.convert(llama_dir, out, 4, overwrite=True)
+                shardconv.convert(llama_dir, out, 4, writing=Writing(overwrite=True))
         assert {path: data for path, data in contents(out).items() if ".partial" not in path} == before
-        shardconv.convert(llama_dir, out, 4, overwrite=True)
+        shardconv.convert(llama_dir, out, 4, writing=Writing(overwrite=True))
         assert manifest.read(out).tp == 4
         assert not [path for path in contents(out) if ".partial" in path or "of-00002" in path]
 
@@ -254,7 +254,7 @@ class TestOutput:
         shardconv.convert(llama_dir, out, 4)
         with pytest.raises(ShardconvError, match="is not empty; name another directory, or pass --overwrite"):
             shardconv.convert(llama_dir, out, 2)
-        shardconv.convert(llama_dir, out, 2, overwrite=True)
+        shardconv.convert(llama_dir, out, 2, writing=Writing(overwrite=True))
         assert manifest.read(out).tp == 2
         assert not (out / "rank-00000-of-00004").exists()
         assert {p.name for p in tmp_path.iterdir()} == {"llama", "out"}
@@ -270,7 +270,7 @@ class TestOutput:
         shardconv.convert(llama_dir, out, 1)
         (out / "common" / "thesis.txt").write_text("years of work")
         with pytest.raises(ShardconvError, match=r"holds common/thesis\.txt, which shardconv did not write"):
-            shardconv.convert(llama_dir, out, 1, overwrite=True)
+            shardconv.convert(llama_dir, out, 1, writing=Writing(overwrite=True))
         assert (out / "common" / "thesis.txt").exists()
 
     def test_the_model_s_own_directory_is_refused(self, llama_dir: Path) -> None:
@@ -420,7 +420,7 @@ def test_ranks_that_are_none(ranks: Collection[int] | str) -> None:
 @pytest.mark.parametrize("text", ["", "big", "-5GB", "0", 0, "5 GB GB"])
 def test_sizes_that_are_none(text: str | int, llama_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ShardconvError, match="size"):
-        shardconv.convert(llama_dir, tmp_path / "out", 2, max_file_size=text)
+        shardconv.convert(llama_dir, tmp_path / "out", 2, writing=Writing(max_file_size=text))
 
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, "2"])

@@ -46,7 +46,7 @@ def load_with_a_draft(path: Path, draft: Path) -> list[int]:
     """Rank 0 alone loads a second model, before the one that all load."""
     alone = dist.new_group([0])
     if dist.get_rank() == 0:
-        shardconv_runtime.load(draft, group=alone)
+        shardconv_runtime.load(draft, process_group=alone)
     model = shardconv_runtime.load(path)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     tokens: list[int] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0].tolist()

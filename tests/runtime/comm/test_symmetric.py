@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
+from shardconv_runtime import Communication
 from shardconv_runtime.comm import symmetric
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.errors import LaunchError, PlanError
@@ -28,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, kinds: list[Any]) -> None:
-    shardconv_runtime.load(path, all_reduce=kinds[dist.get_rank()])
+    shardconv_runtime.load(path, communication=Communication(all_reduce=kinds[dist.get_rank()]))
 
 
 def test_without_nccl_it_is_refused_on_all_ranks(path: Path) -> None:
@@ -75,7 +76,7 @@ def stand_in() -> list[int]:
 
 def logits_of_rank(path: Path, compiled: bool) -> tuple[Tensor, Tensor, int]:
     seen = stand_in()
-    model = shardconv_runtime.load(path, all_reduce="symmetric")
+    model = shardconv_runtime.load(path, communication=Communication(all_reduce="symmetric"))
     with torch.no_grad():
         call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         logits = call(IDS, use_cache=False).logits

@@ -20,7 +20,7 @@ from captured import capturing
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_outcomes
 from forked import run_forked
-from shardconv_runtime import LaunchError
+from shardconv_runtime import Communication, LaunchError
 from shardconv_runtime.comm import deadline as deadlines
 from shardconv_runtime.comm.deadline import EXIT_CODE, Deadline, deadline, progress
 from shardconv_runtime.comm.mesh import Launch
@@ -129,7 +129,7 @@ def generate_while_one_fails(path: Path) -> int:
     aborted = threading.Event()
     deadlines.can_capture = lambda start: True
     deadlines.abort_groups = lambda group: aborted.set()
-    model = shardconv_runtime.load(path, timeout_s=1)
+    model = shardconv_runtime.load(path, communication=Communication(timeout_s=1))
     seen = []
 
     def action() -> None:
@@ -193,7 +193,7 @@ def decode_while_a_streamer_fails(path: Path) -> int:
         return next_step
 
     with capturing():
-        model = shardconv_runtime.load(path, timeout_s=60, compile=True)
+        model = shardconv_runtime.load(path, communication=Communication(timeout_s=60), compile=True)
         ids = torch.tensor([[3, 1, 4]])
         model.generate(ids, max_new_tokens=2, pad_token_id=0, do_sample=False)
         Replay.steps_of_call = waiting  # type: ignore[method-assign]

@@ -129,7 +129,7 @@ def load_in_halves(paths: list[Path]) -> torch.Tensor:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[half]
     assert isinstance(group, dist.ProcessGroup)
-    model = shardconv_runtime.load(paths[half], group=group)
+    model = shardconv_runtime.load(paths[half], process_group=group)
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor(IDS)).logits
     return logits
@@ -147,7 +147,7 @@ def test_a_group_of_the_users(tmp_path: Path) -> None:
 
 def load_outside(path: Path) -> None:
     group = dist.new_group([0, 1])
-    shardconv_runtime.load(path, group=group)
+    shardconv_runtime.load(path, process_group=group)
 
 
 def test_a_process_outside_of_the_group_is_told(tmp_path: Path) -> None:
