@@ -301,13 +301,13 @@ def result_on_meta(name: str, args: Any) -> Tensor | None:
 
 
 def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors (or the ``Ref``s) that an operator writes to, in the order of its schema."""
+    """Return the tensors (or ``Ref``s) to which an operator writes, also in lists, in the order of its schema."""
     out: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, Tensor | Ref):
-                out.append(value)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            out += [each for each in values if isinstance(each, Tensor | Ref)]
     return out
 
 
