@@ -301,7 +301,7 @@ def result_on_meta(name: str, args: Any) -> Tensor | None:
 
 
 def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors (or ``Ref``s) to which an operator writes, also in lists, in the order of its schema."""
+    """Return the tensors (or ``Ref``s) to which an operator writes, in lists too, in its schema's order."""
     out: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
