@@ -203,16 +203,17 @@ class _Hook:
                 layout = Leaf(0, entry.sequence_axes)
                 whole = Gather(comm, 1, layout, ()).plain(whole)
                 part = _chained(Slice(comm, 1, layout, ()).plain, part)
-        shown = self._without_padding(whole)
+        shown = self._without_padding(whole, is_sequence=entry is not None and bool(entry.sequence_axes))
         if shown is not whole:
             padding = whole[:, shown.shape[1] :]
             part = _chained(lambda y: torch.cat((y, padding), 1), part)
         return shown, part
 
-    def _without_padding(self, x: Tensor) -> Tensor:
+    def _without_padding(self, x: Tensor, *, is_sequence: bool = False) -> Tensor:
+        """Return the tokens that the model was given, of a tensor whose second dim has, or seems to have, them."""
         length, padded = self._watch.comm.sequence or (0, 0)
-        is_padded = length < padded and x.dim() in (2, 3) and x.shape[1] == padded
-        return x[:, :length] if is_padded else x
+        has_tokens = is_sequence or x.dim() in (2, 3)
+        return x[:, :length] if length < padded and has_tokens and x.shape[1] == padded else x
 
     def _own(self, result: Any, parts: Mapping[str, Part]) -> Any:
         """Return this rank's parts of a hook's result."""
