@@ -210,7 +210,7 @@ class _Hook:
         return shown, part
 
     def _without_padding(self, x: Tensor, *, is_sequence: bool = False) -> Tensor:
-        """Return the tokens that the model was given, of a tensor whose second dim has, or seems to have, them."""
+        """Return a tensor without padding, if its second dim has tokens, or two or three dims suggest so."""
         length, padded = self._watch.comm.sequence or (0, 0)
         has_tokens = is_sequence or x.dim() in (2, 3)
         return x[:, :length] if length < padded and has_tokens and x.shape[1] == padded else x
