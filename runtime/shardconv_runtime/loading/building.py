@@ -155,6 +155,7 @@ class ModelBuilder:
             step.finish(rank)
         if checked.in_memory is None or not checked.in_memory.is_meta:
             rank_files.require_filled(model)
+            rank_files.mark_loaded(model)
 
         names = None
         if rank.attached is not None:
