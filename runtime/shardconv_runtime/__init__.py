@@ -28,9 +28,8 @@ from .option_values import Communication, Compiling, Planning, Training
 if TYPE_CHECKING:
     from .comm.rank_0 import from_rank_0
     from .loaded import LoadedModel
-    from .loading.load import load
+    from .loading.load import load, parallelize
     from .loading.loaded_adapters import add_adapter
-    from .loading.parallelize import parallelize
     from .pp.stage_schedules import Pipeline
     from .saving.optimizer_state import load_optimizer, save_optimizer
     from .saving.save import save
@@ -84,7 +83,7 @@ _MODULES = {
     "grad_norm": "training.clipping",
     "LoadedModel": "loaded",
     "load": "loading.load",
-    "parallelize": "loading.parallelize",
+    "parallelize": "loading.load",
     "load_optimizer": "saving.optimizer_state",
     "save": "saving.save",
     "save_optimizer": "saving.optimizer_state",

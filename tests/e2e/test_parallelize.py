@@ -232,6 +232,28 @@ def test_parametrized_and_frozen_weights() -> None:
     assert max(run_processes(2, run_parametrized)) < 1e-12
 
 
+def without_generation() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    return transformers.ResNetModel(config).double().eval(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+
+
+def run_without_generation() -> tuple[Tensor, int]:
+    model, image = without_generation()
+    sharded = shardconv_runtime.parallelize(model)
+    with torch.inference_mode():
+        return sharded(pixel_values=image).last_hidden_state, sum(p.numel() for p in sharded.parameters())
+
+
+def test_a_model_that_does_not_generate() -> None:
+    model, image = without_generation()
+    with torch.inference_mode():
+        want = model(pixel_values=image).last_hidden_state
+    for found, held in run_processes(2, run_without_generation):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
+        assert held < 0.6 * sum(p.numel() for p in model.parameters())
+
+
 def old_weight_norm(model: Own) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -69,6 +69,7 @@ NAMES = {
     "transformers.PreTrainedConfig:_attn_implementation_internal": "the same, without its setter",
     "transformers.PreTrainedConfig:_experts_implementation": "how experts are run",
     "transformers.PreTrainedModel._init_weights": "initial weights",
+    "transformers.initialization:_is_hf_initialized": "weights that were loaded are not drawn anew",
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "tensors that a checkpoint lacks",
     "transformers.integrations.flex_attention.WrappedFlexAttention._instance": "is not compiled in a proof",
     # transformers: generate

@@ -18,6 +18,7 @@ from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import Plan, global_shape, module_plans, parameter_plans
+from ..inference.cache_guards import LocalCaches
 from ..loaded import loaded
 from ..parallel.refused_changes import refuse_changes
 from ..parallel.user_hooks import hooks_with_messages, watch_hooks
@@ -29,7 +30,6 @@ from ..training.direct_use import refuse_direct_use
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import guard_optimizers
 from ..training.shared_draws import compare_draws
-from .cache_guards import LocalCaches
 
 # The ranks of a model must get the same inputs: with different ones they would compute nonsense.
 #

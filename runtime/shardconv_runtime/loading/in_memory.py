@@ -59,8 +59,9 @@ def source_in_memory(model: InMemory, plan: Plan) -> CheckedSource:
         config = copy.deepcopy(model.twin.config)
         config.architectures = [kind.__name__]
         config.save_pretrained(directory)
-        if model.twin.generation_config is not None:
-            model.twin.generation_config.save_pretrained(directory)
+        generation_config = getattr(model.twin, "generation_config", None)
+        if generation_config is not None:
+            generation_config.save_pretrained(directory)
     entries = tuple(entry_of(directory, path) for path in files_to_copy(directory, code=False))
     digest = plan_json.sha256(plan_json.dumps(plan))
     manifest = Manifest(plan.tp, digest, Source(kind.__name__, None), {}, entries)

@@ -1,4 +1,4 @@
-"""From a converted directory to the model of this rank."""
+"""``load`` and ``parallelize``: the model of this rank, from files or from a model in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..adapters.adapter_set import AdapterSet
@@ -31,16 +32,19 @@ from ..hub_options import Hub, require_repo_id
 from ..inference.compiling import warm_up_decoding
 from ..keywords import checked_keywords
 from ..loaded import LoadedModel, unwrapped
-from ..option_values import Communication, Compiling, Planning, Training
+from ..option_values import Communication, Compiling, ExampleInputs, Planning, Training
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .building import ModelBuilder, transforms
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
-from .in_memory import require_same_values
-from .load_options import MOVED, REMEDIES, load_options, with_further
+from .data_sharding import data_sharding
+from .in_memory import in_memory, require_same_values
+from .load_options import MOVED, REMEDIES, as_value, parse_dtype, with_further
 from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
 from .planned_here import is_ordinary, plan_on_rank_0, with_plan
+
+M = TypeVar("M", bound=nn.Module)
 
 # All ranks must load the same model: ranks of different ones would run, and compute nonsense.
 
@@ -176,25 +180,98 @@ def load(
         >>> model = shardconv_runtime.load("user/original")
         >>> model = shardconv_runtime.load("user/original", plan="plan.json")
     """
-    options = load_options(
+    trained, compiling = as_value("training", training, Training), as_value("compile", compile, Compiling)
+    options = LoadOptions(
         path=os.fspath(path),
-        plan=plan,
-        hub=hub or Hub(),
+        plan=plan if plan is None or isinstance(plan, Plan | Planning) else os.fspath(plan),
+        hub=as_value("hub", hub, Hub) or Hub(),
         trust_remote_code=trust_remote_code,
         verify=verify,
-        dtype=dtype,
+        dtype=parse_dtype(dtype),
         mesh=mesh,
-        training=training,
-        data_parallel=data_parallel,
+        training=trained,
+        data_parallel=data_sharding(mesh, data_parallel, training=bool(trained), compiled=bool(compiling)),
         sequence_parallel=sequence_parallel,
-        compile=compile,
+        compiling=compiling,
         gather_logits=gather_logits,
         fuse=fuse,
         dequantize=dequantize,
         adapter=adapter,
-        communication=communication,
+        communication=as_value("communication", communication, Communication) or Communication(),
     )
     return load_model(options, process_group if mesh is None else model_group(mesh, process_group), device)
+
+
+@in_default_modes
+@checked_keywords(MOVED, REMEDIES)
+def parallelize(
+    model: M,
+    *,
+    example_inputs: ExampleInputs | None = None,
+    plan: Plan | Planning | None = None,
+    device: torch.device | str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    training: bool | Training = False,
+    data_parallel: bool | DataParallel = False,
+    sequence_parallel: bool = False,
+    compile: bool | Compiling = False,
+    gather_logits: bool | None = None,
+    fuse: bool | None = None,
+    communication: Communication | None = None,
+) -> M:
+    """Return this rank's part of a model in memory; call it on every rank of the job.
+
+    Rank 0 plans the model, which takes seconds; nothing is read from a disk or a network. The model that is
+    passed does not change, and the one that is returned shares no memory with it: drop the first one to free
+    its memory. All ranks must pass a model with the same values, which is checked. For a model on meta, the
+    returned one is on meta too, with local shapes.
+
+    Args:
+        model: an ``nn.Module`` or a model of transformers, neither quantized nor sharded, without adapters.
+        example_inputs: the keyword arguments of a call, with which a module that is not of transformers is
+            traced; or a function that returns them for the model's ``config``, or a file of them.
+        plan: a plan that ``shardconv.plan`` returned for this model, or a ``Planning(...)``. By default the
+            model is planned for all processes.
+        device: as in ``load``, like the arguments that follow.
+
+    Returns:
+        A model of the same class in eval mode, in the dtypes of the one that was passed.
+
+    Raises:
+        ShardconvError: the message names the problem, the rank and the remedy.
+
+    Example:
+        >>> model = shardconv_runtime.parallelize(MyModule(), example_inputs={"x": torch.randn(2, 16)})
+        >>> model = shardconv_runtime.parallelize(AutoModel.from_config(config), training=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"parallelize takes an nn.Module, got a {type(model).__name__}; load takes paths and Hub ids"
+        )
+    if example_inputs is not None:
+        if isinstance(plan, Plan):
+            raise PlanError("example_inputs= is for planning, and plan= is a plan; leave one out")
+        planning = plan or Planning()
+        if planning.example_inputs is not None:
+            raise PlanError("example_inputs= and plan=Planning(example_inputs=) are the same; leave one out")
+        plan = replace(planning, example_inputs=example_inputs)
+    trained, compiling = as_value("training", training, Training), as_value("compile", compile, Compiling)
+    options = LoadOptions(
+        path=type(model).__name__,
+        plan=plan,
+        in_memory=in_memory(model),
+        mesh=mesh,
+        training=trained,
+        data_parallel=data_sharding(mesh, data_parallel, training=bool(trained), compiled=bool(compiling)),
+        sequence_parallel=sequence_parallel,
+        compiling=compiling,
+        gather_logits=gather_logits,
+        fuse=fuse,
+        communication=as_value("communication", communication, Communication) or Communication(),
+    )
+    group = process_group if mesh is None else model_group(mesh, process_group)
+    return load_model(options, group, device)  # type: ignore[return-value]
 
 
 def load_model(
@@ -224,9 +301,8 @@ def load_model(
             require_same(all_ranks, checked.common_manifest, options, checked.adapters)
             agreement.require_own_gpus(start)
         if stays_packed(checked.plan, options):
-            needs = partial(
-                require_packages, *checked.model, start.device, options.dtype, compiled=options.compiled
-            )
+            compiled = options.compiling is not None
+            needs = partial(require_packages, *checked.model, start.device, options.dtype, compiled=compiled)
             agreement.together(all_ranks, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
             fetch = partial(_with_files, checked, start.rank)
@@ -236,8 +312,8 @@ def load_model(
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if options.adapter is not None:
         guard_adapters(model)
-    if options.warm_up:
-        warm_up_decoding(unwrapped(model), options.warm_up)
+    if options.compiling is not None and options.compiling.warm_up:
+        warm_up_decoding(unwrapped(model), options.compiling.warm_up)
     return cast(LoadedModel, model)
 
 

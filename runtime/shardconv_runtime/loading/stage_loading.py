@@ -77,7 +77,7 @@ class Placeholders(Transform):
             for argument in (name for name, is_given in options.unknown_to_stages.items() if is_given):
                 raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
         if options.stages_per_process != 1:
-            require_several(plan, options.stages_per_process, training=options.training)
+            require_several(plan, options.stages_per_process, training=options.training is not None)
 
     def shape(self, rank: RankModel) -> RankModel:
         """Replace modules of other stages."""
