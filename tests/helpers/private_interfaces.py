@@ -101,6 +101,7 @@ NAMES = {
 
 _BATCHING = "transformers.generation.continuous_batching"
 MOVED = {
+    "transformers.initialization": "transformers.initialization",
     "transformers.GenerationMixin": "transformers.generation.utils",
     "transformers.ContinuousMixin": f"{_BATCHING}.continuous_api",
     "transformers.ContinuousBatchingManager": f"{_BATCHING}.continuous_api",
