@@ -37,6 +37,7 @@ from .planning.draw_plans import draw_plans
 from .planning.expert_parallel import ExpertParallel
 from .planning.fused_layers import PeerLayers, fused_plans, without_groups
 from .planning.gradients import sequence_leaves, solve_gradients, solve_sequence
+from .planning.hook_plans import hook_plans
 from .planning.layout import Layouts
 from .planning.localize import localize
 from .planning.module_plans import logits_info, module_plans, norm_plans
@@ -329,6 +330,7 @@ def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Conflict:
         logits=logits_info(solution),
         training=None if refusal else training,
         inference_only=refusal,
+        hooks=hook_plans(solution),
         notes=plan_notes(solution),
     )
 
@@ -389,7 +391,12 @@ def _sequence_attempt(
     if isinstance(modules, Conflict):
         return modules
     parameters = _stored_alike(problem, plan, parameter_plans(solution, problem.model))
-    sequence = SequencePlan(modules, gradient_plans(parameters), draw_plans(solution, problem.model))
+    sequence = SequencePlan(
+        modules,
+        gradient_plans(parameters),
+        draw_plans(solution, problem.model),
+        hooks=hook_plans(solution),
+    )
     plan = replace(plan, training=replace(training, sequence=sequence))
     if staged is not None:
         plan = staged.with_sequence_stages(plan, solution)

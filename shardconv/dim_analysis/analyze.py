@@ -176,14 +176,14 @@ def _is_same_memory(event: Mark | Op) -> bool:
     """Return whether an event makes a new value of its first operand: a mark, a write to it, an alias."""
     if isinstance(event, Mark):
         return True
-    base = event.name.rpartition(".")[0]
+    base = event.base
     is_alias = event.name == ALIAS_WRITE or base in ("aten.alias", "aten.detach")
     return bool(event.inputs) and (is_alias or base.endswith("_"))
 
 
 def _apply(builder: Builder, op: Op) -> None:
     """Apply the rule of an operator. Without a rule, block everything that it touches."""
-    base = op.name.rsplit(".", 1)[0]
+    base = op.base
     where = starred(builder.tape.calls[op.call].fqn) or "the model"
     builder.why = f"{base.partition('.')[2] or 'code'} in {where} needs all of it"
     if base == OPAQUE:

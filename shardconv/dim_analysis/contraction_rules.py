@@ -202,6 +202,7 @@ def experts(b: Builder, op: Op, args: Arguments) -> None:
     b.result.experts.append((site, count))
 
 
+@traits(is_attention=True)
 def attention(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``scaled_dot_product_attention``: query [.., H, L, E], key [.., G, S, E], value [.., G, S, V].
 

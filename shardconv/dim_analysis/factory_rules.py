@@ -25,7 +25,7 @@ def constant(b: Builder, op: Op, args: Arguments) -> None:
 def _constant(b: Builder, op: Op, zero: bool) -> None:
     target = op.outputs[0]
     shape = b.shape(target)
-    like = op.name.rsplit(".", 1)[0].endswith("_like") and op.inputs
+    like = op.base.endswith("_like") and op.inputs
     dims = b.tensor(op.inputs[0]) if like else [dim_trees.leaf(n) for n in shape]
     b.set(target, dims, b.free_partial() if zero else None)
 

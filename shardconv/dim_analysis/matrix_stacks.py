@@ -34,7 +34,7 @@ def find_stacks(tape: Tape) -> list[Stack]:
                 owner.update(dict.fromkeys(event.outputs, owner[tid]))
             elif traits.picks:
                 dim = 0
-                if not traits.is_grouped and not event.name.startswith("aten.index."):
+                if not traits.is_grouped and event.base != "aten.index":
                     dim = event.kwargs.get("dim", event.args[1] if len(event.args) > 1 else 0)
                 if dim == 0:
                     picked[owner[tid]] = True

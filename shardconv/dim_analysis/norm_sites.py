@@ -113,7 +113,7 @@ def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
     known = _NORMS | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
     found: set[int | None] = set()
     for op in ops:
-        name = op.name.rsplit(".", 1)[0]
+        name = op.base
         if name not in known:
             return None
         if name in _NORMS:

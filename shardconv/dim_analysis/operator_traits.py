@@ -19,6 +19,8 @@ class Traits:
     """A product of rows with a stack of matrices, given the ends of the rows of each matrix."""
     picks: bool = False
     """It can take single matrices out of a stack."""
+    is_attention: bool = False
+    """Its probabilities have all dims of its first operand, the query, except the last."""
     passes: bool = False
     """The result is the stack of matrices that it reads, perhaps transposed or cast."""
 

@@ -274,7 +274,7 @@ def pure_lookups(tape: Tape) -> dict[int, str]:
 def _is_lookup(tape: Tape, ops: list[Op], result: Mark) -> bool:
     rows: set[int] = set()
     for op in ops:
-        if op.name.startswith("aten.embedding.") and not rows:
+        if op.base == "aten.embedding" and not rows:
             rows.update(op.outputs)
         elif rows.intersection(op.inputs):
             sides = [t for t in op.inputs if t not in rows]

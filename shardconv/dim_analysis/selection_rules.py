@@ -216,7 +216,7 @@ def _is_same_in_rows(b: Builder, tid: int) -> bool:
             tid = event.source
         elif event.name.startswith("aten.expand"):
             return b.shape(event.inputs[0])[-1:] == (1,)
-        elif event.name.rpartition(".")[0] in _OF_EACH_VALUE:
+        elif event.base in _OF_EACH_VALUE:
             tid = event.inputs[0]
         else:
             return False

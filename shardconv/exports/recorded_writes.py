@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..tracing.identities import mutated_arguments
 from .strided_views import UnknownContentError, View, Write, content_of
 
 
@@ -161,11 +162,11 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
         if isinstance(tensor, RecordedTensor) or tensor.is_meta:
             return None
-        return self._records.get(tensor.untyped_storage()._cdata)
+        return self._records.get(id(tensor.untyped_storage()))
 
     def _track(self, tensor: torch.Tensor, *, is_real: bool) -> StorageRecord:
         record = StorageRecord(tensor.detach(), is_real)
-        self._records[tensor.untyped_storage()._cdata] = record
+        self._records[id(tensor.untyped_storage())] = record
         return record
 
     def has_values(self, tensor: torch.Tensor) -> bool:
@@ -175,7 +176,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record or run an operator that changes some of its arguments."""
-        changed = list(_changed(func, args, kwargs))
+        changed = mutated_arguments(func, args, kwargs)
         if all(tensor.is_meta for tensor in changed):
             return func(*_empty_on("meta", args), **kwargs)
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
@@ -303,14 +304,6 @@ def _empty_on(device: str | None, args: tuple[Any, ...]) -> Any:
         return value
 
     return tree_map(empty, args)
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors that an operator writes to."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            yield from _tensors(value)
 
 
 def _filled(

@@ -26,12 +26,13 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
 )
 from shardconv_runtime.checkpoint.model_directory import LAYOUTS
 from shardconv_runtime.checkpoint.resolve import ModelSpec
-from shardconv_runtime.errors import ShardconvError, SourceError, brief
+from shardconv_runtime.errors import PlanError, ShardconvError, SourceError, brief
 from shardconv_runtime.files.manifest import Source
 from shardconv_runtime.format.header import dtype_name
+from shardconv_runtime.parallel.lazy_init import Step, memory_key
 from torch import Tensor
 
-from .recorded_construction import Construction, Step, draw
+from .recorded_construction import Construction, draw
 
 BLOCK = 1 << 22
 """Elements that one thread draws from one seed, if elements are drawn independently."""
@@ -74,7 +75,7 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     names = {}
     for name, found in state.items():
         tensor = construction.meta(found)
-        names[name] = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+        names[name] = memory_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
         weights.setdefault(names[name], _Weight(spec.name, name, tensor, construction))
     users = Counter(index for weight in weights.values() for index in weight.chain.indices)
     lazy = {key: weight.lazy(seeds, users) for key, weight in weights.items()}
@@ -149,7 +150,7 @@ class _Weight:
         self._construction = construction
         try:
             self.chain = construction.chain(tensor)
-        except ValueError as error:
+        except PlanError as error:
             raise SourceError(f"{self._described()} cannot be initialized: {error}") from error
         if not self.chain.is_written and tensor.numel():
             raise self._lacks("a value")

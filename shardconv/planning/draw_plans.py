@@ -19,15 +19,13 @@ from shardconv_runtime.parallel.build import DROPOUTS
 from torch import nn
 
 from ..dim_analysis.dim_trees import leaves
+from ..dim_analysis.rules import traits_of
 from ..tracing.tape import Mark, ModuleCall, Op, starred
 from .gradients import PARTIALLY_SHARDED, placement
 from .solution import Solution
 
 Kind = tuple[int, ...] | None
 """Mesh axes over which drawn numbers differ between ranks; None: on some positions of a tensor only."""
-
-
-_ATTENTION = "scaled_dot_product"
 
 
 @dataclass
@@ -128,7 +126,7 @@ def _is_dropout(solution: Solution, model: nn.Module, mark: Mark) -> bool:
 
 def _of_op(solution: Solution, op: Op) -> Kind:
     # The mask of attention is on the probabilities, which have all dims of the query except the last.
-    if _ATTENTION in op.name and op.inputs[0] in solution.analysis.dims:
+    if traits_of(op.name).is_attention and op.inputs[0] in solution.analysis.dims:
         return _split(solution, op.inputs[0], slice(-1))
     kinds = {_of_tensor(solution, t) for t in op.outputs}
     return kinds.pop() if len(kinds) == 1 else None

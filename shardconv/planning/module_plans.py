@@ -113,12 +113,17 @@ _Holders = defaultdict[Node, set[int]]
 """Leaf -> the tensors that have it."""
 
 
-def logits_info(solution: Solution) -> LogitsInfo | None:
-    """Return the gather at a module's output that only the model's logits need, and that may be left out."""
+def _holders(analysis: Analysis) -> _Holders:
     holders: _Holders = defaultdict(set)
-    for tensor, dims in solution.analysis.dims.items():
+    for tensor, dims in analysis.dims.items():
         for leaf in chain.from_iterable(map(leaves, dims)):
             holders[leaf].add(tensor)
+    return holders
+
+
+def logits_info(solution: Solution) -> LogitsInfo | None:
+    """Return the gather at a module's output that only the model's logits need, and that may be left out."""
+    holders = _holders(solution.analysis)
     for event in reversed(solution.analysis.tape.events):
         if not isinstance(event, Mark) or not event.is_output:
             continue
@@ -126,6 +131,20 @@ def logits_info(solution: Solution) -> LogitsInfo | None:
         if len(gathered) == 1 and _may_stay_sharded(solution.analysis, holders, event, gathered[0]):
             return LogitsInfo(solution.fqn(event), event.ports[0])
     return None
+
+
+def logits_region(solution: Solution) -> set[int]:
+    """Return the tensors with the dim of the logits whose gather may be left out, from that gather on."""
+    analysis, info = solution.analysis, logits_info(solution)
+    if info is None:
+        return set()
+    marks = [
+        event
+        for event in analysis.tape.events
+        if isinstance(event, Mark) and solution.fqn(event) == info.module and info.port in event.ports
+    ]
+    last = {leaf for mark in marks for leaf in leaves(analysis.dims[mark.target][-1])}
+    return _region(analysis, _holders(analysis), last)[1]
 
 
 def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.format.module_steps import AllGatherStep, AllReduceStep, ModuleStep, SliceStep
-from shardconv_runtime.format.plan import NormInfo, Plan
+from shardconv_runtime.format.plan import HookPort, NormInfo, Plan
 from shardconv_runtime.parallel.boundary import in_use
 
 from ..dim_analysis.analysis import Analysis
@@ -26,11 +26,21 @@ def inference_only(plan: Plan, why: str = "") -> Plan:
     ]
     kept = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.overrides]
     parameters = tuple(replace(entry, grad_axes=(), grad_levels=0) for entry in plan.parameters)
-    return replace(plan, modules=tuple(kept), parameters=parameters, training=None, inference_only=why)
+    hooks = tuple(
+        replace(entry, inputs=_without_axes(entry.inputs), outputs=_without_axes(entry.outputs))
+        for entry in plan.hooks
+    )
+    return replace(
+        plan, modules=tuple(kept), parameters=parameters, training=None, inference_only=why, hooks=hooks
+    )
 
 
 def _steps(steps: Sequence[ModuleStep]) -> tuple[ModuleStep, ...]:
     return tuple(map(_without_gradient, in_use(steps, training=False)))
+
+
+def _without_axes(ports: Sequence[HookPort]) -> tuple[HookPort, ...]:
+    return tuple(replace(port, grad_axes=()) for port in ports)
 
 
 def _without_gradient(step: ModuleStep) -> ModuleStep:

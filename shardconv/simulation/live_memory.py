@@ -88,7 +88,8 @@ class _Node:
             return tensors_in((self.func(*args, **kwargs),))[self.output]
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         self.func(*args, **kwargs)
-        return mutated_arguments(self.func, args, kwargs)[self.output]
+        written: Tensor = mutated_arguments(self.func, args, kwargs)[self.output]
+        return written
 
 
 class KnownValues:
@@ -212,7 +213,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = self._memo.facts_of(func)
         kwargs = kwargs or {}
-        if facts.take_apart:
+        if facts.may_take_apart:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

@@ -80,7 +80,7 @@ def _variants(kinds: Sequence[str], site: NormSite, tape: Tape, size: int) -> It
 
 def _gated(info: NormInfo, site: NormSite, tape: Tape) -> Iterator[NormInfo]:
     """Yield the formula with either argument as the gate, before and after the norm."""
-    used = {op.name.rsplit(".", 1)[0] for i in site.events if isinstance(op := tape.events[i], Op)}
+    used = {op.base for i in site.events if isinstance(op := tape.events[i], Op)}
     activations = [name for op, name in ACTIVATIONS.items() if op in used] or ["identity"]
     for names, activation, first in itertools.product(
         itertools.permutations(site.arguments), activations, (True, False)

@@ -39,6 +39,7 @@ from shardconv_runtime.parallel.fused_products import fused_products
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..tracing.identities import mutated_arguments
 from .random_weights import fill
 
 aten = torch.ops.aten
@@ -158,11 +159,8 @@ class StreamedTensor(Tensor):
     ) -> Any:
         """Run one operator."""
         kwargs = kwargs or {}
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[index] if index < len(args) else kwargs.get(argument.name)
-                if isinstance(given, StreamedTensor):
-                    return _write(func, args, kwargs)
+        if any(isinstance(tensor, StreamedTensor) for tensor in mutated_arguments(func, args, kwargs)):
+            return _write(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         streamed = [tensor for tensor in tensors if isinstance(tensor, StreamedTensor)]
         if len(streamed) == len(tensors):

@@ -78,7 +78,7 @@ def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
     for event in tape.events:
         if isinstance(event, Mark):
             continue
-        base = event.name.rpartition(".")[0]
+        base = event.base
         if base in _FILLED and not event.inputs:
             made = tape.tensors[event.outputs[0]]
             found[event.outputs[0]] = event.name, repr(event.args), repr(event.kwargs), made
@@ -202,7 +202,7 @@ class _LayerSignature:
             source = self._tensor(event.source)
             return (fqn, event.ports, source, self._make(event.target))
         given = event.args
-        if event.name.rpartition(".")[0] in _SCALING:  # layers may scale by different numbers
+        if event.base in _SCALING:  # layers may scale by different numbers
             given = tuple("scale" if type(a) is float and a and math.isfinite(a) else a for a in given)
         args = self._value(given)
         kwargs = tuple((k, self._value(v)) for k, v in event.kwargs.items())

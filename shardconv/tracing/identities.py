@@ -14,7 +14,7 @@ from typing import Any, NewType, TypeVar
 import torch
 from torch import Tensor
 
-from .tape import ALIAS_WRITE, Op, Tape, TensorInfo
+from .tape import ALIAS_WRITE, Op, Ref, Tape, TensorInfo
 from .values import MemoryLayout, Values
 
 K = TypeVar("K")
@@ -64,7 +64,7 @@ def tensor_key(tensor: Tensor) -> TensorKey:
 
 def storage_key(tensor: Tensor) -> StorageKey:
     """Return the key of the memory under a tensor, valid as long as some tensor on it is alive."""
-    return StorageKey(int(tensor.untyped_storage()._cdata))
+    return StorageKey(id(tensor.untyped_storage()))
 
 
 class Identities:
@@ -228,7 +228,7 @@ class OperatorFacts:
     """Properties of an operator, which are looked up once."""
 
     name: str
-    take_apart: bool
+    may_take_apart: bool
     """Whether it is composite, and recorded as its parts."""
     is_mutable: bool
     takes_device: bool
@@ -242,7 +242,7 @@ class OperatorFacts:
         kept = name.rsplit(".", 1)[0].rstrip("_") in keep
         return cls(
             name=name,
-            take_apart=not kept and func._can_decompose(),
+            may_take_apart=not kept,
             is_mutable=func._schema.is_mutable,
             takes_device=any(a.name == "device" for a in func._schema.arguments),
             makes_new=not func._schema.is_mutable
@@ -300,14 +300,14 @@ def result_on_meta(name: str, args: Any) -> Tensor | None:
     return None
 
 
-def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes to, in the order of its schema."""
-    out = []
+def mutated_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors (or ``Ref``s) to which an operator writes, in lists too, in its schema's order."""
+    out: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, Tensor):
-                out.append(value)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            out += [each for each in values if isinstance(each, Tensor | Ref)]
     return out
 
 

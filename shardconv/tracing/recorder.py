@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if facts is None:
             facts = self._facts[func] = OperatorFacts.of(func, self.keep)
         kwargs = kwargs or {}
-        if facts.take_apart:
+        if facts.may_take_apart:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

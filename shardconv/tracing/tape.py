@@ -52,6 +52,11 @@ class Op:
     """Name of the Python module whose code called it."""
 
     @property
+    def base(self) -> str:
+        """Return the name without the overload: ``aten.add`` of ``aten.add.Tensor``."""
+        return self.name.rpartition(".")[0] or self.name
+
+    @property
     def is_random(self) -> bool:
         """Whether it draws random numbers, or may with other arguments, as dropout does."""
         return self.overload is not None and torch.Tag.nondeterministic_seeded in self.overload.tags

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.parallel.boundary import replace_at
+from shardconv_runtime.parallel.boundary import positional_names, replace_at
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
@@ -298,12 +298,7 @@ class _ModuleHook:
         self.tracer = tracer
         self.recorder = tracer.recorder
         self.fqn = fqn
-        self.parameters: list[str] = []
-        """Names of positional parameters."""
-        for parameter in inspect.signature(module.forward).parameters.values():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
-                break
-            self.parameters.append(parameter.name)
+        self.parameters = positional_names(module)
         self.own_forward = module.__dict__.get("forward")
         self.is_entered = False
 

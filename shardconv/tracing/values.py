@@ -29,7 +29,7 @@ MAX_STAND_IN = 1 << 22
 """Elements above which a stand-in is one number repeated."""
 _MOST_BYTES = 1 << 26
 """Most bytes of guesses that are kept. Older ones are computed again when they are needed."""
-_VALUE_FREE = frozenset(
+VALUE_FREE = frozenset(
     f"aten.{name}"
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like")
 )
@@ -99,7 +99,7 @@ class Values:
     def made(self, op: Op) -> None:
         """Note that an operator made its outputs."""
         self._producer.update(dict.fromkeys(op.outputs, op))
-        if _base(op) in _VALUE_FREE and not self._is_empty_of_runtime(op):
+        if op.base in VALUE_FREE and not self._is_empty_of_runtime(op):
             return
         if self._is_empty_of_runtime(op) or not self._unknown.isdisjoint(_read(op)):
             self._unknown.update(op.outputs)
@@ -271,12 +271,7 @@ def _repeated(value: int, info: TensorInfo) -> Tensor:
 
 def _read(op: Op) -> tuple[int, ...]:
     """Return the inputs of an operator whose values its result depends on."""
-    base = _base(op)
-    return () if base in _VALUE_FREE else op.inputs[:1] if base in _OF_THE_SHAPE else op.inputs
-
-
-def _base(op: Op) -> str:
-    return op.name.rsplit(".", 1)[0]
+    return () if op.base in VALUE_FREE else op.inputs[:1] if op.base in _OF_THE_SHAPE else op.inputs
 
 
 def _call(op: Op, load: Callable[[int], Tensor]) -> Any:

@@ -131,7 +131,7 @@ def leaf_groups(
             for x, y in zip(analysis.dims[a], analysis.dims[b], strict=True):
                 union.join_dims(x, y)
     for op in (event for event in analysis.tape.events if isinstance(event, Op)):
-        base = op.name.rsplit(".", 1)[0]
+        base = op.base
         if traits_of(op.name).is_grouped:
             # The ends of the rows of each matrix are counts of ids, which may be computed without the scores
             # of the experts. Nothing else may link them to the stack.
@@ -249,7 +249,7 @@ def _kept(analysis: Analysis, picked: set[Node]) -> Iterator[Node]:
 
 def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
     """Return the leaves of the dims along which an operator takes or returns positions."""
-    base = op.name.rsplit(".", 1)[0]
+    base = op.base
     if base.startswith("aten.conv"):
         positions = (d for t in (*op.inputs, *op.outputs) for d in analysis.dims.get(t, ())[2:])
         return [x for dim in positions for x in leaves(dim)]
@@ -277,7 +277,7 @@ def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
 
 def _filling_rows(analysis: Analysis, op: Op) -> list[Node]:
     """Return the leaves that count the rows that an operator writes: all dims but the last."""
-    if op.name.rsplit(".", 1)[0].rstrip("_") not in _FILLING or not isinstance(op.args[2], Ref):
+    if op.base.rstrip("_") not in _FILLING or not isinstance(op.args[2], Ref):
         return []
     return [x for dim in analysis.dims.get(op.args[2].tid, ())[:-1] for x in leaves(dim)]
 

@@ -173,7 +173,7 @@ class _Comparison:
         return want != [self.local.tensors[t].shape for t in other.outputs]
 
     def _moves_only(self, op: Op) -> bool:
-        base = op.name.rsplit(".", 1)[0]
+        base = op.base
         if base == "aten.slice":
             return self.unsharded.tensors[op.inputs[0]].shape == self.unsharded.tensors[op.outputs[0]].shape
         return base in view_rules.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
@@ -214,7 +214,7 @@ class _Comparison:
                 return conflict
         is_slice = event.name == "aten.slice.Tensor"
         is_known = event.outputs and event.outputs[0] in self.shapes.analysis.dims
-        if not is_known or event.name.rsplit(".", 1)[0] in _SHAPED or not (self.numbers or is_slice):
+        if not is_known or event.base in _SHAPED or not (self.numbers or is_slice):
             return None
         expected = self._positions(event) if is_slice else _numbers(event)
         found: list[Any] = _numbers(other)

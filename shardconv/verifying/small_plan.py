@@ -204,6 +204,7 @@ class _Translation:
                     modules=self._modules(sequence.modules),
                     gradients=tuple(self._kept("gradients", sequence.gradients)),
                     draws=tuple(self._kept("draws", sequence.draws)),
+                    hooks=(),
                 )
             training = replace(training, sequence=sequence, draws=tuple(self._kept("draws", training.draws)))
         parameters = []
@@ -221,6 +222,7 @@ class _Translation:
                 if not any(map(self._is_skipped, group))
             ),
             training=training,
+            hooks=(),
             stages=self.full.stages and small_stages(self.full, self._result_dim),
         )
 

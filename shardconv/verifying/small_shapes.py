@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find, leaves
+from ..dim_analysis.rules import traits_of
 from ..tracing.tape import Op
 from .leaf_groups import LeafGroup
 
@@ -206,7 +207,7 @@ class _Choice:
         # Size of a last dim into which a reshape joins rows of another one -> number of rows, and their dim.
         self.multiples: dict[int, tuple[int, Node]] = {}
         for op in (e for e in analysis.tape.events if isinstance(e, Op)):
-            if op.name.rsplit(".", 1)[0] in _RESHAPING:
+            if op.base in _RESHAPING:
                 row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
                 if row and joined and row[-1].size and find(joined[-1]).kind == LEAF:
                     count, rest = divmod(joined[-1].size, row[-1].size)
@@ -333,7 +334,7 @@ def activation_elements(shapes: SmallShapes) -> int:
     total = 0
     for op in (e for e in tape.events if isinstance(e, Op)):
         total += sum(math.prod(shapes.local_shape(t)) for t in op.outputs)
-        if op.name.startswith("aten.scaled_dot_product_attention."):
+        if traits_of(op.name).is_attention:
             query, key = map(shapes.local_shape, op.inputs[:2])
             total += math.prod(query[:-1]) * key[-2]
     return total

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..tracing.functions import TracedInt, traced_ints
 from ..tracing.tape import Mark, Op, Tape
+from ..tracing.values import VALUE_FREE
 
 # Tables may also be looked up by hashes, which are remainders modulo an attribute of a module.
 #
@@ -47,14 +48,14 @@ def hashed_tables(tape: Tape) -> dict[int, HashedTable]:
             continue
         _, fqn, attribute, value = numbers[0].expr
         for tid in replay.outputs:
-            if tid in makers and makers[tid].name.startswith("aten.remainder."):
+            if tid in makers and makers[tid].base == "aten.remainder":
                 made[tid] = HashedTable(fqn, attribute, value)
     tables: dict[int, set[HashedTable | None]] = {}
     for event in tape.events:
         if isinstance(event, Mark):
             if event.source in made:
                 made[event.target] = made[event.source]
-        elif event.name.startswith("aten.embedding."):
+        elif event.base == "aten.embedding":
             tables.setdefault(event.inputs[0], set()).add(made.get(event.inputs[-1]))
         elif known := [made[t] for t in event.inputs if t in made]:
             shape = tape.tensors[event.inputs[0]].shape
@@ -83,9 +84,6 @@ _FILLING = frozenset(("aten.masked_fill", "aten.where"))
 _ZEROS = frozenset(("aten.zeros", "aten.zeros_like", "aten.new_zeros"))
 _FULL = {"aten.scalar_tensor": 0, "aten.full": 1, "aten.full_like": 1, "aten.new_full": 2}
 """Operators that fill a tensor with one number -> the position of this argument."""
-_SHAPING = frozenset(
-    f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_full", "new_ones", "new_zeros")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +141,17 @@ def token_use(tape: Tape) -> TokenUse:
 
 def _looks_up(tape: Tape, op: Op) -> bool:
     """Return whether an operator looks up rows of a table by its last input."""
-    if op.name.startswith("aten.embedding."):
+    if op.base == "aten.embedding":
         return True
     stored = tape.tensors[op.inputs[0]].kind in ("parameter", "buffer") if op.inputs else False
-    return stored and op.name.startswith("aten.index.") and len(op.inputs) == 2 and op.args[1][0] is not None
+    return stored and op.base == "aten.index" and len(op.inputs) == 2 and op.args[1][0] is not None
 
 
 def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str], SpecialId]:
     compared = {
         t: next(tokens[i] for i in e.inputs if i in tokens)
         for e in tape.events
-        if isinstance(e, Op) and e.name.rsplit(".", 1)[0].rstrip("_") in (_COMPARING | _FILLING)
+        if isinstance(e, Op) and e.base.rstrip("_") in (_COMPARING | _FILLING)
         for t in e.outputs
         if any(i in tokens for i in e.inputs)
     }
@@ -195,7 +193,7 @@ def _flow(tape: Tape) -> _Flow:
                 if event.source in known:
                     known[event.target] = known[event.source]
             continue
-        base = event.name.rsplit(".", 1)[0].rstrip("_")
+        base = event.base.rstrip("_")
         constant = _constant(base, event)
         if constant is None and base in _PASSING and event.inputs:
             constant = constants.get(event.inputs[0])
@@ -219,7 +217,7 @@ def _flow(tape: Tape) -> _Flow:
             elif base in _BOUNDING and (bound := _bound(base, event)) is not None:
                 flow.bounds.append((tokens[tid], bound))
             elif not (
-                base in _SHAPING
+                base in VALUE_FREE
                 or (_looks_up(tape, event) and tid != event.inputs[0])
                 or (base in _COMPARING and _compares_a_known_id(event, traced))
             ):

@@ -275,7 +275,7 @@ def test_loading_in_parts(out: Path) -> None:
         {
             without_mesh: "PlanError: data_parallel= is for training over a mesh",
             parts_for_inference: "PlanError: data_parallel= is for training over a mesh",
-            settings_as_dict: "OptionError: data_parallel={'param_dtype': torch.bfloat16} should be True or a",
+            settings_as_dict: "OptionError: data_parallel={'param_dtype': torch.bfloat16} should be True",
             one_graph: "OptionError: compile=True makes one graph of the forward pass, and FSDP2",
             without_data_dim: "the mesh has the dims ('tp',); in addition to 'tp' it should have one",
             split_again: "RefusedCallError: fully_shard has already sharded the model",

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from checkpoints import CONFIGS, save_causal
 from one_and_ranks import Use, of_one, of_ranks, require_refused, require_same
-from shardconv_runtime.parallel import user_hooks
 from torch import Tensor
 from transformers.integrations.neftune import activate_neftune
 
@@ -125,6 +124,39 @@ def ids_of_the_embedding(model: Any) -> Tensor:
     return torch.cat((trained(model), found[0].double().flatten()))
 
 
+def compiled(model: Any) -> Tensor:
+    """Noise, and a loss, in a model that was never called before it is compiled."""
+    activate_neftune(model, 5.0)
+    more = kept(model, "model.norm")
+    return trained(torch.compile(model, backend="aot_eager"), more)
+
+
+def readable_outputs(model: Any) -> Tensor:
+    """What hooks are given on every module that takes one, by the unsharded model on the same modules."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def note(module: Any, args: Any, output: Any) -> None:
+            first = output if isinstance(output, Tensor) else output[0]
+            outputs[name] = first.detach().double().flatten()
+
+        return note
+
+    for name in HOOKED:
+        on(model, name, "register_forward_hook", keep(name))
+    return torch.cat((trained(model), *(outputs[name] for name in HOOKED)))
+
+
+HOOKED = (
+    "model",
+    "model.embed_tokens",
+    *(f"model.layers.1.{name}" for name in ("input_layernorm", "self_attn", "mlp")),
+    "model.layers.1",
+    "model.norm",
+)
+"""Modules whose outputs are replicated, or sharded over the sequence, in plans of Llama."""
+
+
 RIGHT = (
     neftune,
     neftune_of_a_copy,
@@ -139,6 +171,8 @@ RIGHT = (
     scaled_norm,
     recomputed,
     ids_of_the_embedding,
+    compiled,
+    readable_outputs,
 )
 
 
@@ -178,6 +212,22 @@ def capped_logits(model: Any) -> Tensor:
     return trained(model)
 
 
+def reads_parts(model: Any) -> Tensor:
+    on(
+        model,
+        "model.layers.1.mlp",
+        "register_forward_hook",
+        lambda module, args, output: output + args[0].sum(),
+    )
+    return trained(model)
+
+
+def unknown_tensor(model: Any) -> Tensor:
+    """Attention weights, which the traced implementation does not return, are those of a rank's heads."""
+    model.config._attn_implementation = "eager"
+    return trained(model, kept(model, "model.layers.1.self_attn"))
+
+
 REFUSED = (loss_of_queries, capped_logits)
 
 
@@ -187,12 +237,6 @@ def statistics(model: Any) -> Tensor:
     on(model, "model.embed_tokens", "register_forward_hook", lambda m, args, out: found.append(out[0, 0]))
     logits = model(IDS).logits
     return torch.cat((*found, logits.flatten()))
-
-
-def compiled_after_a_pass(model: Any) -> Tensor:
-    activate_neftune(model, 5.0)
-    trained(model)
-    return trained(torch.compile(model, backend="aot_eager"))
 
 
 def on_rank_0(model: Any) -> Tensor:
@@ -209,6 +253,13 @@ def both(one: list[Any], ranks: list[list[Any]], uses: tuple[Use, ...]) -> None:
             require_refused((use,), (found,), "a hook on model.")
         else:
             require_same((use,), (want,), (found,), 1e-5)
+
+
+def test_parts_are_withheld(converted: Path) -> None:
+    options = {"training": True, "sequence_parallel": True}
+    ranks = of_ranks(converted / "out", (reads_parts, unknown_tensor), **options)
+    require_refused((reads_parts,), ranks[:1], "reads input.x, of which a rank has a part")
+    require_refused((unknown_tensor,), ranks[1:], "where the plan knows of none")
 
 
 @pytest.fixture(scope="module", params=["llama", "cohere"])
@@ -235,13 +286,7 @@ def test_hooks_see_what_one_process_has(converted: Path) -> None:
         require_refused(REFUSED, ranks[len(uses) :], "would be given a part of a tensor")
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks wait for each other's notes for two seconds."""
-    monkeypatch.setattr(user_hooks, "NOTE_TIMEOUT_S", 2)
-
-
-def test_for_inference_and_on_one_rank(converted: Path, impatient: None) -> None:
+def test_for_inference_and_on_one_rank(converted: Path) -> None:
     require_same(
         (statistics,), of_one(converted / "model", (statistics,)), of_ranks(converted / "out", (statistics,))
     )
@@ -250,11 +295,10 @@ def test_for_inference_and_on_one_rank(converted: Path, impatient: None) -> None
     require_same(uses, one, of_ranks(converted / "out", uses, training=True), 1e-5)
 
 
-def test_a_hook_on_one_rank_is_not_given_the_sequence(converted: Path, impatient: None) -> None:
+def test_a_hook_on_one_rank_is_not_given_the_sequence(converted: Path) -> None:
     options = {"training": True, "sequence_parallel": True, "timeout_s": 6}
-    found = of_ranks(converted / "out", (on_rank_0,), **options)[0]
-    assert "a hook on model.norm is not on all ranks" in found[0].error, found
-    assert found[1].value is None, "it lacks the other rank"
+    ranks = of_ranks(converted / "out", (on_rank_0,), **options)
+    require_refused((on_rank_0,), ranks, "with another list of hooks on inner modules on rank 1")
 
 
 def with_stages(model: Any) -> Tensor:

@@ -283,7 +283,7 @@ call("tie_weights", lambda m: [m.tie_weights(), m(IDS).logits][1:], changes=True
 call("load_own_state", lambda m: [m.load_state_dict(m.state_dict()), m(IDS).logits][1:], changes=True)
 call("average_of_models", lambda m: [torch.optim.swa_utils.AveragedModel(m).module(IDS).logits], changes=True)
 call("resize_the_vocabulary", lambda m: [m.resize_token_embeddings(300)], is_refused=True)
-call("draw_new_weights", lambda m: [m.init_weights()], is_refused=True)
+call("draw_new_weights", lambda m: [m.init_weights(), m(IDS).logits][1:])
 call("add_an_adapter", lambda m: [m.add_adapter(None)], is_refused=True)
 call("replace_the_head", lambda m: [setattr(m, "lm_head", nn.Linear(32, 256))], is_refused=True)
 call("replace_the_head_of_a_copy", lambda m: [with_other_head(copy.deepcopy(m))], is_refused=True)

@@ -38,16 +38,9 @@ MODULES = {
 
 NAMES = {
     # torch: tensors, operators
-    "torch.Tensor._backward_hooks": "whether a user has put a hook on a sharded embedding",
-    "torch.Tensor._cdata": "also of storages: which memory tensors share",
-    "torch.Tensor._is_view": "whether a hook was given a view",
     "torch.Tensor._make_wrapper_subclass": "tensors without bytes",
-    "torch._foreach_mul_": "gradients are scaled at once",
-    "torch._neg_view": "a conjugate's imaginary part, when initial weights are recorded",
     "torch.ops.aten._local_scalar_dense": "the operator of item()",
     "torch.ops.aten._scaled_mm": "products of FP8 are kept by activation checkpointing",
-    "torch.ops.aten._unsafe_view": "a view that matmul makes",
-    "torch._ops.OpOverload._can_decompose": "whether an operator is other operators",
     # torch: modes, autograd
     "torch._C.DisableTorchFunction": "code that a trace does not see",
     "torch._C._disabled_torch_function_impl": "a subclass without functions",
@@ -67,9 +60,7 @@ NAMES = {
     "torch.nn.init._no_grad_trunc_normal_": "initial weights are recorded",
     "torch.nn.utils.clip_grad._get_total_norm": "accelerate and Trainer compute norms with it",
     # torch: process groups
-    "torch.distributed.ProcessGroup._device_types": "the backends of a group",
     "torch.distributed.ProcessGroup._get_backend": "its time limit",
-    "torch.distributed.distributed_c10d._get_default_store": "notes between ranks without a collective",
     "torch.distributed.distributed_c10d._new_process_group_helper": "a group that not all processes make",
     "torch.distributed.distributed_c10d._world.pg_group_ranks": "the same",
     "torch._dynamo.eval_frame._debug_get_cache_entry_list": "how many graphs were recorded",
@@ -78,6 +69,7 @@ NAMES = {
     "transformers.PreTrainedConfig:_attn_implementation_internal": "the same, without its setter",
     "transformers.PreTrainedConfig:_experts_implementation": "how experts are run",
     "transformers.PreTrainedModel._init_weights": "initial weights",
+    "transformers.initialization:_is_hf_initialized": "weights that were loaded are not drawn anew",
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "tensors that a checkpoint lacks",
     "transformers.integrations.flex_attention.WrappedFlexAttention._instance": "is not compiled in a proof",
     # transformers: generate
@@ -95,8 +87,6 @@ NAMES = {
     "transformers.ContinuousMixin:_cached_continuous_batching_manager": "a manager that is kept",
     "transformers.ContinuousBatchingManager._fail_all_remaining_requests": "an error ends all requests",
     "transformers.ContinuousBatchingManager:_generation_thread": "other ranks wait for rank 0",
-    "transformers.ContinuousBatchingManager:_original_attn_impl": "attention is restored after an error",
-    "transformers.DistributedHelper:_cpu_int_acc": "messages of rank 0",
     "transformers.Scheduler:_requests_to_cancel": "cancelled on all stages",
     "transformers.RequestState:_true_initial_tokens": "the length of a prompt",
     "trl.SFTTrainer:_metrics": "metrics of all replicas",
@@ -111,6 +101,7 @@ NAMES = {
 
 _BATCHING = "transformers.generation.continuous_batching"
 MOVED = {
+    "transformers.initialization": "transformers.initialization",
     "transformers.GenerationMixin": "transformers.generation.utils",
     "transformers.ContinuousMixin": f"{_BATCHING}.continuous_api",
     "transformers.ContinuousBatchingManager": f"{_BATCHING}.continuous_api",

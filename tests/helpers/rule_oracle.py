@@ -263,7 +263,7 @@ def _describe(op: Op, layouts: Layouts) -> str:
 
 def _run_local(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> list[Tensor]:
     """Run an operator on parts, with the ints that an attribute override would give it."""
-    base = op.name.rsplit(".", 1)[0].rstrip("_")
+    base = op.base.rstrip("_")
     handler = _LOCAL.get(base)
     if handler is not None:
         return handler(op, layouts, local, rank)

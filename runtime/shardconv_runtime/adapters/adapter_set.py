@@ -16,6 +16,7 @@ from ..format.module_steps import AllGatherStep
 from ..format.plan import (
     DrawPlan,
     GradientPlan,
+    HookPlan,
     ModulePlan,
     ParameterPlan,
     Plan,
@@ -46,7 +47,11 @@ def named(plan: Plan, name: str) -> Plan:
 
     def of_sequence(form: SequencePlan | None) -> SequencePlan | None:
         return form and replace(
-            form, modules=change(form.modules), gradients=change(form.gradients), draws=change(form.draws)
+            form,
+            modules=change(form.modules),
+            gradients=change(form.gradients),
+            draws=change(form.draws),
+            hooks=change(form.hooks),
         )
 
     training = plan.training and replace(
@@ -59,6 +64,7 @@ def named(plan: Plan, name: str) -> Plan:
         tied=tuple((renamed(alias, name), renamed(first, name)) for alias, first in plan.tied),
         logits=plan.logits and replace(plan.logits, module=renamed(plan.logits.module, name)),
         training=training,
+        hooks=change(plan.hooks),
         stages=plan.stages and replace(plan.stages, modules=change(plan.stages.modules)),
     )
 
@@ -106,6 +112,7 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
         ),
         left_out=tuple(dict.fromkeys(name for plan in plans for name in plan.left_out)),
         wrong_attention=tuple(dict.fromkeys(w for plan in plans for w in plan.wrong_attention)),
+        hooks=_hooks([plan.hooks for plan in plans]),
         wrong_experts=tuple(dict.fromkeys(w for plan in plans for w in plan.wrong_experts)),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
@@ -210,6 +217,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
                 union.entries(lambda plan: plan.training.sequence.draws),  # type: ignore[union-attr]
                 may_pad=all(s is not None and s.may_pad for s in sequences),
                 stages=sequences[0].stages if sequences[0] is not None else (),
+                hooks=_hooks([s.hooks for s in sequences if s is not None]),
             )
     return TrainingPlan(
         sequence,
@@ -220,6 +228,15 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
         ),
         draws_on_host=all(form.draws_on_host for form in present),
     )
+
+
+def _hooks(of_each: list[tuple[HookPlan, ...]]) -> tuple[HookPlan, ...]:
+    """Return the modules on which all plans allow hooks, and give them the same."""
+    first, *others = [
+        {name: replace(entry, names=(name,)) for name, entry in by_name("hooks", hooks).items()}
+        for hooks in of_each
+    ]
+    return tuple(entry for name, entry in first.items() if all(other.get(name) == entry for other in others))
 
 
 def require_base(base: Plan, plan: Plan, attached: Attached) -> None:

@@ -376,7 +376,6 @@ _COPIES = {aten.alias, aten.detach, aten.clone, aten.lift_fresh, aten.contiguous
 _MOVES: dict[Any, Callable[..., Any]] = {
     aten._to_copy: _to_copy,
     aten.view: _view,
-    aten._unsafe_view: _view,
     aten.reshape: _view,
     aten.transpose: _transpose,
     aten.t: _t,

@@ -88,12 +88,17 @@ def start_group(device: torch.device, timeout_s: float | None) -> None:
 
 def check_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that a process group serves a device."""
-    served = {kind.type for kind in group._device_types}
+    served = set(_device_types(group))
     if device.type not in served:
         raise LaunchError(
             f"the process group serves {', '.join(sorted(served))}, but the model should be on {device}; "
             f"pass device=, or start the group with a backend for {device.type}"
         )
+
+
+def _device_types(group: dist.ProcessGroup) -> list[str]:
+    """Return the types of devices that a group serves, ``cpu:gloo,cuda:nccl`` in torch's words."""
+    return [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
 
 
 def axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
@@ -152,7 +157,7 @@ def calm_gloo() -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of collectives of a group, which groups of its ranks would not inherit."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    options = getattr(group._get_backend(torch.device(_device_types(group)[0])), "options", None)
     is_nccl = dist.get_backend(group) == "nccl"
     default = (is_nccl and default_pg_nccl_timeout) or default_pg_timeout
     timeout: timedelta = getattr(options, "_timeout", None) or default

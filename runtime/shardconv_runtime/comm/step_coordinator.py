@@ -7,6 +7,7 @@ the hosts need them.
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import zlib
 from collections import deque
@@ -34,6 +35,10 @@ from .process_groups import PATIENT_TIMEOUT_S, loop_group
 TELL_S = 5
 """How long a rank whose loop failed waits for the others to hear of it: some may be inside of a collective of
 the model, and hear of it when this process ends."""
+
+
+_NUM_STATES = len(inspect.signature(DistributedHelper.tp_all_reduce_state).parameters) - 1
+"""Numbers that the installed transformers expects back; 5.17 has no pause."""
 
 
 class StepCoordinator(DistributedHelper):  # type: ignore[misc]
@@ -76,7 +81,7 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
                 "the ranks' random states differ: on one of them, other code drew numbers from torch's "
                 "default generator while requests were sampled; give that code its own generator"
             )
-        return tuple(found[: len(self._cpu_int_acc)])
+        return tuple(found[:_NUM_STATES])
 
     def tell_failure(self) -> None:
         """Let the other ranks raise at their next step, unless they know already."""

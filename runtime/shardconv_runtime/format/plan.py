@@ -329,23 +329,9 @@ class ModulePlan:
             fail("", 'the key "norm" is missing')
 
     @property
-    def gather_output(self) -> bool:
-        """Column, vocab: whether the output is gathered here."""
-        return self.category in ("column", "vocab") and self._has_output("all_gather")
-
-    @property
     def input_is_parallel(self) -> bool:
         """Row: whether the input arrives sharded."""
         return self.category == "row" and not any(isinstance(step, SliceStep) for step in self.inputs)
-
-    @property
-    def reduce_output(self) -> bool:
-        """Row, vocab, experts: whether the Partial output is reduced here."""
-        sums = self._has_output("all_reduce") or self._has_output("reduce_scatter")
-        return self.category in ("row", "vocab", "experts") and sums
-
-    def _has_output(self, op: str) -> bool:
-        return any(step.op == op for step in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +382,28 @@ class DrawPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class HookPort:
+    """A tensor at a port of a module that each rank has all of, or a part of the sequence of."""
+
+    port: str
+    grad_axes: tuple[int, ...] = ()
+    """Mesh axes over which its gradient is a Partial."""
+    sequence_axes: tuple[int, ...] = ()
+    """Mesh axes that shard its second dim, the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookPlan:
+    """The tensors of modules that hooks may be given, as the caller of a module passes or gets them."""
+
+    names: tuple[str, ...]
+    inputs: tuple[HookPort, ...] = ()
+    """All inputs; none if ranks have parts of one of them."""
+    outputs: tuple[HookPort, ...] = ()
+    """All outputs; none if ranks have parts of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """The sequence-parallel form: activations between the parallel blocks are sharded over the sequence.
 
@@ -409,6 +417,7 @@ class SequencePlan:
     """Lengths that the ranks do not divide are padded: it was shown that tokens keep their results."""
     stages: tuple[StagedModule, ...] = ()
     """The modules of the stages, if the plan has any."""
+    hooks: tuple[HookPlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +460,8 @@ class Plan:
     """None: for inference only."""
     inference_only: str = ""
     """Why the model cannot be trained; empty if it can."""
+    hooks: tuple[HookPlan, ...] = ()
+    """Modules on which hooks may be registered; ranks have parts of the tensors of all others."""
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
     left_out: tuple[str, ...] = ()
@@ -484,7 +495,7 @@ class Plan:
             check_text(f"notes[{index}]", note)
 
 
-_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan, HookPlan)
 
 
 def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:

@@ -21,6 +21,7 @@ from .names import MAX_NAME_LENGTH, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .plan import (
     DrawPlan,
+    HookPlan,
     ModulePlan,
     ParameterPlan,
     Plan,
@@ -84,6 +85,7 @@ def check_plan(plan: Plan) -> None:
             check_packing(entry, plan.mesh)
     if plan.fused:
         check_fused(plan)
+    _check_hooks("hooks", plan.hooks, plan.mesh)
     if plan.training is not None:
         _check_draws("training.draws", plan.training.draws, plan.mesh)
         if plan.training.sequence is not None:
@@ -119,10 +121,24 @@ def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
     by_name(where, draws)
 
 
+def _check_hooks(where: str, hooks: tuple[HookPlan, ...], mesh: Mesh) -> None:
+    for index, entry in enumerate(hooks):
+        if not entry.names:
+            fail(f"{where}[{index}].names", "needs the name of a module")
+        for side, ports in (("input", entry.inputs), ("output", entry.outputs)):
+            for number, port in enumerate(ports):
+                place = f"{where}[{index}].{side}s[{number}]"
+                check_port(f"{place}.port", port.port, side)
+                check_axes(f"{place}.grad_axes", port.grad_axes, mesh)
+                check_axes(f"{place}.sequence_axes", port.sequence_axes, mesh)
+    by_name(where, hooks)
+
+
 def _check_sequence(
     where: str, sequence: SequencePlan, plan: Plan, parameters: Mapping[str, ParameterPlan]
 ) -> None:
     _check_draws(f"{where}.draws", sequence.draws, plan.mesh)
+    _check_hooks(f"{where}.hooks", sequence.hooks, plan.mesh)
     for index, module in enumerate(sequence.modules):
         _check_module(f"{where}.modules[{index}]", module, plan)
     by_name(f"{where}.modules", sequence.modules)

@@ -44,7 +44,7 @@ def require_training(plan: Plan) -> None:
 
 
 def of_sequence(plan: Plan) -> Plan:
-    """Return the plan with the modules, gradients and draws of its sequence-parallel form."""
+    """Return the plan with the modules, gradients, draws and hooks of its sequence-parallel form."""
     sequence = plan.training.sequence if plan.training else None
     if sequence is None:
         raise PlanError(
@@ -65,6 +65,7 @@ def of_sequence(plan: Plan) -> Plan:
     return replace(
         plan,
         modules=sequence.modules,
+        hooks=sequence.hooks,
         stages=plan.stages and replace(plan.stages, modules=sequence.stages),
         parameters=parameters,
         training=training,

@@ -54,13 +54,18 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     _room: int | None
     _check: RequestCheck
     _refusal: Any
+    _attention: str
 
     @classmethod
-    def adopt(cls, manager: Any, start: Launch) -> RankBatchingManager:
-        """Turn a manager that has not started into one of a rank, in place."""
+    def adopt(cls, manager: Any, start: Launch, attention: str) -> RankBatchingManager:
+        """Turn a manager that has not started into one of a rank, in place.
+
+        Args:
+            attention: the model's implementation of attention before the manager was made.
+        """
         manager.__class__ = cls
         manager._start, manager._model = start, manager.model
-        manager._room, manager._refusal = None, None
+        manager._room, manager._refusal, manager._attention = None, None, attention
         manager._check = RequestCheck.of(manager._model.unwrapped)
         if start.world_size > 1:
             timeout_s = manager.continuous_batching_config.cpu_group_timeout
@@ -196,8 +201,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             agree(self._start, failure)
             _require_same_sizes(self._start, made.cache)
         except Exception:
-            if self._original_attn_impl is not None:
-                self._model.set_attn_implementation(self._original_attn_impl)
+            self._model.set_attn_implementation(self._attention)
             raise
         # The most tokens of one request for which the empty cache has room.
         if hasattr(model_runner, "infer_max_single_request_tokens"):

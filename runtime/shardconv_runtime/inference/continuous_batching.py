@@ -139,9 +139,9 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
                 )
         elif manager is not None:
             if link is None:
-                manager = RankBatchingManager.adopt(manager, start)
+                manager = RankBatchingManager.adopt(manager, start, attention)
             else:
-                manager = StagedBatchingManager.on_stage(manager, start, link, in_flight)
+                manager = StagedBatchingManager.on_stage(manager, start, attention, link, in_flight)
             error = _dropped(manager, self, generation_config)
         try:
             agree(start, error)

@@ -120,10 +120,10 @@ class StagedBatchingManager(RankBatchingManager):
 
     @classmethod
     def on_stage(
-        cls, manager: Any, start: Launch, link: StageLink, num_microbatches: int
+        cls, manager: Any, start: Launch, attention: str, link: StageLink, num_microbatches: int
     ) -> StagedBatchingManager:
         """Turn a manager that has not started into one of a stage, in place."""
-        made = cls.adopt(manager, start)
+        made = cls.adopt(manager, start, attention)
         assert isinstance(made, cls)
         assert isinstance(link.transport, ProcessTransport), "requests are answered by processes"
         made._link, made._processes = link, link.transport

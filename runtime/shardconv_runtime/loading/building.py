@@ -51,7 +51,7 @@ def transforms(
     adapters, packed = checked.adapters, stays_packed(checked.plan, options)
     todo: list[Transform] = []
     if adapters is not None:
-        todo.append(Adapters(adapters, options.training, reads_all))
+        todo.append(Adapters(adapters, options.training is not None, reads_all))
     if not reads_all:
         todo.append(Dtypes(options.dtype is not None, checked.plan))
     todo += [
@@ -109,7 +109,7 @@ class ModelBuilder:
             self.all_ranks, partial(self._built, comm, stored, place), timeout
         )
         model = unwrapped(built)
-        if options.compiled:
+        if options.compiling is not None:
             if place is None:
                 records = can_capture(start)
                 compile_model(model, cuda_graphs=records, same_bits=start.world_size > 1)
@@ -121,7 +121,8 @@ class ModelBuilder:
                 start,
                 ranks,
                 comm,
-                training=options.training,
+                of_sequence(checked.full_plan) if options.sequence_parallel else checked.full_plan,
+                training=options.training is not None,
                 check_inputs=options.communication.check_inputs,
             )
         if options.data_parallel is not None:
@@ -155,6 +156,7 @@ class ModelBuilder:
             step.finish(rank)
         if checked.in_memory is None or not checked.in_memory.is_meta:
             rank_files.require_filled(model)
+            rank_files.mark_loaded(model)
 
         names = None
         if rank.attached is not None:

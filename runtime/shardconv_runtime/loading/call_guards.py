@@ -17,11 +17,11 @@ from ..comm.call_agreement import PAGED, require_same_inputs
 from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
 from ..errors import RefusedCallError
-from ..format.plan import global_shape, module_plans, parameter_plans
+from ..format.plan import Plan, global_shape, module_plans, parameter_plans
 from ..inference.cache_guards import LocalCaches
 from ..loaded import loaded
 from ..parallel.refused_changes import refuse_changes
-from ..parallel.user_hooks import watch_hooks
+from ..parallel.user_hooks import hooks_with_messages, watch_hooks
 from ..saving.save import save_pretrained
 from ..saving.stored_model import named_tensors
 from ..training.clipping import look_for_infinities_over_ranks, take_norms_over_ranks
@@ -85,6 +85,7 @@ class _Comparison:
         self._num_calls += 1
         if self._always or self._num_calls & (self._num_calls - 1) == 0:
             arguments = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+            arguments["list of hooks on inner modules"] = hooks_with_messages(module)
             with _disable_current_modes():
                 require_same_inputs(self._start, arguments)
 
@@ -94,11 +95,16 @@ def guard(
     start: Launch,
     stage: Launch,
     comm: Communicator,
+    plan: Plan,
     *,
     training: bool,
     check_inputs: bool,
 ) -> None:
-    """Guard a model, in place."""
+    """Guard a model, in place.
+
+    Args:
+        plan: the form of the plan that the model runs.
+    """
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     if start.world_size == 1:
@@ -130,7 +136,7 @@ def guard(
             compare_draws(model, stage, draws_on_host=is_known)
         if source.stage is None:
             refuse_direct_use(model, source.plan, comm)
-    watch_hooks(model, comm, ranks, has_stages=source.stage is not None)
+    watch_hooks(model, plan, comm, training=training)
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from ..adapters.adapter_set import AdapterSet
 from ..checkpoint.lazy_tensor import LazyTensor
 from ..checkpoint.quantized import without_quantization
-from ..errors import PlanError
+from ..errors import OptionError, PlanError
 from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
 from ..files.model_config import building_failed, read_config, read_generation_config
@@ -26,7 +26,7 @@ from ..files.reading import Span
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
-from ..option_values import Communication, Planning
+from ..option_values import Communication, Compiling, Planning, Training
 from ..parallel.meta_model import build_model, find_class
 from . import rank_files
 from .data_sharding import DataSharding
@@ -42,26 +42,37 @@ class LoadOptions:
     path: str
     """A path, a Hub id, or the class of a model in memory."""
     plan: str | Plan | Planning | None
-    in_memory: InMemory | None
+    in_memory: InMemory | None = None
     """The model, if the caller has it in memory."""
-    hub: Hub
-    trust_remote_code: bool
-    dtype: torch.dtype | None
-    training: bool
+    hub: Hub = field(default_factory=Hub)
+    trust_remote_code: bool = False
+    dtype: torch.dtype | None = None
+    training: Training | None
     sequence_parallel: bool
-    regather: bool | None
     gather_logits: bool | None
-    verify: bool
-    dequantize: bool
+    verify: bool = False
+    dequantize: bool = False
     fuse: bool | None
-    adapter: AdapterDirectories | None
+    adapter: AdapterDirectories | None = None
     data_parallel: DataSharding | None
     mesh: DeviceMesh | None
     """A device mesh, along a dim of which the ranks are."""
-    compiled: bool
-    warm_up: Sequence[tuple[int, int]]
-    stages_per_process: int
+    compiling: Compiling | None
     communication: Communication
+
+    def __post_init__(self) -> None:
+        if self.regather is not None and not self.sequence_parallel:
+            raise OptionError("regather= is about training with sequence_parallel=True; leave it out")
+
+    @property
+    def regather(self) -> bool | None:
+        """Return which gathered activations are dropped and gathered again; None: the large ones."""
+        return None if self.training is None else self.training.regather
+
+    @property
+    def stages_per_process(self) -> int:
+        """Return the number of pipeline stages of each process."""
+        return 1 if self.training is None else self.training.stages_per_process
 
     @property
     def all_reduce(self) -> str | None:
@@ -74,7 +85,7 @@ class LoadOptions:
         """Return the arguments that a model with stages does not support, and whether they were given."""
         return {
             "all_reduce=": self.all_reduce is not None,
-            "compile=True with training=True": self.compiled and self.training,
+            "compile=True with training=True": self.compiling is not None and self.training is not None,
         }
 
     @property
@@ -86,7 +97,7 @@ class LoadOptions:
     @property
     def form(self) -> dict[str, bool]:
         """Return the options of the form of the plan; empty for plain inference."""
-        options = {"training": self.training, "sequence_parallel": self.sequence_parallel}
+        options = {"training": self.training is not None, "sequence_parallel": self.sequence_parallel}
         return options if any(options.values()) else {}
 
 

@@ -76,8 +76,10 @@ class DataSharding(Transform):
 
 def data_sharding(
     mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool, compiled: bool
-) -> DataSharding:
-    """Check the data parallelism that ``load`` was asked for."""
+) -> DataSharding | None:
+    """Check the data parallelism that ``load`` was asked for; None without it."""
+    if settings is False:
+        return None
     if settings is True:
         settings = DataParallel()
     if not isinstance(settings, DataParallel):

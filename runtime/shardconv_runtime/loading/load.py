@@ -37,8 +37,9 @@ from ..training.fsdp import DataParallel
 from . import rank_files
 from .building import ModelBuilder, transforms
 from .checked_source import AdapterDirectories, CheckedSource, LoadOptions, stays_packed, unsharded
+from .data_sharding import data_sharding
 from .in_memory import in_memory, require_same_values
-from .load_options import MOVED, REMEDIES, load_options, with_further
+from .load_options import MOVED, REMEDIES, as_value, parse_dtype, with_further
 from .loaded_adapters import guard_adapters
 from .packed_models import require_packages
 from .planned_here import is_ordinary, plan_on_rank_0, with_plan
@@ -179,23 +180,24 @@ def load(
         >>> model = shardconv_runtime.load("user/original")
         >>> model = shardconv_runtime.load("user/original", plan="plan.json")
     """
-    options = load_options(
+    trained, compiling = as_value("training", training, Training), as_value("compile", compile, Compiling)
+    options = LoadOptions(
         path=os.fspath(path),
-        plan=plan,
-        hub=hub or Hub(),
+        plan=plan if plan is None or isinstance(plan, Plan | Planning) else os.fspath(plan),
+        hub=as_value("hub", hub, Hub) or Hub(),
         trust_remote_code=trust_remote_code,
         verify=verify,
-        dtype=dtype,
+        dtype=parse_dtype(dtype),
         mesh=mesh,
-        training=training,
-        data_parallel=data_parallel,
+        training=trained,
+        data_parallel=data_sharding(mesh, data_parallel, training=bool(trained), compiled=bool(compiling)),
         sequence_parallel=sequence_parallel,
-        compile=compile,
+        compiling=compiling,
         gather_logits=gather_logits,
         fuse=fuse,
         dequantize=dequantize,
         adapter=adapter,
-        communication=communication,
+        communication=as_value("communication", communication, Communication) or Communication(),
     )
     return load_model(options, process_group if mesh is None else model_group(mesh, process_group), device)
 
@@ -256,19 +258,19 @@ def parallelize(
                 "example_inputs= and plan=Planning(example_inputs=) are the same; leave one out"
             )
         plan = replace(planning, example_inputs=example_inputs)
-    options = load_options(
+    trained, compiling = as_value("training", training, Training), as_value("compile", compile, Compiling)
+    options = LoadOptions(
         path=type(model).__name__,
         plan=plan,
         in_memory=in_memory(model),
-        dtype=None,
         mesh=mesh,
-        training=training,
-        data_parallel=data_parallel,
+        training=trained,
+        data_parallel=data_sharding(mesh, data_parallel, training=bool(trained), compiled=bool(compiling)),
         sequence_parallel=sequence_parallel,
-        compile=compile,
+        compiling=compiling,
         gather_logits=gather_logits,
         fuse=fuse,
-        communication=communication,
+        communication=as_value("communication", communication, Communication) or Communication(),
     )
     group = process_group if mesh is None else model_group(mesh, process_group)
     return load_model(options, group, device)  # type: ignore[return-value]
@@ -301,9 +303,8 @@ def load_model(
             require_same(all_ranks, checked.common_manifest, options, checked.adapters)
             agreement.require_own_gpus(start)
         if stays_packed(checked.plan, options):
-            needs = partial(
-                require_packages, *checked.model, start.device, options.dtype, compiled=options.compiled
-            )
+            compiled = options.compiling is not None
+            needs = partial(require_packages, *checked.model, start.device, options.dtype, compiled=compiled)
             agreement.together(all_ranks, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
             fetch = partial(_with_files, checked, start.rank)
@@ -313,8 +314,8 @@ def load_model(
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if options.adapter is not None:
         guard_adapters(model)
-    if options.warm_up:
-        warm_up_decoding(unwrapped(model), options.warm_up)
+    if options.compiling is not None and options.compiling.warm_up:
+        warm_up_decoding(unwrapped(model), options.compiling.warm_up)
     return cast(LoadedModel, model)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CheckpointError, OptionError
 from ..files import manifest
@@ -18,11 +16,9 @@ from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub
 from ..keywords import Moved
-from ..option_values import Communication, Compiling, Planning, Training
+from ..option_values import Communication, Compiling, Training
 from ..packed.formats import FORMATS
-from ..training.fsdp import DataParallel
-from .checked_source import AdapterDirectories, CheckedSource, InMemory, LoadOptions
-from .data_sharding import DataSharding, data_sharding
+from .checked_source import CheckedSource
 
 _CONVERTED = "it was decided when the model was converted; leave it out, or convert with another setting"
 
@@ -61,75 +57,19 @@ MOVED = {
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def load_options(
-    *,
-    path: str,
-    plan: str | os.PathLike[str] | Plan | Planning | None = None,
-    hub: Hub | None = None,
-    trust_remote_code: bool = False,
-    verify: bool = False,
-    dtype: torch.dtype | str | None,
-    mesh: DeviceMesh | None,
-    training: bool | Training,
-    data_parallel: bool | DataParallel,
-    sequence_parallel: bool,
-    compile: bool | Compiling,
-    gather_logits: bool | None,
-    fuse: bool | None,
-    dequantize: bool = False,
-    adapter: AdapterDirectories | None = None,
-    communication: Communication | None,
-    in_memory: InMemory | None = None,
-) -> LoadOptions:
-    """Check the arguments of ``load`` that need no model; see there for them."""
-    require_classes(
-        {
-            "training": (training, Training),
-            "compile": (compile, Compiling),
-            "hub": (hub, Hub),
-            "communication": (communication, Communication),
-        }
-    )
-    trains = isinstance(training, Training) or bool(training)
-    training = training if isinstance(training, Training) else Training()
-    compiled = isinstance(compile, Compiling) or bool(compile)
-    if training.regather is not None and not (trains and sequence_parallel):
-        raise OptionError("regather= is about training with sequence_parallel=True; leave it out")
-    sharding: DataSharding | None = None
-    if data_parallel:
-        sharding = data_sharding(mesh, data_parallel, training=trains, compiled=compiled)
-    return LoadOptions(
-        path=path,
-        plan=plan if plan is None or isinstance(plan, Plan | Planning) else os.fspath(plan),
-        in_memory=in_memory,
-        hub=hub or Hub(),
-        trust_remote_code=trust_remote_code,
-        dtype=parse_dtype(dtype),
-        training=trains,
-        sequence_parallel=sequence_parallel,
-        regather=training.regather,
-        gather_logits=gather_logits,
-        verify=verify,
-        dequantize=dequantize,
-        fuse=fuse,
-        adapter=adapter,
-        data_parallel=sharding,
-        mesh=mesh,
-        compiled=compiled,
-        warm_up=compile.warm_up if isinstance(compile, Compiling) else (),
-        stages_per_process=training.stages_per_process,
-        communication=communication or Communication(),
-    )
+V = TypeVar("V")
 
 
-def require_classes(values: Mapping[str, tuple[object, type]]) -> None:
-    """Refuse arguments that are neither a bool nor None, nor of the class of their values."""
-    for name, (value, value_class) in values.items():
-        if not isinstance(value, bool | None | value_class):
-            raise OptionError(
-                f"{name}= should be a {value_class.__name__}(...), got {value!r}; see "
-                f"help(shardconv_runtime.{value_class.__name__})"
-            )
+def as_value(name: str, argument: bool | V | None, value_class: type[V]) -> V | None:
+    """Return the value of an argument that may be True for its defaults, or False for nothing."""
+    if isinstance(argument, value_class):
+        return argument
+    if not isinstance(argument, bool | None):
+        raise OptionError(
+            f"{name}= should be a {value_class.__name__}(...), got {argument!r}; see "
+            f"help(shardconv_runtime.{value_class.__name__})"
+        )
+    return value_class() if argument else None
 
 
 def require_form(

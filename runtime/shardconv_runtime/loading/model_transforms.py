@@ -75,7 +75,7 @@ class Fusing(Transform):
         if fuse is None:
             # On a GPU, fused products save kernels: a fifth to a third of a compiled step. On a CPU they
             # save nothing, and splitting their results makes a compiled prefill 7% slower.
-            fuse = self.options.compiled and rank.start.device.type != "cpu"
+            fuse = self.options.compiling is not None and rank.start.device.type != "cpu"
         if fuse and not self.options.form:
             return rank
         return replace(rank, held_plan=replace(rank.held_plan, fused=()))

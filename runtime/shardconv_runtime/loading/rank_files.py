@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,6 +149,16 @@ def require_filled(model: nn.Module) -> None:
     """Check that no tensor of the model is on meta."""
     if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"no file had {empty[0]}; {REMEDY}")
+
+
+def mark_loaded(model: nn.Module) -> None:
+    """Mark the weights as loaded, as ``from_pretrained`` does.
+
+    Otherwise transformers draws them anew in ``post_init`` of the model, or of one around it.
+    """
+    marked: Any
+    for marked in (*model.modules(), *model.parameters(), *model.buffers()):
+        marked._is_hf_initialized = True
 
 
 def _compare(

@@ -79,7 +79,7 @@ class Placeholders(Transform):
                     f"{argument} does not know stages yet; leave it out, or convert without --pp"
                 )
         if options.stages_per_process != 1:
-            require_several(plan, options.stages_per_process, training=options.training)
+            require_several(plan, options.stages_per_process, training=options.training is not None)
 
     def shape(self, rank: RankModel) -> RankModel:
         """Replace modules of other stages."""

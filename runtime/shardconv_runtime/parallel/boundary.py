@@ -128,6 +128,12 @@ def attach(
         renumber(module, module.register_forward_hook(after, prepend=True))
 
 
+def changed_inputs(module: nn.Module) -> frozenset[str]:
+    """Return the ports whose tensors change before the code of a module and its forward hooks get them."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Before)]
+    return frozenset(action.port for hook in hooks for action in hook.actions)
+
+
 def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
     """Give a forward hook of ``module`` a number that is the same in all layers; ``handle`` follows.
 
@@ -184,6 +190,12 @@ def given_cache(arguments: Mapping[str, Any]) -> str | None:
 def forward_signature(module: nn.Module) -> inspect.Signature:
     """Return the signature of a module's forward method, without ``self``."""
     return inspect.signature(module.forward)
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward method that may be passed by position."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in forward_signature(module).parameters.values() if p.kind in named]
 
 
 def replace_at(value: Any, path: _Path, function: TensorStep, port: str) -> Any:
@@ -257,12 +269,12 @@ class _Before:
     """Forward pre-hook: rewrites arguments."""
 
     def __init__(self, actions: list[_InputAction]) -> None:
-        self._actions = actions
+        self.actions = actions
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for action in self._actions:
+        for action in self.actions:
             if action.name in kwargs:
                 value = replace_at(kwargs[action.name], action.path, action.step, action.port)
                 kwargs = {**kwargs, action.name: value}

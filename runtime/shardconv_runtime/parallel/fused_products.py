@@ -58,9 +58,9 @@ def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 def _are_adjacent(parts: Sequence[Tensor]) -> bool:
     """Return whether tensors are in one storage, one after another."""
     at = parts[0].storage_offset()
-    storage = parts[0].untyped_storage()._cdata
+    storage = parts[0].untyped_storage()
     for part in parts:
-        if not (part.is_contiguous() and part.untyped_storage()._cdata == storage):
+        if not (part.is_contiguous() and part.untyped_storage() is storage):
             return False
         if part.storage_offset() != at:
             return False

@@ -33,17 +33,12 @@ _ADAPTERS = (
 )
 
 
-_RANDOM = "`shardconv convert --random-init` draws those of the full model"
-
-
 REFUSED_METHODS = {
     "push_to_hub": (
         "each rank has a part of the parameters; call save_pretrained(DIR) or "
         "shardconv_runtime.save(model, OUT) on all ranks, then `hf upload` or "
         "`shardconv push OUT`"
     ),
-    "init_weights": f"each rank would draw other weights; {_RANDOM}",
-    "initialize_weights": f"each rank would draw other weights; {_RANDOM}",
     "resize_token_embeddings": f"the plan is for the vocabulary that was converted; {_BEFORE}",
     "add_adapter": f"an adapter would get the sizes of a part of each layer; {_ADAPTERS}",
     "load_adapter": f"an adapter would get the sizes of a part of each layer; {_ADAPTERS}",

@@ -7,11 +7,11 @@ on it, segment by segment; elements that are replicated over data-parallel proce
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,19 +75,10 @@ def clip_grad_norm(
     norm = grad_norm(model, norm_type=norm_type)
     if error_if_nonfinite:
         require_finite(norm, norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            local = local_tensor(parameter.grad.detach())
-            kinds[local.device, local.dtype].append(local)
-    for (device, _), locals_ in kinds.items():
-        scale = factor.to(device)
-        if foreach is not False:
-            torch._foreach_mul_(locals_, scale)
-        else:
-            for local in locals_:
-                local.mul_(scale)
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    # torch reads only this attribute of parameters. Gradients of FSDP are DTensors, and are scaled in parts.
+    local: list[Any] = [SimpleNamespace(grad=local_tensor(gradient.detach())) for gradient in gradients]
+    torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm, foreach)
     return norm
 
 
@@ -300,6 +291,14 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
             return model
     return None
 
+
+# ``torch.amp.GradScaler`` of the gradients of loaded models: all ranks skip a step, or none does.
+#
+# A scaler looks for infinities in the gradients that it is given. Each rank would look at its own part, so
+# that after an overflow in one rank's shard that rank skips the step, the others take it, and they go on with
+# other scales. All ways in which a scaler looks (``unscale_``, ``step``, also for fused optimizers) pass
+# through a private method of its class. In its place, one takes the largest answer of all processes of the
+# model.
 
 _FOUND = "_unscale_grads_"
 """The private method: it scales gradients, and returns for each device whether one of them was not finite."""

@@ -6,7 +6,7 @@ weight has one though its layer never ran, or in rows that the layer never looke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,18 +56,26 @@ class _Uses:
     """The calls of the layers of one weight, until a call after which it may have any gradient."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
         self._names: list[str] = []
         self.may_be_any = False
         self._looked_up: Tensor | None = None
         """Local rows that were looked up in any call, bool ``[rows]``."""
         self._num_gradients = 0
         parameter.register_hook(self.check)  # type: ignore[no-untyped-call]
+        parameter.register_hook = self._refuse_hook  # type: ignore[method-assign]
 
     def watch(self, name: str, module: nn.Module) -> None:
         """Note the calls of a layer with this weight, of this name."""
         self._names.append(name)
         module.register_forward_pre_hook(self._note)
+
+    def _refuse_hook(self, hook: object) -> NoReturn:
+        raise RefusedCallError(
+            f"{' and '.join(self._names)}: a hook of the parameter would be given the gradient of this "
+            "rank's rows, which are not the tokens of these numbers; change the parameter's grad after the "
+            "backward pass: the embedding's rows(ids) returns this rank's rows of token ids, and which ids "
+            "are on other ranks"
+        )
 
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # nothing is noted in compiled code, so nothing can be said
@@ -75,13 +83,6 @@ class _Uses:
             return
         if not torch.is_grad_enabled():
             return
-        if len(self._parameter._backward_hooks or ()) > 1:
-            raise RefusedCallError(
-                f"{' and '.join(self._names)}: a hook of the parameter would be given the gradient of this "
-                "rank's rows, which are not the tokens of these numbers; change the parameter's grad after "
-                "the backward pass: the embedding's rows(ids) returns this rank's rows of token ids, and "
-                "which ids are on other ranks"
-            )
         if self.may_be_any:
             return
         if not isinstance(module, VocabParallelEmbedding):

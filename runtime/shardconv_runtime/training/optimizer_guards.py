@@ -101,15 +101,6 @@ def _mark_state(place: tuple[int, int], optimizer: Optimizer, state: dict[str, A
         group[MARK] = place
 
 
-# ``torch.amp.GradScaler`` of the gradients of loaded models: all ranks skip a step, or none does.
-#
-# A scaler looks for infinities in the gradients that it is given. Each rank would look at its own part, so
-# that after an overflow in one rank's shard that rank skips the step, the others take it, and they go on with
-# other scales. All ways in which a scaler looks (``unscale_``, ``step``, also for fused optimizers) pass
-# through a private method of its class. In its place, one takes the largest answer of all processes of the
-# model.
-
-
 SIZE = 136
 """Rows and columns of the matrix: some optimizers leave matrices with fewer than 128 rows as they are."""
 

@@ -206,6 +206,7 @@ def backward_axes(plan: Plan) -> list[Iterable[int]]:
     return [
         range(len(plan.mesh)),
         *(axes for step in steps for axes in _of_step(step)),
+        *(port.grad_axes for entry in plan.hooks for port in (*entry.inputs, *entry.outputs)),
         *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
     ]
 

@@ -484,7 +484,7 @@ def test_an_isolated_module_is_one_operator() -> None:
     assert sites
     inside = {c.call for c in find_experts(fold(tape).tape)}
     kept = [e for e in folded.tape.events if e.call in inside and hasattr(e, "name")]
-    assert [e.name.rpartition(".")[0] for e in kept] == [EXPERTS] * len(sites)
+    assert [e.base for e in kept] == [EXPERTS] * len(sites)
     assert folded.tape.sources() == tape.sources()
 
 

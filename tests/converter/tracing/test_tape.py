@@ -59,7 +59,7 @@ def marks(tape: Tape, fqn: str) -> list[tuple[str, ...]]:
 
 def ops(tape: Tape) -> list[str]:
     """Names of the operators, without overload."""
-    return [e.name.rsplit(".", 1)[0] for e in tape.events if isinstance(e, Op)]
+    return [e.base for e in tape.events if isinstance(e, Op)]
 
 
 # Marks -----------------------------------------------------------------------------------------------

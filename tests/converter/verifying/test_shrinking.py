@@ -81,7 +81,7 @@ def test_a_large_model_is_proven_on_a_small_one(large: tuple[Plan, NumericCheck]
 def test_a_wrong_plan_of_a_large_model_is_wrong_on_the_small_one(large: tuple[Plan, NumericCheck]) -> None:
     """A sum is left out in one layer of many: the shapes are right."""
     plan, check = large
-    entry = next(m for m in plan.modules if m.reduce_output and "down_proj" in m.names[0])
+    entry = next(m for m in plan.modules if m.category == "row" and "down_proj" in m.names[0])
     wrong = replace(entry, outputs=())
     with pytest.raises((SolveError, PlanError)):
         simulate(check.case(replace(plan, modules=tuple(wrong if m is entry else m for m in plan.modules))))

@@ -21,6 +21,8 @@ from shardconv_runtime.format.dims import parse
 from shardconv_runtime.format.plan import (
     AttributeOverride,
     CodeInfo,
+    HookPlan,
+    HookPort,
     LogitsInfo,
     ModelInfo,
     ModulePlan,
@@ -93,6 +95,13 @@ PLAN = Plan(
     ),
     tied=(("lm_head.weight", "embed.weight"),),
     logits=LogitsInfo("lm_head", "output"),
+    hooks=(
+        HookPlan(
+            ("layers.{0..3}.attn",),
+            (HookPort("input.x", (0,)),),
+            (HookPort("output.0", sequence_axes=(0, 1)),),
+        ),
+    ),
     notes=("the cache is opaque", "größe"),
 )
 
@@ -115,7 +124,7 @@ def test_golden_file_is_read() -> None:
 
 
 def test_smallest_plan() -> None:
-    plan = replace(PLAN, tp=1, mesh=(), parameters=(), modules=(), tied=(), logits=None, notes=())
+    plan = replace(PLAN, tp=1, mesh=(), parameters=(), modules=(), tied=(), logits=None, hooks=(), notes=())
     text = plan_json.dumps(plan)
     assert plan_json.loads(text) == plan
     assert list(json.loads(text)) == [

@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.parallel.meta_model import LazyInit, build_model, find_class
+from shardconv_runtime.parallel.lazy_init import LazyInit
+from shardconv_runtime.parallel.meta_model import build_model, find_class
 from torch import Tensor, nn
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
@@ -222,6 +223,20 @@ def test_values_are_there_while_building() -> None:
     assert lazy.materialize(y).dtype == torch.float64
     assert lazy.materialize(nn.Parameter(y)).tolist() == [1, 3, 5, 7]
     assert lazy.materialize(x[2:]).tolist() == [5, 7]
+
+
+def test_imaginary_parts_of_conjugates_are_views() -> None:
+    def make() -> tuple[Tensor, Tensor]:
+        pairs = torch.polar(torch.arange(1.0, 5.0), torch.arange(4.0))
+        imaginary = pairs.conj().imag[1:]
+        imaginary.mul_(2)  # it writes to the pairs
+        return pairs, imaginary
+
+    expected = make()
+    with LazyInit() as lazy:
+        metas = make()
+    for meta, real in zip(metas, expected, strict=True):
+        assert torch.equal(lazy.materialize(meta), real)
 
 
 def test_tensors_from_before_are_constants() -> None:

@@ -1,0 +1,77 @@
+"""Find the tensors at the ports of modules that a user's hooks may be given.
+
+A hook expects full tensors. Ranks have them where a tensor is replicated, and can gather them where it is
+sharded over the sequence. A hook of a user runs outside of the plan's steps: a pre-hook gets the inputs in
+front of them, a forward hook the outputs behind them.
+"""
+
+from __future__ import annotations
+
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import HookPlan, HookPort
+
+from ..dim_analysis.dim_trees import find, leaves
+from ..tracing.identities import mutated_arguments
+from ..tracing.tape import ALIAS_WRITE, Mark, Tape, starred
+from .gradients import sequence_leaves
+from .module_plans import logits_region
+from .solution import Solution
+
+
+def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
+    """Return the modules whose inputs or outputs are the same in all calls; equal ones share an entry."""
+    tape = solution.analysis.tape
+    # Logits are gathered in some calls only. A hook on a tensor whose gradient or part is converted gets a
+    # copy of it, which lacks what code writes to the tensor later.
+    logits, written = logits_region(solution), written_later(tape)
+    sides: dict[tuple[str, bool], dict[str, HookPort] | None] = {}
+    for event in tape.events:
+        if not isinstance(event, Mark):
+            continue
+        tid = event.target if event.is_output else event.source
+        side = (solution.fqn(event), event.is_output)
+        for name in event.ports:
+            port = None if tid in logits else _port(solution, tid, name)
+            ports = sides.setdefault(side, {})
+            is_refused = port is None or (tid in written and (port.grad_axes or port.sequence_axes))
+            if ports is None or port is None or is_refused or ports.setdefault(name, port) != port:
+                sides[side] = None
+    grouped: dict[tuple[str, HookPlan], list[str]] = {}
+    for fqn in dict.fromkeys(call.fqn for call in tape.calls):
+        inputs, outputs = (tuple((sides.get((fqn, is_output)) or {}).values()) for is_output in (False, True))
+        if fqn and (inputs or outputs):
+            for name in solution.folded.names(fqn):
+                grouped.setdefault((starred(name), HookPlan((), inputs, outputs)), []).append(name)
+    return tuple(
+        HookPlan(tuple(compress(names)), entry.inputs, entry.outputs) for (_, entry), names in grouped.items()
+    )
+
+
+def _port(solution: Solution, tid: int, name: str) -> HookPort | None:
+    """Return how a tensor is held at a port; None if ranks have parts of it that are not of the sequence."""
+    analysis, assignment = solution.analysis, solution.layouts.assignment
+    if tid not in analysis.dims:
+        return None
+    dims = analysis.dims[tid]
+    sequence_axes: tuple[int, ...] = ()
+    if len(dims) > 1 and find(dims[1]) in sequence_leaves(analysis):
+        sequence_axes = tuple(sorted(assignment.axes(find(dims[1]))))
+    others = dims[:1] + dims[2:] if sequence_axes else dims
+    is_sharded = any(leaf.size > 1 and assignment.axes(leaf) for dim in others for leaf in leaves(dim))
+    if is_sharded or assignment.partial_axes(analysis.partial[tid]):
+        return None
+    return HookPort(name, solution.gradients.axes(tid), sequence_axes)
+
+
+def written_later(tape: Tape) -> set[int]:
+    """Return the tensors to which code writes later, also under other names."""
+    written: set[int] = set()
+    for event in reversed(tape.events):
+        if isinstance(event, Mark):
+            if event.target in written:
+                written.add(event.source)
+        elif event.name == ALIAS_WRITE:
+            written.add(event.inputs[0])
+        elif event.overload is not None:
+            written |= {ref.tid for ref in mutated_arguments(event.overload, event.args, event.kwargs)}
+    return written
