@@ -17,7 +17,7 @@ from distributed import run_processes
 from library_checkpoints import dense_model, save_fp8
 from packed_ranks import held_bytes
 from shardconv_runtime.packed.formats import format_of
-from shardconv_runtime.parallel import packed_joins
+from shardconv_runtime.parallel import packed_modules
 from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.parallel.packed_modules import PackedProduct
 from test_packed_load import IDS, KERNELS, SAVE, require_packages
@@ -78,7 +78,7 @@ def on_rank(path: Path) -> list[Any]:
     """How far a fused model is from one that is not, and what is the same in both."""
     plain_kernels.use_those_of_cpus()
     plain = shardconv_runtime.load(path, dtype="float32", fuse=False)
-    with mock.patch.object(packed_joins, "joined", wraps=packed_joins.joined) as joined:
+    with mock.patch.object(packed_modules, "joined", wraps=packed_modules.joined) as joined:
         fused = shardconv_runtime.load(path, dtype="float32", fuse=True)
     for (parts,), _ in joined.call_args_list:  # in the mapped file; factors of factors are multiplied out
         is_stored = not path.match("nested/*") or parts[0].dtype == torch.uint8

@@ -19,7 +19,7 @@ from checkpoints import save_causal
 from one_and_ranks import of_one, of_ranks, require_refused, require_same
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.inference.assisted_generation import candidates_of_rank_0
-from shardconv_runtime.inference.cache_guards import require_scales_within_heads
+from shardconv_runtime.loading.call_guards import require_scales_within_heads
 from torch import Tensor
 from transformers import cache_utils
 

@@ -16,7 +16,7 @@ from ..files.remote_files import RemoteFile
 from ..files.small_files import choose_files, sizes_in
 from ..format.header import dtype_name
 from ..hub_options import Hub
-from ..parallel.meta_twin import class_name_of, is_custom, meta_twin, refuse_other_models
+from ..parallel.meta_model import class_name_of, is_custom, meta_twin, refuse_other_models
 from .config_reading import model_class_of, read_config
 from .model_directory import (
     Index,

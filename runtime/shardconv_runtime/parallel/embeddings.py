@@ -67,6 +67,7 @@ def attach_embeddings(
             lookup = _UnusedLookup(ids, Gather(comm, -1, width, ()), Reduce(comm, axes_of(rows), ()))
             module.register_forward_pre_hook(lookup.before)
             module.register_forward_hook(lookup.after)
+            module.__dict__[PLACED] = _Embedding(_Placement(frozenset(), Leaf(size(width))), comm)
         else:
             # The placement of the result after the steps at the boundary of the embedding.
             partial, width, is_sequence = set(axes_of(weight.dims[0])), weight.dims[1], False
@@ -103,12 +104,11 @@ class _Placement:
 
 def _attach(model: nn.Module, name: str, module: nn.Module, left: _Placement, comm: Communicator) -> None:
     """Watch the modules around an embedding that returns less than full rows."""
+    state = module.__dict__[PLACED] = _Embedding(left, comm)
     if left.is_full:
         return
     parents = [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)] + [""]
-    state = _Embedding(left, comm)
     renumber(module, module.register_forward_hook(state.finish))
-    module.__dict__[PLACED] = state
     for parent in map(model.get_submodule, parents):
         names = list(forward_signature(parent).parameters)
         is_entrance = ARGUMENT in names and f"decoder_{ARGUMENT}" not in names  # which has two embeddings
@@ -121,6 +121,7 @@ class _Embedding:
     """Forward hooks of one embedding and of the modules around it."""
 
     def __init__(self, left: _Placement, comm: Communicator) -> None:
+        self.is_full = left.is_full
         self._is_sequence = left.is_sequence
         self._keeps = all(comm.group((axis,))[0] == comm.rank for axis in left.partial)
         self._keep = KeepOnFirst(comm, left.partial, training=True)

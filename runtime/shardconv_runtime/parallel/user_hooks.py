@@ -39,8 +39,9 @@ _OF_WEIGHTS = "torch.nn.utils."
 """Hooks that make a module's weights of other tensors: weight and spectral norms, pruning."""
 
 PLACED = "_shardconv_placed"
-"""Attribute of an embedding that leaves less than full rows in a forward pass: an object with ``full``, which
-returns all of its result (None if it is full, or sharded over the sequence), and ``part``, the inverse."""
+"""Attribute of an input embedding: an object with ``is_full``, whether a forward pass gets full rows of it,
+``full``, which returns all of a result (None if it is full, or sharded over the sequence), and ``part``, the
+inverse."""
 
 Part = Callable[[Tensor], Tensor]
 """Converts a hook's result for a full tensor to this rank's part."""
@@ -115,7 +116,9 @@ class _Watch:
         if method == "register_forward_pre_hook":
             is_full = bool(inputs)
         elif method == "register_forward_hook":
-            is_full = bool(outputs) or PLACED in self.module.__dict__
+            # An embedding without inputs in the plan is called by users only, and returns full rows.
+            embedding = self.module.__dict__.get(PLACED)
+            is_full = bool(outputs) or (embedding is not None and not (embedding.is_full and inputs))
         else:  # the gradients of the module's own code, which are between the plan's steps
             converted = [port for port in (*inputs, *outputs) if port.grad_axes or port.sequence_axes]
             is_full = bool(inputs and outputs) and not converted and not self.changed

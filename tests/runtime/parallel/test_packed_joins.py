@@ -14,7 +14,7 @@ from shardconv_runtime.packed.bnb import Bnb4Bit, Bnb8Bit
 from shardconv_runtime.packed.formats import dequantize, format_of
 from shardconv_runtime.packed.packed_format import Part
 from shardconv_runtime.packed.stored_weights import WeightSlice
-from shardconv_runtime.parallel.packed_joins import joined_parts
+from shardconv_runtime.parallel.packed_modules import joined_parts
 from torch import Tensor
 
 COLUMNS = 64

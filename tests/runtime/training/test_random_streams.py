@@ -281,7 +281,11 @@ def train(path: Path, sequence: bool, recompute: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     part: Any = model
     attention = part.transformer.h[0].attn
-    attention.register_forward_hook(lambda _, __, out: found.setdefault("hidden", out[0].detach()))
+
+    def keep(module: Any, args: Any, out: Any) -> None:
+        found.setdefault("hidden", out[0].detach())
+
+    attention.register_forward_hook(keep)
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     found["loss"] = float(out.loss)
