@@ -15,8 +15,7 @@ from .arguments import RandomInit, Writing
 from .convert import convert, plan
 from .converted.adapt import adapt
 from .converted.push import push
-from .converted.replan import replan as _replan
-from .converted.replan import reshard
+from .converted.replan import replan, reshard
 from .converted.verify import verify
 from .exports.export import export
 from .exports.export_vllm import export_vllm
@@ -24,7 +23,6 @@ from .exports.merge import merge as _merge
 from .old_names import renamed
 
 merge = renamed(_merge, "shardconv.export(SRC, DST, format='hf')")
-replan = renamed(_replan, "shardconv.reshard(SRC, in_place=True)")
 
 __all__ = [
     "Hub",

@@ -14,6 +14,8 @@ from shardconv_runtime.errors import OptionError
 from shardconv_runtime.files.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 from shardconv_runtime.format.field_checks import MAX_TP
 from shardconv_runtime.format.plan import EXPERT_MODES
+from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.keywords import Moved
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""
@@ -83,6 +85,15 @@ class Writing:
     memory: int | str = MEMORY
     stream: bool | None = None
     overwrite: bool = False
+
+
+HUB_FIELDS = {name: Moved("hub", Hub) for name in ("revision", "cache_dir", "local_files_only", "token")}
+"""Arguments that are fields of ``hub=``."""
+
+WRITING_FIELDS = {
+    name: Moved("writing", Writing) for name in ("ranks", "max_file_size", "memory", "stream", "overwrite")
+}
+"""Arguments that are fields of ``writing=``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

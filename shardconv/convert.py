@@ -17,6 +17,8 @@ from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.keywords import Moved, checked_keywords
 
 from .arguments import (
+    HUB_FIELDS,
+    WRITING_FIELDS,
     RandomInit,
     SolveOptions,
     Writing,
@@ -31,16 +33,8 @@ if TYPE_CHECKING:
     from .inputs.example_inputs import Example
 
 
-_HUB_FIELDS = {name: Moved("hub", Hub) for name in ("revision", "cache_dir", "local_files_only", "token")}
-"""Arguments that are fields of ``hub=``."""
-_WRITING_FIELDS = {
-    name: Moved("writing", Writing) for name in ("ranks", "max_file_size", "memory", "stream", "overwrite")
-}
-"""Arguments that are fields of ``writing=``."""
-
-
 @in_default_modes
-@checked_keywords({**_HUB_FIELDS, **_WRITING_FIELDS, "seed": Moved("random_init", RandomInit, needs=True)})
+@checked_keywords({**HUB_FIELDS, **WRITING_FIELDS, "seed": Moved("random_init", RandomInit, needs=True)})
 def convert(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -122,7 +116,7 @@ def convert(
 
 
 @in_default_modes
-@checked_keywords(_HUB_FIELDS)
+@checked_keywords(HUB_FIELDS)
 def plan(
     model: str | os.PathLike[str] | Any,
     tp: int,

@@ -17,7 +17,7 @@ from shardconv_runtime.format.typed_json import write_text
 
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
-from ..converted.replan import reshard
+from ..converted.replan import replan, reshard
 from ..converted.verify import Verified, describe, verify
 from ..exports.state_files import is_engine_state, verify_state
 from ..reporting import records
@@ -29,6 +29,7 @@ from .options import (
     Opened,
     RenamedOptions,
     adapter_plan,
+    hub_from,
     hub_options,
     json_option,
     loudness_options,
@@ -49,6 +50,7 @@ from .options import (
     was_complete,
     where_options,
     working,
+    writing_from,
 )
 
 
@@ -190,7 +192,7 @@ def verify_command(src: str, as_json: bool, quiet: bool, verbose: bool, **option
                 state = verify_state(src, progress=progress)
                 found = Verified(state.num_files, state.num_bytes, state.remarks)
             else:
-                found = verify(src, progress=progress, **options)
+                found = verify(src, hub=hub_from(options), progress=progress, **options)
     except DamagedError as error:
         if as_json:
             print_report(
@@ -236,7 +238,6 @@ def reshard_command(
     in_place: bool,
     tp: int | None,
     no_check: bool,
-    sequence_parallel: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -257,15 +258,15 @@ def reshard_command(
       shardconv reshard out/ out-4/ --tp 4
       shardconv reshard out/ --in-place
     """
+    sequence_parallel = options["sequence_parallel"]
     if in_place:
         given = {"DST": dst, "--tp": tp, "--pp": options["pp"] > 1, "--stages": options["stages"]}
         given |= {"--ranks": options["ranks"], "--overwrite": options["overwrite"]}
         for name in (name for name, value in given.items() if value):
             raise click.UsageError(f"--in-place keeps the ranks and the files of SRC; leave out {name}")
         with working(quiet, verbose) as progress:
-            solved = reshard(
+            solved = replan(
                 src,
-                in_place=True,
                 sequence_parallel=sequence_parallel,
                 check=not no_check,
                 trust_remote_code=options["trust_remote_code"],
@@ -283,10 +284,21 @@ def reshard_command(
         raise click.UsageError("give DST and --tp; or --in-place, to solve SRC again for the same ranks")
     if sequence_parallel:
         raise click.UsageError("--sequence-parallel is for --in-place; a plan that has the form keeps it")
+    if options["stages"] and options["stages"].count(",") + 1 != options["pp"]:
+        raise click.UsageError(f"--stages {options['stages']} are not {options['pp']} stages, as --pp says")
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     is_complete = was_complete(dst, overwrite=options["overwrite"])
     with working(quiet, verbose) as progress:
-        solved = reshard(src, dst, tp, check=not no_check, progress=progress, **options)
+        solved = reshard(
+            src,
+            dst,
+            tp,
+            stages=options["stages"] or options["pp"],
+            writing=writing_from(options),
+            trust_remote_code=options["trust_remote_code"],
+            check=not no_check,
+            progress=progress,
+        )
     if as_json:
         print_report(written_record(dst, solved, was_complete=is_complete))
     elif is_complete and not quiet:

@@ -38,6 +38,7 @@ from .options import (
     tp_option,
     trust_option,
     working,
+    writing_from,
 )
 
 VLLM = "vllm"
@@ -143,6 +144,8 @@ def export_command(
         parse_ranks(options["ranks"], options["tp"])
     with working(quiet, verbose) as progress:
         values = {name: value for name, value in options.items() if name in _OPTIONS[chosen]}
+        if chosen == VLLM:
+            values |= {"hub": hub_from(values), "writing": writing_from(values)}
         found = export(src, dst, chosen, progress=progress, **values)
     is_complete, num_bytes = True, getattr(found, "num_bytes", 0)
     if isinstance(found, StateExport):

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import MissingFileError, OptionError, PlanError
+from shardconv_runtime.errors import MissingFileError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import stage_directories
@@ -20,9 +19,18 @@ from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
+from shardconv_runtime.keywords import Moved, checked_keywords
 from shardconv_runtime.versions import tool_versions
 
-from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
+from ..arguments import (
+    WRITING_FIELDS,
+    SolveOptions,
+    Writing,
+    parse_memory,
+    parse_ranks,
+    parse_size,
+    require_tp,
+)
 from ..reporting.progress import Progress, Silent
 from ..writing.outputs import WriteOptions, prepared
 from . import derived_directory
@@ -142,20 +150,15 @@ def _first_difference(old: Plan, new: Plan) -> str:
 
 
 @in_default_modes
+@checked_keywords({**WRITING_FIELDS, "pp": Moved("stages")})
 def reshard(
     src: str | os.PathLike[str],
-    dst: str | os.PathLike[str] | None = None,
-    tp: int | None = None,
+    dst: str | os.PathLike[str],
+    tp: int,
     *,
-    in_place: bool = False,
-    sequence_parallel: bool = False,
-    pp: int = 1,
-    stages: str = "",
-    max_file_size: int | str = MAX_FILE_SIZE,
-    memory: int | str = MEMORY,
-    ranks: Collection[int] | str | None = None,
+    stages: int | str = 1,
+    writing: Writing | None = None,
     trust_remote_code: bool = False,
-    overwrite: bool = False,
     check: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
@@ -167,19 +170,12 @@ def reshard(
     Args:
         src: a converted directory.
         dst: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
-            run, unless ``overwrite`` is set.
+            run, unless ``writing`` says ``overwrite``.
         tp: number of ranks.
-        in_place: solve ``src`` again for the same ranks and the installed versions, and keep its shards;
-            ``dst`` and ``tp`` are left out. It is an error if the new plan has another layout.
-        sequence_parallel: with ``in_place``, add a sequence-parallel form.
-        pp: number of stages; ``src`` may have another number, or none.
-        stages: first and last layer of each stage, see ``convert``.
-        max_file_size: maximum size of a shard file in bytes, or as text such as ``"5GB"``. A larger tensor
-            gets its own file.
-        memory: I/O buffer size in bytes, or as text.
-        ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. See ``convert``.
+        stages: number of pipeline stages, or the first and last layer of each, for example
+            ``"0-39,40-79"``. ``src`` may have another number, or none.
+        writing: which files are written, and how: ``Writing(ranks=..., max_file_size=..., ...)``.
         trust_remote_code: import the Python code in ``src``; necessary if its plan was made with it.
-        overwrite: replace ``dst`` if it is a converted directory.
         check: simulate the ranks in float64 and check the plan before anything is written.
         progress: where to report progress.
 
@@ -192,22 +188,15 @@ def reshard(
     Example:
         >>> plan = shardconv.reshard("out/", "out-4/", tp=4)
     """
-    if in_place:
-        if dst is not None or tp is not None:
-            raise OptionError("a directory that is solved in place keeps its ranks; leave out dst and tp")
-        return replan(
-            src,
-            trust_remote_code=trust_remote_code,
-            check=check,
-            sequence_parallel=sequence_parallel,
-            progress=progress,
-        )
-    if dst is None or tp is None:
-        raise OptionError("give dst and tp, or in_place=True to solve a directory again for the same ranks")
     require_tp(tp)
-    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
+    writing = writing or Writing()
+    layers = stages if isinstance(stages, str) else ""
+    pp = layers.count(",") + 1 if isinstance(stages, str) else stages
+    write_options = WriteOptions(
+        parse_size(writing.max_file_size), parse_memory(writing.memory), parse_ranks(writing.ranks, tp * pp)
+    )
     derived_directory.require_apart(src, dst)
-    outputs = prepared(dst, pp, overwrite=overwrite, source=src, options=write_options, tp=tp)
+    outputs = prepared(dst, pp, overwrite=writing.overwrite, source=src, options=write_options, tp=tp)
     found = derived_directory.read(src, trust_remote_code=trust_remote_code)
 
     # torch and transformers are imported once the arguments are known to be right.
@@ -215,6 +204,6 @@ def reshard(
 
     has_sequence_form = tp > 1 and derived_directory.has_sequence_form(found.plan)
     options = SolveOptions(
-        tp, found.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=stages
+        tp, found.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=layers
     )
     return resharded(found, outputs, options, write_options, progress or Silent())

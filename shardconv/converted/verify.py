@@ -16,7 +16,9 @@ from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.keywords import checked_keywords
 
+from ..arguments import HUB_FIELDS
 from ..reporting.progress import Progress, Silent
 from ..reporting.report import numerics_text
 from ..reporting.summary import human_bytes
@@ -49,15 +51,13 @@ def damaged(directory: Path, problems: Sequence[str], remarks: Sequence[str] = (
 
 
 @in_default_modes
+@checked_keywords(HUB_FIELDS)
 def verify(
     out: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,
     numerics: bool = False,
     *,
-    revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    token: str | bool | None = None,
+    hub: Hub | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
@@ -73,10 +73,7 @@ def verify(
             cast as the plan says.
         numerics: run all ranks in this process on their real weights and compare them with the unsharded
             model. This needs about the memory of the largest weight. The result is written to the manifest.
-        revision: branch, tag or commit on the Hub.
-        cache_dir: directory of the Hub cache.
-        local_files_only: use only the Hub cache.
-        token: Hub token; by default the token of the Hub login.
+        hub: how the Hub is reached: ``Hub(revision=..., cache_dir=..., local_files_only=..., token=...)``.
         trust_remote_code: import the Python code of ``against`` and, for ``numerics``, of ``out``.
         progress: where to report progress.
 
@@ -90,7 +87,7 @@ def verify(
         291
     """
     progress, directory = progress or Silent(), Path(out)
-    hub = Hub(revision, cache_dir, local_files_only, token)
+    hub = hub or Hub()
     given = [field.name for field in fields(hub) if getattr(hub, field.name)]
     if against is None and given:
         raise OptionError(

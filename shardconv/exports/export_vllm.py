@@ -12,14 +12,22 @@ runs, and its copies are recorded (``vllm_state``).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import OutputExistsError
+from shardconv_runtime.errors import OptionError, OutputExistsError
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.keywords import checked_keywords
 
-from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
+from ..arguments import (
+    HUB_FIELDS,
+    WRITING_FIELDS,
+    Writing,
+    parse_memory,
+    parse_ranks,
+    parse_size,
+    require_tp,
+)
 from ..reporting.progress import Progress, Silent
 from ..writing.outputs import Output, WriteOptions
 from . import vllm_state
@@ -50,20 +58,15 @@ class StateExport:
 
 
 @in_default_modes
+@checked_keywords({**HUB_FIELDS, **WRITING_FIELDS})
 def export_vllm(
     model: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     tp: int,
     *,
-    revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    token: str | bool | None = None,
+    hub: Hub | None = None,
     dtype: str | None = None,
-    max_file_size: int | str = MAX_FILE_SIZE,
-    memory: int | str = MEMORY,
-    ranks: Collection[int] | str | None = None,
-    stream: bool | None = None,
+    writing: Writing | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> StateExport:
@@ -77,17 +80,10 @@ def export_vllm(
         directory: directory to create. It must not exist, be empty, or hold the unfinished files of an
             earlier run.
         tp: number of vLLM ranks.
-        revision: branch, tag or commit on the Hub.
-        cache_dir: directory of the Hub cache.
-        local_files_only: use only the Hub cache.
-        token: Hub token; by default the token of the Hub login.
+        hub: how the Hub is reached: ``Hub(revision=..., cache_dir=..., local_files_only=..., token=...)``.
         dtype: dtype of the parameters, for example ``"bfloat16"``; by default vLLM chooses.
-        max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets
-            its own file.
-        memory: I/O buffer size in bytes, or as text.
-        ranks: the ranks to write, or text such as ``"0-3,6"``; by default all. The last part completes the
-            directory.
-        stream: see ``convert``.
+        writing: which files are written, and how: ``Writing(ranks=..., max_file_size=..., ...)``. It cannot
+            replace a directory.
         trust_remote_code: import the Python code of the model.
         progress: where to report progress.
 
@@ -99,7 +95,12 @@ def export_vllm(
     """
     require_tp(tp)
     version = require_vllm()
-    options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
+    writing = writing or Writing()
+    if writing.overwrite:
+        raise OptionError("files of an inference engine are not replaced: name a new directory")
+    options = WriteOptions(
+        parse_size(writing.max_file_size), parse_memory(writing.memory), parse_ranks(writing.ranks, tp)
+    )
     output = Output.prepare(directory, overwrite=False, source=model, owners=options.owners(tp))
     if output.is_complete and not is_engine_state(output.path):
         raise OutputExistsError(f"DST {directory} is not empty; name another directory")
@@ -110,9 +111,10 @@ def export_vllm(
         # Imports torch, while the process of the recorder imports vLLM.
         from .vllm_files import engine_source, sizes_of, target_files, write_state
 
-        hub = Hub(revision, cache_dir, local_files_only, token)
-        stream = ranks is not None or output.is_complete if stream is None else stream
-        found = engine_source(model, hub, trust_remote_code=trust_remote_code, stream=stream)
+        stream = writing.stream
+        if stream is None:
+            stream = writing.ranks is not None or output.is_complete
+        found = engine_source(model, hub or Hub(), trust_remote_code=trust_remote_code, stream=stream)
         own = options.ranks if options.ranks is not None else range(tp)
         progress.stage(f"recording the loader of vLLM {version} for {len(own)} rank{'s' * (len(own) > 1)}")
         state = recorder.recorded_state(

@@ -367,7 +367,7 @@ def test_stages_are_merged_and_resharded(model_type: str, tmp_path: Path) -> Non
     shardconv.reshard(out, tmp_path / "plain", 3, check=False)
     shardconv.convert(source, tmp_path / "converted", 3, check=False)
     require_equal_files(tmp_path / "plain", tmp_path / "converted")
-    shardconv.reshard(tmp_path / "plain", tmp_path / "again", 2, pp=PP, check=False)
+    shardconv.reshard(tmp_path / "plain", tmp_path / "again", 2, stages=PP, check=False)
     require_equal_files(tmp_path / "again", out)
 
 

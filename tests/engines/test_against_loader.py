@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from vllm_models import KINDS, NEEDS_VLLM, save
 
 import shardconv
+from shardconv.arguments import Writing
 from shardconv.exports.state_files import verify_state
 
 pytestmark = [pytest.mark.vllm, NEEDS_VLLM]
@@ -80,7 +81,7 @@ def require_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 def test_the_bytes_are_those_of_the_loader(kind: str, tmp_path: Path) -> None:
     model = save(kind, tmp_path / "model")
-    shardconv.export_vllm(model, tmp_path / "state", TP, max_file_size=200_000)
+    shardconv.export_vllm(model, tmp_path / "state", TP, writing=Writing(max_file_size=200_000))
     verify_state(tmp_path / "state")
     for found, wanted in zip(exported(tmp_path / "state"), really_loaded(model, tmp_path), strict=True):
         require_same(found, wanted)

@@ -570,6 +570,4 @@ class TestEarlierNames:
         with pytest.warns(DeprecationWarning, match=r"merge\(\) is now shardconv.export"):
             shardconv.merge(tmp_path / "out", tmp_path / "hf")
         assert shardconv.export(tmp_path / "out", tmp_path / "hf", format="hf").was_complete
-        with pytest.warns(DeprecationWarning, match=r"replan\(\) is now shardconv.reshard"):
-            plan = shardconv.replan(tmp_path / "out")
-        assert shardconv.reshard(tmp_path / "out", in_place=True) == plan
+        assert shardconv.replan(tmp_path / "out").tp == 2

@@ -49,7 +49,7 @@ def test_the_files_are_those_of_a_conversion(tp: int, out: Path, llama_dir: Path
 
 
 def test_files_are_divided_at_the_limit(out: Path, llama_dir: Path, tmp_path: Path) -> None:
-    shardconv.reshard(out, tmp_path / "out2", 3, max_file_size="10kB")
+    shardconv.reshard(out, tmp_path / "out2", 3, writing=Writing(max_file_size="10kB"))
     shardconv.convert(llama_dir, tmp_path / "direct", 3, writing=Writing(max_file_size="10kB"))
     assert contents(tmp_path / "out2") == contents(tmp_path / "direct")
     assert len(list((tmp_path / "out2" / "rank-00000-of-00003").iterdir())) > 1
@@ -63,9 +63,9 @@ def test_the_dtype_stays(out: Path, llama_dir: Path, tmp_path: Path) -> None:
 
 
 def test_parts_are_written_one_by_one(out: Path, tmp_path: Path) -> None:
-    shardconv.reshard(out, tmp_path / "out2", 3, ranks="0,2")
+    shardconv.reshard(out, tmp_path / "out2", 3, writing=Writing(ranks="0,2"))
     assert not (tmp_path / "out2" / "manifest.json").exists()
-    shardconv.reshard(out, tmp_path / "out2", 3, ranks="1")
+    shardconv.reshard(out, tmp_path / "out2", 3, writing=Writing(ranks="1"))
     shardconv.reshard(out, tmp_path / "whole", 3)
     assert contents(tmp_path / "out2") == contents(tmp_path / "whole")
 
@@ -125,25 +125,25 @@ class TestRefused:
     def test_the_directory_itself(self, out: Path, inside: str, overwrite: bool) -> None:
         before = contents(out)
         with pytest.raises(ShardconvError, match="which is read; name a directory outside of it"):
-            shardconv.reshard(out, out / inside, 3, overwrite=overwrite)
+            shardconv.reshard(out, out / inside, 3, writing=Writing(overwrite=overwrite))
         assert contents(out) == before
 
     def test_only_a_converted_directory_is_replaced(self, out: Path, llama_dir: Path, tmp_path: Path) -> None:
         shardconv.reshard(out, tmp_path / "out2", 3)
         with pytest.raises(ShardconvError, match=r"\(tp was 3, is now 1\); name another directory"):
             shardconv.reshard(out, tmp_path / "out2", 1)
-        shardconv.reshard(out, tmp_path / "out2", 1, overwrite=True)
+        shardconv.reshard(out, tmp_path / "out2", 1, writing=Writing(overwrite=True))
         assert manifest.read(tmp_path / "out2").tp == 1
         with pytest.raises(ShardconvError, match="was not written by shardconv"):
-            shardconv.reshard(out, llama_dir, 1, overwrite=True)
+            shardconv.reshard(out, llama_dir, 1, writing=Writing(overwrite=True))
         with pytest.raises(ShardconvError, match="holds the model to convert"):
-            shardconv.reshard(out, tmp_path, 1, overwrite=True)
+            shardconv.reshard(out, tmp_path, 1, writing=Writing(overwrite=True))
 
     def test_bad_arguments(self, out: Path, llama_dir: Path, tmp_path: Path) -> None:
         with pytest.raises(ShardconvError, match="tp must be a whole number"):
             shardconv.reshard(out, tmp_path / "out2", 0)
         with pytest.raises(ShardconvError, match="are not ranks of 2"):
-            shardconv.reshard(out, tmp_path / "out2", 2, ranks="0-2")
+            shardconv.reshard(out, tmp_path / "out2", 2, writing=Writing(ranks="0-2"))
         with pytest.raises(CheckpointError, match="is not a converted model"):
             shardconv.reshard(llama_dir, tmp_path / "out2", 2)
         assert not (tmp_path / "out2").exists()

@@ -22,6 +22,7 @@ from small_conversion import crashes
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import Writing
 from shardconv.exports import export_vllm as exporting
 from shardconv.exports import state_files as verifying
 from shardconv.exports import vllm_calls, vllm_state
@@ -104,7 +105,7 @@ def require_state(directory: Path, stored: Mapping[str, torch.Tensor], tp: int =
 
 
 def test_an_ordinary_checkpoint(checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    found = shardconv.export_vllm(checkpoint, tmp_path / "state", TP, max_file_size=100_000)
+    found = shardconv.export_vllm(checkpoint, tmp_path / "state", TP, writing=Writing(max_file_size=100_000))
     require_state(tmp_path / "state", stored)
     assert found.is_complete
     assert found.num_tensors == len(stored)
@@ -128,9 +129,11 @@ def test_a_converted_directory_of_any_tp(
 def test_parts_that_several_machines_write(
     checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    assert not shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks=[1]).is_complete
+    assert not shardconv.export_vllm(
+        checkpoint, tmp_path / "state", TP, writing=Writing(ranks=[1])
+    ).is_complete
     assert not (tmp_path / "state" / "manifest.json").exists()
-    assert shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks="0").is_complete
+    assert shardconv.export_vllm(checkpoint, tmp_path / "state", TP, writing=Writing(ranks="0")).is_complete
     require_state(tmp_path / "state", stored)
 
 
@@ -152,7 +155,11 @@ def test_a_killed_part_is_continued_by_all(
     checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path, number: int
 ) -> None:
     """What the part has finished stays."""
-    crashes(lambda: shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks=[1]), number, "before")
+    crashes(
+        lambda: shardconv.export_vllm(checkpoint, tmp_path / "state", TP, writing=Writing(ranks=[1])),
+        number,
+        "before",
+    )
     shardconv.export_vllm(checkpoint, tmp_path / "state", TP)
     require_state(tmp_path / "state", stored)
     verify_state(tmp_path / "state")
@@ -165,10 +172,10 @@ def test_a_repository_on_the_hub(
     with HubServer() as server:
         server.use(monkeypatch, tmp_path / "home")
         server.add_repo("user/model", checkpoint)
-        shardconv.export_vllm("user/model", tmp_path / "state", TP, ranks=[0])
+        shardconv.export_vllm("user/model", tmp_path / "state", TP, writing=Writing(ranks=[0]))
         served = sum(count for name, count in server.served().items() if name.endswith(".safetensors"))
         assert served < 0.7 * (checkpoint / "model.safetensors").stat().st_size
-        shardconv.export_vllm("user/model", tmp_path / "state", TP, ranks=[1])
+        shardconv.export_vllm("user/model", tmp_path / "state", TP, writing=Writing(ranks=[1]))
     require_state(tmp_path / "state", stored)
     assert read(tmp_path / "state").source.name == "user/model"
 

@@ -14,6 +14,7 @@ from shardconv_runtime.errors import CheckpointError, ShardconvError
 
 import shardconv
 from shardconv import cli
+from shardconv.arguments import RandomInit
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 
@@ -53,10 +54,10 @@ class TestTheSameRun:
 
     def test_of_a_model_that_is_drawn(self, llama_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
-        shardconv.convert(llama_dir, out, 2, random_init=True, seed=1)
-        shardconv.convert(llama_dir, out, 2, random_init=True, seed=1)
+        shardconv.convert(llama_dir, out, 2, random_init=RandomInit(seed=1))
+        shardconv.convert(llama_dir, out, 2, random_init=RandomInit(seed=1))
         with pytest.raises(ShardconvError, match=r"of another conversion \(source.name was .*seed 1"):
-            shardconv.convert(llama_dir, out, 2, random_init=True, seed=2)
+            shardconv.convert(llama_dir, out, 2, random_init=RandomInit(seed=2))
 
     @pytest.mark.parametrize(
         "command",
