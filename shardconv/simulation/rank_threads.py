@@ -124,6 +124,7 @@ class _Board:
             if len(meeting.tensors) == len(members):
                 if len(meeting.kinds) > 1:
                     kinds = ", ".join(sorted(f"{k} of {shape} {dtype}" for k, shape, dtype in meeting.kinds))
+                    del meeting.tensors[rank]  # it leaves, and the others must see that it will not meet them
                     raise RanksDisagree(f"ranks {members} meet in different collectives: {kinds}")
                 meeting.result = combine([meeting.tensors[member] for member in members])
                 del self._meetings[key]

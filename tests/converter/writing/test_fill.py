@@ -90,7 +90,7 @@ def test_every_failing_call_is_one_line(
             model.convert(out)
     if name != "fsync":
         said = (
-            f"OUT {out} cannot be written: {os.strerror(error)}; correct that and run the same command again"
+            f"DST {out} cannot be written: {os.strerror(error)}; correct that and run the same command again"
         )
         assert str(caught.value).startswith(said)
     assert threading.active_count() == threads
