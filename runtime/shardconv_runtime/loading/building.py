@@ -102,8 +102,8 @@ class ModelBuilder:
             find = partial(place_of, checked.plan, start, options.stages_per_process)
             place = agreement.together(self.all_ranks, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
-        connect = partial(_connect, checked.full_plan, options, ranks, options.communication.all_reduce)
-        comm = agreement.together(self.all_ranks, connect, agreement.CONNECT_TIMEOUT_S)
+        make_groups = partial(_connect, checked.full_plan, options, ranks, options.communication.all_reduce)
+        comm = agreement.together(self.all_ranks, make_groups, agreement.CONNECT_TIMEOUT_S)
         timeout = agreement.READ_TIMEOUT_S if checked.has_shards else agreement.DOWNLOAD_TIMEOUT_S
         built: nn.Module = agreement.together(
             self.all_ranks, partial(self._built, comm, stored, place), timeout
