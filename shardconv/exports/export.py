@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import OptionError
 
 from ..reporting.progress import Progress
@@ -15,6 +16,7 @@ from .merge import Merged, merge
 FORMATS = ("hf", "dcp", "vllm")
 
 
+@in_default_modes
 def export(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

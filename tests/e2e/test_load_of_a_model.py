@@ -64,7 +64,7 @@ def require_right(path: Path, ranks: int, **options: Any) -> list[list[str]]:
     return [messages for _, messages in results]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_is_planned_once(model: Path, cache: Path, ranks: int) -> None:
     first = require_right(model, ranks)
     assert [len(messages) for messages in first] == [1] + [0] * (ranks - 1)

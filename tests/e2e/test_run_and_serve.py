@@ -173,7 +173,9 @@ class TestRun:
         (tmp_path / "half.py").write_text(
             "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('out of paper')\ntime.sleep(60)\n"
         )
-        program = launching.Program("half", [], {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
+        program = launching.Program(
+            "half", [], {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+        )
         assert launching.launch(program, 2) == 1
         assert capsys.readouterr().err == "rank 1: out of paper\n"
 
@@ -202,7 +204,10 @@ def test_the_number_of_ranks(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_
 class TestServe:
     """One line when it is ready, and an end that leaves nothing behind."""
 
-    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize(
+        ("number", "code"),
+        [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    )
     def test_from_a_terminal(self, model: Model, number: signal.Signals, code: int) -> None:
         port = free_port()
         argv = [sys.executable, "-m", "shardconv", "serve", "-q", str(model.out), "--port", str(port)]
