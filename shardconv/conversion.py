@@ -137,6 +137,22 @@ def plan_model(
     return solve_plan(spec, options, progress=progress.stage)
 
 
+def plan_checkpoint(
+    source: ModelSource, options: SolveOptions, example: Example | None, progress: Progress
+) -> Plan:
+    """Solve a model whose checkpoint is loaded with the plan, so that quantized weights stay packed in it."""
+    is_trusted = source.trust_remote_code
+    spec = resolve(source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, stream=True)
+    if spec.quantization is None or spec.dequantize:
+        return plan_model(source, options, example, progress)
+    options = _with_example(options, example)
+    checkpoint = lazy_weights(spec)
+    spec = replace(spec, tied=checkpoint.tied)
+    solved = solve_plan(spec, options, grains=grains_of(checkpoint.tensors), progress=progress.stage)
+    weights = select(spec, checkpoint.tensors, parameter_plans(solved).keys(), solved.tied)
+    return with_packed_notes(flatten(solved, weights)[0], spec.quantization)
+
+
 def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
     """Return the parameters that are tied in the weight files next to the config; None without such files.
 

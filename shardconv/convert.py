@@ -77,7 +77,7 @@ def convert(
         random_init: write the weights of a newly initialized model: True, or ``RandomInit(seed=...)``.
             ``model`` needs only a config.
         keep_unused: keep the tensors of the checkpoint that the model does not use, for example
-            multi-token-prediction layers, in a file that no rank reads. ``merge`` writes them back.
+            multi-token-prediction layers, in a file that no rank reads. ``export`` writes them back.
         check: simulate the ranks in float64 and check the plan before anything is written.
         example_inputs: a call of the model to trace and to check: its keyword arguments, a function that
             returns them for a config, or a file. A Python file defines ``example_inputs(config)``; a
@@ -169,6 +169,30 @@ def plan(
 
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
     return plan_model(source, options, example_inputs, progress or Silent())
+
+
+def plan_to_load(
+    model: Any,
+    tp: int,
+    *,
+    hub: Hub,
+    trust_remote_code: bool,
+    example_inputs: Example | None,
+    **settings: Any,
+) -> Plan:
+    """Solve a model that the runtime is about to load; quantized weights keep the form of their checkpoint.
+
+    Args:
+        settings: further arguments of ``plan``.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        return plan(model, tp, example_inputs=example_inputs, **settings)
+
+    from .conversion import ModelSource, plan_checkpoint
+
+    options = SolveOptions(tp, measure=True, **settings)
+    source = ModelSource(model, hub, None, trust_remote_code)
+    return plan_checkpoint(source, options, example_inputs, Silent())
 
 
 def _require_model(model: Any, example_inputs: Example | None) -> None:

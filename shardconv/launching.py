@@ -65,7 +65,9 @@ def launch(program: Program, num_ranks: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="shardconv-ranks-") as logs, _interruptible() as received:
         reported = Path(logs) / "reported"
-        os.environ.update(_defaults(num_ranks) | dict(program.environment) | {REPORTED: str(reported)})
+        # Files in the user's directory may have the names of modules, or come from somebody else.
+        fixed = {REPORTED: str(reported), "PYTHONSAFEPATH": "1"}
+        os.environ.update(_defaults(num_ranks) | dict(program.environment) | fixed)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

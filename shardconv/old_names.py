@@ -21,7 +21,7 @@ def renamed(function: Callable[P, R], new: str) -> Callable[P, R]:
 
     @functools.wraps(function)
     def warning(*args: P.args, **kwargs: P.kwargs) -> R:
-        warnings.warn(f"{function.__name__}() is now {new}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{function.__name__}() is now {new}", FutureWarning, stacklevel=2)
         return function(*args, **kwargs)
 
     return warning

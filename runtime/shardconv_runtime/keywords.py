@@ -37,7 +37,7 @@ def checked_keywords(
 
     Args:
         moved: arguments of earlier versions -> where they are now. They still work, with a
-            ``DeprecationWarning``.
+            ``FutureWarning``.
         remedies: arguments of other libraries' functions that do the same -> the remedy.
     """
 
@@ -84,4 +84,4 @@ def _move(function: str, name: str, keywords: dict[str, Any], to: Moved) -> None
         around = around if isinstance(around, to.value_class) else to.value_class()
         place = f"{to.argument}={to.value_class.__name__}({name}=...)"
         keywords[to.argument] = replace(around, **{name: value})  # type: ignore[type-var]
-    warnings.warn(f"{function}(): {name}= is now {place}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{function}(): {name}= is now {place}", FutureWarning, stacklevel=4)

@@ -66,7 +66,7 @@ _OPTIONS = {
 
 
 @click.command("export", cls=RenamedOptions)
-@click.argument("src")
+@click.argument("src", type=click.Path())
 @click.argument("dst", required=False, type=click.Path())
 @click.option(
     "--format",

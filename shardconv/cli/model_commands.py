@@ -51,7 +51,7 @@ OLD_FORMATS = {"json": "plan", "tp_plan": "tp_plan", "shards": "shards"}
 
 
 @click.command("convert", cls=RenamedOptions)
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @click.argument("dst", type=click.Path())
 @tp_option()
 @stage_options
@@ -121,7 +121,7 @@ def convert_command(
 
 
 @click.command("plan")
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @auto_tp_option
 @stage_options
 @experts_option

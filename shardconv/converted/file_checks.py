@@ -24,6 +24,7 @@ from shardconv_runtime.errors import (
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
@@ -112,6 +113,23 @@ def check(contents: Contents, progress: Progress) -> Findings:
         len(contents.manifest.files) + 2,
         num_bytes,
     )
+
+
+def require_intact(directory: Path, progress: Progress) -> None:
+    """Compare the checksums of a directory, or of those of its stages, before their bytes are copied on.
+
+    Raises:
+        DamagedError: files are missing or differ from those that were written.
+    """
+    for part in stage_directories(directory) or [directory]:
+        files = _Files(open_contents(part))
+        files.look_for()
+        with progress.bar("checksums", sum(entry.num_bytes for entry in files.located)) as advance:
+            files.measure(advance)
+        if problems := [one_line(text) for text in files.problems.values()]:
+            raise DamagedError(
+                f"{part}: {problems[0]}; copy the directory again, or convert the model again", problems
+            )
 
 
 def one_line(text: str) -> str:

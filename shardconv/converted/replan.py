@@ -35,6 +35,7 @@ from ..reporting.progress import Progress, Silent
 from ..writing.outputs import WriteOptions, prepared
 from . import derived_directory
 from .derived_directory import has_sequence_form, planned_spec, require_trusted
+from .file_checks import require_intact
 
 
 @in_default_modes
@@ -198,6 +199,8 @@ def reshard(
     derived_directory.require_apart(src, dst)
     outputs = prepared(dst, pp, overwrite=writing.overwrite, source=src, options=write_options, tp=tp)
     found = derived_directory.read(src, trust_remote_code=trust_remote_code)
+    if not outputs.is_complete:
+        require_intact(Path(src).expanduser(), progress or Silent())
 
     # torch and transformers are imported once the arguments are known to be right.
     from .new_solution import resharded

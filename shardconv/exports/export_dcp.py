@@ -38,6 +38,7 @@ from shardconv_runtime.versions import tool_versions
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..converted import derived_directory, shards
 from ..converted.derived_directory import gathered, is_interleaved
+from ..converted.file_checks import require_intact
 from ..converted.shards import Converted, OwnedPart
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import fsync
@@ -132,6 +133,8 @@ def export(
                 file.unlink()
     output = derived_directory.prepare("DST", directory, out, "shard-*.safetensors")
     found = shards.read(Path(out).expanduser())
+    if not output.is_complete:
+        require_intact(Path(out).expanduser(), progress or Silent())
     # Chunks by rank and name. A tied tensor is there under each of its names.
     chunks: dict[int, dict[str, list[Chunk]]] = {}
     aliases: dict[str, list[str]] = {}

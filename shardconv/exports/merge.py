@@ -14,6 +14,7 @@ from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..converted import derived_directory
+from ..converted.file_checks import require_intact
 from ..converted.shards import Converted
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import write_durably
@@ -112,6 +113,7 @@ def merge(
         if workspace.is_finishing:
             workspace.finish_again()
         else:
+            require_intact(Path(out).expanduser(), progress)
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
                 derived_directory.require_nothing_new("DST", output.path)

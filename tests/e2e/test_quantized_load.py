@@ -60,3 +60,29 @@ def test_so_they_are_without_a_conversion(kind: str, has_blocks: bool, tmp_path:
         expected = unsharded(torch.tensor(IDS)).logits
     for found in run_processes(2, logits_of_rank, tmp_path / "model", tmp_path / "plan.json"):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def packed_of_rank(path: Path) -> tuple[torch.Tensor, bool]:
+    """Without a conversion and without a plan."""
+    import shardconv_runtime
+    from shardconv_runtime.loaded import loaded
+
+    model = shardconv_runtime.load(path, dtype="float32", dequantize=True)
+    has_packings = any(entry.packing is not None for entry in loaded(model).plan.parameters)
+    with torch.no_grad():
+        return model(torch.tensor(IDS)).logits, has_packings
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_plan_that_load_makes_keeps_the_weights_packed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCONV_CACHE", str(tmp_path / "cache"))
+    config, cls, _ = KINDS[kind]
+    save_quantized(config(), cls, tmp_path / "model")
+    unsharded = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = unsharded(torch.tensor(IDS)).logits
+    for found, has_packings in run_processes(2, packed_of_rank, tmp_path / "model"):
+        assert has_packings
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

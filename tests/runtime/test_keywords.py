@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import shardconv_runtime
 from shardconv_runtime import Hub, ShardconvError, UnknownOptionError
+from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.keywords import Moved, checked_keywords
 from shardconv_runtime.loading import load_options
 
 import shardconv
 
 
+@in_default_modes
 @checked_keywords({"token": Moved("hub", Hub), "group": Moved("process_group")}, {"tp_size": "start ranks"})
 def function(path: str, *, hub: Hub | None = None, process_group: Any = None, dtype: str = "") -> Any:
     return hub, process_group
@@ -30,10 +32,10 @@ def test_a_misspelled_keyword_names_the_nearest() -> None:
 
 
 def test_a_moved_keyword_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match=r"token= is now hub=Hub\(token=\.\.\.\)") as caught:
+    with pytest.warns(FutureWarning, match=r"token= is now hub=Hub\(token=\.\.\.\)") as caught:
         assert function("", token="x", hub=Hub("v1"))[0] == Hub("v1", token="x")  # type: ignore[call-arg]
     assert caught[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="group= is now process_group="):
+    with pytest.warns(FutureWarning, match="group= is now process_group="):
         assert function("", group=3)[1] == 3  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="group= is the old name of process_group="):
         function("", group=3, process_group=4)  # type: ignore[call-arg]

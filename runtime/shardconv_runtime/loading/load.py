@@ -206,8 +206,8 @@ def load(
 @checked_keywords(MOVED, REMEDIES)
 def parallelize(
     model: M,
-    *,
     example_inputs: ExampleInputs | None = None,
+    *,
     plan: Plan | Planning | None = None,
     device: torch.device | str | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -280,6 +280,10 @@ def load_model(
     options: LoadOptions, group: dist.ProcessGroup | None, device: torch.device | str | None
 ) -> LoadedModel:
     """Check the source of a model on every rank, agree on it, and build the model."""
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as unknown:
+        raise OptionError(f"device={device!r} is not a device of torch; pass for example 'cpu'") from unknown
     sharding, stages_per_process = options.data_parallel, options.stages_per_process
     checked: CheckedSource | None = None
     error: Exception | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -126,12 +126,12 @@ def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of a name; None, the stored dtype, for ``"auto"``."""
-    if dtype == "auto":
+    if dtype is None or dtype == "auto":
         return None
-    if not isinstance(dtype, str):
-        return dtype
-    name = dtype.removeprefix("torch.")
-    torch_dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise OptionError(f"dtype={dtype!r} is not the name of a torch dtype")
+    torch_dtype: Any = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        torch_dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise OptionError(f"dtype={dtype!r} is not the name of a torch dtype of floating-point numbers")
     return torch_dtype

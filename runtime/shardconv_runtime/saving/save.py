@@ -89,6 +89,11 @@ def save(
     if loaded(model).attached is not None:
         save_adapters(wrapper_of(model), out, overwrite=overwrite)
         return
+    if not (loaded(model).directory / CONFIG).is_file():
+        raise UnsupportedError(
+            f"{type(model).__name__} is not a model of transformers, so load could not build it from a saved "
+            "directory; save model.state_dict() of each rank, for load_state_dict after parallelize"
+        )
     holders = replicas_of(model, replicas)
     model_to_store = holders.together(lambda: stored_model(model))
     plan = _common_plan(holders, loaded(model), model_to_store)

@@ -498,6 +498,7 @@ class TestFromConverted:
         assert (code, out) == (0, f"{tmp_path / 'hf'}: 21 tensors in 1 file, 87.9 kB\n")
         assert err.splitlines() == [
             f"finding the layout in which transformers saves {tmp_path / 'out2'}",
+            "checksums: 0.1 MB",
             "writing: 0.1 MB",
         ]
         files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
@@ -567,7 +568,7 @@ class TestEarlierNames:
 
     def test_of_functions(self, llama_dir: Path, tmp_path: Path) -> None:
         shardconv.convert(llama_dir, tmp_path / "out", 2)
-        with pytest.warns(DeprecationWarning, match=r"merge\(\) is now shardconv.export"):
+        with pytest.warns(FutureWarning, match=r"merge\(\) is now shardconv.export"):
             shardconv.merge(tmp_path / "out", tmp_path / "hf")
         assert shardconv.export(tmp_path / "out", tmp_path / "hf", format="hf").was_complete
         assert shardconv.replan(tmp_path / "out").tp == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from plans_once import solve_as
 from safetensors.torch import load_file, save_file
-from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
+from shardconv_runtime.errors import CheckpointError, DamagedError, PlanError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, make_custom, small_config
@@ -213,3 +213,20 @@ class TestRefused:
                 shardconv.reshard(source, tmp_path / out, 2)
         assert contents(tmp_path / "third") == contents(tmp_path / "first")
         assert contents(tmp_path / "second") != contents(tmp_path / "first")
+
+
+def test_a_damaged_source_is_not_copied_on(llama_dir: Path, tmp_path: Path) -> None:
+    """The copy would have checksums of its own, and verify would find it intact."""
+    shardconv.convert(llama_dir, tmp_path / "out", 2, check=False)
+    shard = next((tmp_path / "out").glob("rank-*/*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    calls = (
+        lambda: shardconv.reshard(tmp_path / "out", tmp_path / "other", 1, check=False),
+        lambda: shardconv.export(tmp_path / "out", tmp_path / "hf", format="hf"),
+        lambda: shardconv.export(tmp_path / "out", tmp_path / "dcp", format="dcp"),
+    )
+    for call in calls:
+        with pytest.raises(DamagedError, match=r"should be|is not the file that was written"):
+            call()
