@@ -10,7 +10,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -116,13 +116,15 @@ def check(contents: Contents, progress: Progress) -> Findings:
 
 
 def require_intact(directory: Path, progress: Progress) -> None:
-    """Compare the checksums of a directory, or of those of its stages, before their bytes are copied on.
+    """Compare the checksums of the shards in a directory, with all stages, before their bytes are copied on.
 
     Raises:
         DamagedError: files are missing or differ from those that were written.
     """
     for part in stage_directories(directory) or [directory]:
-        files = _Files(open_contents(part))
+        contents = open_contents(part)
+        shards_only = tuple(filter(is_shard, contents.manifest.files))
+        files = _Files(replace(contents, manifest=replace(contents.manifest, files=shards_only)))
         files.look_for()
         with progress.bar("checksums", sum(entry.num_bytes for entry in files.located)) as advance:
             files.measure(advance)

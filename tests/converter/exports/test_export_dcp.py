@@ -435,7 +435,7 @@ class TestCommand:
         assert cli.run(["export", str(tiny), "--format", "dcp", str(place / "dir")]) == 0
         captured = capsys.readouterr()
         assert captured.out == f"{place / 'dir'}: 12 tensors in 2 files, 2.6 kB\n"
-        assert captured.err == "writing: 0.0 MB\n"
+        assert captured.err == "checksums: 0.0 MB\nwriting: 0.0 MB\n"
         shardconv.export(tiny, place / "other", format="dcp")
         assert contents(place / "dir") == contents(place / "other")
 
