@@ -129,6 +129,7 @@ class TestRun:
         assert first == printed_by_ranks(model.out, PROMPTS[0], *sampling)
         assert first.split() != model.continued(PROMPTS[0])
 
+    @pytest.mark.slow
     def test_from_a_terminal(self, model: Model) -> None:
         """With the launcher; the model on standard output, and how many ranks start on the other one."""
         options = ("--max-new-tokens", NEW_TOKENS, "--temperature", 0)

@@ -262,7 +262,7 @@ def test_parts_are_withheld(converted: Path) -> None:
     require_refused((unknown_tensor,), ranks[1:], "where the plan knows of none")
 
 
-@pytest.fixture(scope="module", params=["llama", "cohere"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("cohere", marks=pytest.mark.slow)])
 def converted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Converted for two ranks into "out"; the second one leaves terms of sums between its modules."""
     root = tmp_path_factory.mktemp(request.param)

@@ -82,7 +82,7 @@ def test_an_adapter_in_replicas_that_hold_parts(model_type: str, tmp_path: Path)
     ("model_type", "refused"),
     [
         ("cohere", ""),
-        ("blt", ""),  # it writes to its embeddings
+        pytest.param("blt", "", marks=pytest.mark.slow),  # it writes to its embeddings
         ("gemma4_text", "a part of a tensor"),  # a norm of what has two dims of channels
         ("xlm", ""),  # it writes to its norms
         pytest.param("gpt_oss", "", marks=pytest.mark.slow),
