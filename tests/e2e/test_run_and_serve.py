@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -22,6 +23,7 @@ from distributed import free_port, torchrun_env
 from forked import Forked
 from shardconv_runtime import generate, serve
 from shardconv_runtime.errors import OptionError
+from shardconv_runtime.serving.server import require_free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -233,6 +235,16 @@ class TestServe:
                 out, err = server.communicate(timeout=60)
             assert (line, name) == (f"ready at http://127.0.0.1:{port}/v1, as out\n", "out")
             assert (server.returncode, out, err) == (code, "", "")
+
+    def test_a_port_in_use_is_an_error_before_the_model_is_loaded(self) -> None:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            with pytest.raises(
+                OptionError, match="cannot listen at 127.0.0.1:.*give another --port"
+            ) as caught:
+                require_free_port("127.0.0.1", other.getsockname()[1])
+        assert caught.value.exit_code == 2
 
     def test_a_package_that_is_missing(
         self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

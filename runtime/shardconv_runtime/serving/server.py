@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig
 
 from ..comm.agreement import exchange
 from ..comm.launchers import WATCH_S, end_with_launcher, env_int
-from ..errors import ShardconvError, brief
+from ..errors import OptionError, ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
@@ -43,10 +43,24 @@ END_S = 24
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """Load this rank's part, and answer requests together with the others."""
+    if env_int("RANK", 0) == 0:
+        require_free_port(arguments.host, arguments.port)
     with ExitStack() as stack:
         # Before threads and CUDA's state exist, which a forked process must not have.
         fork_server = stack.enter_context(closing(ForkServer())) if env_int("RANK", 0) == 0 else None
         _run_rank(arguments, fork_server)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Check, before a model is loaded, that a server can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OptionError(
+                f"the server cannot listen at {host}:{port} ({error.strerror}); give another --port or --host"
+            ) from error
 
 
 def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> None:
