@@ -240,9 +240,7 @@ class TestServe:
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             other.listen()
-            with pytest.raises(
-                OptionError, match="cannot listen at 127.0.0.1:.*give another --port"
-            ) as caught:
+            with pytest.raises(OptionError, match="give another --port") as caught:
                 require_free_port("127.0.0.1", other.getsockname()[1])
         assert caught.value.exit_code == 2
 
