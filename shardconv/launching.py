@@ -67,6 +67,7 @@ def launch(program: Program, num_ranks: int) -> int:
         reported = Path(logs) / "reported"
         # Files in the user's directory may have the names of modules, or come from somebody else.
         fixed = {REPORTED: str(reported), "PYTHONSAFEPATH": "1"}
+        before = dict(os.environ)
         os.environ.update(_defaults(num_ranks) | dict(program.environment) | fixed)
         config = LaunchConfig(
             min_nodes=1,
@@ -93,6 +94,8 @@ def launch(program: Program, num_ranks: int) -> int:
             return codes[0] if codes else 1
         finally:
             logging.disable(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(before)
     return 128 + received[0] if received else 0
 
 

@@ -179,7 +179,9 @@ class TestRun:
         program = launching.Program(
             "half", [], {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
         )
+        before = dict(os.environ)
         assert launching.launch(program, 2) == 1
+        assert dict(os.environ) == before
         assert capsys.readouterr().err == "rank 1: out of paper\n"
 
     def test_more_ranks_than_gpus(
