@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ def convert_model(
         progress.stage(f"note: {note}")
     solved = solve_plan(spec, options, grains=grains_of(found), progress=progress.stage)
     solved = replace(solved, notes=(*solved.notes, *notes))
-    solved, tensors = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
-    solved = with_packed_notes(solved, spec.quantization)
+    solved, tensors = _with_packings(spec, solved, found)
 
     def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
@@ -142,15 +142,27 @@ def plan_checkpoint(
 ) -> Plan:
     """Solve a model whose checkpoint is loaded with the plan, so that quantized weights stay packed in it."""
     is_trusted = source.trust_remote_code
-    spec = resolve(source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, stream=True)
-    if spec.quantization is None or spec.dequantize:
+    read = partial(
+        resolve, source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, stream=True
+    )
+    spec = read(need_weights=False)
+    if spec.quantization is None or spec.dequantize:  # no weights are packed
         return plan_model(source, options, example, progress)
+    spec = read()
     options = _with_example(options, example)
     checkpoint = lazy_weights(spec)
     spec = replace(spec, tied=checkpoint.tied)
     solved = solve_plan(spec, options, grains=grains_of(checkpoint.tensors), progress=progress.stage)
-    weights = select(spec, checkpoint.tensors, parameter_plans(solved).keys(), solved.tied)
-    return with_packed_notes(flatten(solved, weights)[0], spec.quantization)
+    return _with_packings(spec, solved, checkpoint.tensors)[0]
+
+
+def _with_packings(
+    spec: ModelSpec, solved: Plan, weights: Mapping[str, LazyTensor | PackedWeight]
+) -> tuple[Plan, dict[str, LazyTensor]]:
+    """Return the plan with the packed form of quantized weights, and all tensors to store."""
+    chosen = select(spec, weights, parameter_plans(solved).keys(), solved.tied)
+    packed, tensors = flatten(solved, chosen)
+    return with_packed_notes(packed, spec.quantization), tensors
 
 
 def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
