@@ -15,7 +15,7 @@ from shardconv_runtime.files.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 from shardconv_runtime.format.field_checks import MAX_TP
 from shardconv_runtime.format.plan import EXPERT_MODES
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.keywords import Moved
+from shardconv_runtime.keywords import moved_fields
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""
@@ -87,12 +87,10 @@ class Writing:
     overwrite: bool = False
 
 
-HUB_FIELDS = {name: Moved("hub", Hub) for name in ("revision", "cache_dir", "local_files_only", "token")}
+HUB_FIELDS = moved_fields("hub", Hub)
 """Arguments that are fields of ``hub=``."""
 
-WRITING_FIELDS = {
-    name: Moved("writing", Writing) for name in ("ranks", "max_file_size", "memory", "stream", "overwrite")
-}
+WRITING_FIELDS = moved_fields("writing", Writing)
 """Arguments that are fields of ``writing=``."""
 
 

@@ -30,6 +30,12 @@ class Moved:
     """Whether the argument must have been given, as True or as a value: it turns something on."""
 
 
+def moved_fields(argument: str, value_class: type, *, needs: bool = False) -> dict[str, Moved]:
+    """Return where the fields of an argument's value are now, which were arguments themselves."""
+    names = value_class.__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: Moved(argument, value_class, needs) for name in names}
+
+
 def checked_keywords(
     moved: Mapping[str, Moved] | None = None, remedies: Mapping[str, str] | None = None
 ) -> Callable[[F], F]:

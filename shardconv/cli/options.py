@@ -24,7 +24,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import EXPERT_MODES
 from shardconv_runtime.hub_options import Hub, looks_like_path
 
-from ..arguments import Writing, parse_memory, parse_size, require_tp
+from ..arguments import HUB_FIELDS, WRITING_FIELDS, Writing, parse_memory, parse_size, require_tp
 from ..converted.shards import of_all_stages
 from ..reporting.progress import for_terminal
 from ..reporting.records import json_text
@@ -461,10 +461,9 @@ def _directories(path: Path, tp: int | None) -> list[Path]:
 
 def hub_from(options: dict[str, Any]) -> Hub:
     """Take the options of the Hub out of a command's options, as one value."""
-    return Hub(*(options.pop(name) for name in ("revision", "cache_dir", "local_files_only", "token")))
+    return Hub(**{name: options.pop(name) for name in HUB_FIELDS})
 
 
 def writing_from(options: dict[str, Any]) -> Writing:
     """Take the options of written files out of a command's options, as one value."""
-    names = ("ranks", "max_file_size", "memory", "stream", "overwrite")
-    return Writing(**{name: options.pop(name) for name in names if name in options})
+    return Writing(**{name: options.pop(name) for name in WRITING_FIELDS if name in options})

@@ -15,7 +15,7 @@ from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import num_stages, stages_of
 from ..hub_options import Hub
-from ..keywords import Moved
+from ..keywords import Moved, moved_fields
 from ..option_values import Communication, Compiling, Training
 from ..packed.formats import FORMATS
 from .checked_source import CheckedSource
@@ -47,10 +47,10 @@ REMEDIES = {
 
 MOVED = {
     "group": Moved("process_group"),
-    **{name: Moved("hub", Hub) for name in ("revision", "cache_dir", "local_files_only", "token")},
-    **{name: Moved("training", Training, needs=True) for name in ("regather", "stages_per_process")},
-    "warm_up": Moved("compile", Compiling, needs=True),
-    **{name: Moved("communication", Communication) for name in ("timeout_s", "all_reduce", "check_inputs")},
+    **moved_fields("hub", Hub),
+    **moved_fields("training", Training, needs=True),
+    **moved_fields("compile", Compiling, needs=True),
+    **moved_fields("communication", Communication),
 }
 """Arguments that are now fields of values."""
 
