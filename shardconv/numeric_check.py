@@ -21,8 +21,9 @@ from torch import nn
 from .inputs.trace_inputs import TraceInputs
 from .plan_forms import without_extra_outputs
 from .planning.solution import inference_only
-from .simulation.layer_bypass import Bypass, planned_alike
+from .simulation.layer_bypass import Bypass, bypassed_copy, planned_alike
 from .simulation.rank_simulation import Logits, RanksWrong, Unprovable, with_module
+from .verifying.asked_attentions import planned_attentions
 from .verifying.proof import Proof, Tell, prove
 from .verifying.proof_case import Case, may_be_padded, other_numbers, runs, simulate
 from .verifying.shrink import Shrinking
@@ -109,13 +110,18 @@ class NumericCheck:
             plan = replace(plan, left_out=(*plan.left_out, *proof.labels.names))
         elif labels:
             notes = (*notes, f"{labels}: a loss was not compared; no form of labels was found for this code")
-        return replace(
+        plan = replace(
             plan,
             notes=(*plan.notes, *notes, *(each.note for each in proof.wrong)),
             proven_arguments=proof.arguments,
             wrong_attention=tuple(each.name for each in proof.wrong if each.kind == "attention"),
             wrong_experts=tuple(each.name for each in proof.wrong if each.kind == "experts"),
         )
+        if proof.attentions is None:
+            return plan
+        full = self.full
+        model = bypassed_copy(full.model, self.bypassed)
+        return planned_attentions(plan, proof.attentions, model, full.inputs, full.folded)
 
     def _proof(self, case: Case) -> tuple[Proof, tuple[str, ...]]:
         """Return the proof on the first numbers on which the unsharded model runs, with a note if others

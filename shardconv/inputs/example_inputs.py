@@ -32,7 +32,7 @@ _ARGUMENTS = "arguments"
 NOT_IN_EXAMPLES = {
     "labels": "a plan is solved for a call without, and the converter tries calls with labels by itself",
     **dict.fromkeys(EMBEDDINGS, "give ids, and the converter tries embeddings in their place by itself"),
-    "output_attentions": "a rank has the weights of its own heads only, and refuses to return them",
+    "output_attentions": "the converter tries calls that ask for attention weights by itself",
     "output_hidden_states": "ranks return those that a plan keeps replicated; one is solved without them",
 }
 """Arguments that a traced call cannot have, and why."""

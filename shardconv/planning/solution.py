@@ -22,7 +22,8 @@ from .localize import Attribute, SolvedOverride
 def inference_only(plan: Plan, why: str = "") -> Plan:
     """Remove everything that is for training from a plan."""
     modules = [
-        replace(entry, inputs=_steps(entry.inputs), outputs=_steps(entry.outputs)) for entry in plan.modules
+        replace(entry, inputs=without_gradients(entry.inputs), outputs=without_gradients(entry.outputs))
+        for entry in plan.modules
     ]
     kept = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.overrides]
     parameters = tuple(replace(entry, grad_axes=(), grad_levels=0) for entry in plan.parameters)
@@ -35,7 +36,8 @@ def inference_only(plan: Plan, why: str = "") -> Plan:
     )
 
 
-def _steps(steps: Sequence[ModuleStep]) -> tuple[ModuleStep, ...]:
+def without_gradients(steps: Sequence[ModuleStep]) -> tuple[ModuleStep, ...]:
+    """Return the steps as a plan for inference has them."""
     return tuple(map(_without_gradient, in_use(steps, training=False)))
 
 

@@ -15,7 +15,9 @@ from shardconv_runtime.errors import ShardconvError
 
 from ..inputs.label_forms import loss_arguments
 from ..inputs.trace_inputs import TraceInputs
+from ..planning.attention_plans import Gathers, asking
 from ..simulation.rank_simulation import Logits, Unprovable
+from .asked_attentions import planned_gathers, proven_gathers, with_attentions
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
 from .implementations import EAGER, Wrong, other_kinds, with_implementations, wrong_eager, wrong_others
 from .labelled_calls import LabelsProof, prove_labels
@@ -40,6 +42,8 @@ class Proof:
     """Implementations for which the plan is wrong."""
     labels: LabelsProof
     """Calls with labels, from gathered logits."""
+    attentions: Gathers | None
+    """The gathers of attention weights that a call asks for; None if they are not granted."""
     gradient_error: float = 0.0
     """The largest error of the gradients that are wrong."""
 
@@ -60,6 +64,8 @@ class _Proof:
         self.arguments = arguments
         self.has_gradients = case.plan.training is not None
         self.gradient_error = 0.0
+        self.attentions: Gathers | None = None
+        """The gathers of attention weights, once they are right."""
         self.calls = 1
         """Number of calls that were compared: two, if the unsharded model can continue a call."""
 
@@ -80,13 +86,16 @@ class _Proof:
             self.tell("labels")
             labels = prove_labels(self.case, gradients=self.has_gradients and not problem)
         self.tell("other implementations and inputs")
-        inputs = self._shown_at_once()
-        is_new = loss or inputs is not self.case.inputs
-        if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
+        gathers = planned_gathers(self.case) if self.case.plan.tp > 1 else None
+        shown = self._shown_at_once(gathers)
+        if shown is None:
             return self._one_by_one(loss, problem, labels)
-        return Proof(
-            self.case, problem, loss, self.arguments, self._wrong_others(), labels, self.gradient_error
-        )
+        case, inputs = shown
+        is_new = loss or inputs is not self.case.inputs
+        if is_new and not problem and self._wrong_gradient(inputs, case):
+            return self._one_by_one(loss, problem, labels)
+        self.attentions = gathers
+        return self._proof(loss, problem, self.arguments, self._wrong_others(), labels)
 
     def _holds_with_labels(self) -> bool:
         """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
@@ -101,8 +110,9 @@ class _Proof:
         self.calls = outcome.calls
         return not outcome.gradients
 
-    def _shown_at_once(self) -> TraceInputs | None:
-        """Return the inputs with which eager implementations, embeddings and local logits passed one run.
+    def _shown_at_once(self, gathers: Gathers | None) -> tuple[Case, TraceInputs] | None:
+        """Return the case and inputs of a run that shows eager implementations, embeddings, local logits and
+        attention weights at once.
 
         The result is None if that run failed.
         """
@@ -110,19 +120,23 @@ class _Proof:
         eager = (
             with_implementations(self.case, dict.fromkeys(kinds, EAGER)) if kinds and plan.tp > 1 else None
         )
-        if eager is None and plan.logits is None and not self.arguments:
-            return self.case.inputs
+        if eager is None and plan.logits is None and not self.arguments and gathers is None:
+            return self.case, self.case.inputs
+        shown = eager or self.case
+        if gathers is not None:
+            shown = shown.with_model(shown.model, with_attentions(plan, gathers))
         given = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
-        for inputs in given:
+        for usual in given:
+            inputs = usual if gathers is None else asking(usual)
             try:
-                outcome = simulate(eager or self.case, inputs, calls=2, logits=Logits.OWN)
+                outcome = simulate(shown, inputs, calls=2, logits=Logits.OWN)
                 if eager is not None and len(inputs.tensors) < len(self.case.inputs.tensors):
                     simulate(eager, logits=Logits.GATHERED)  # the encoders of images are eager, too
             except Unprovable:
                 continue
             except ShardconvError:
                 return None
-            return inputs if outcome.calls >= self.calls else None
+            return (shown, inputs) if outcome.calls >= self.calls else None
         return None
 
     def _one_by_one(self, loss: bool, problem: str, labels: LabelsProof) -> Proof:
@@ -134,15 +148,28 @@ class _Proof:
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)
         others = (*wrong, *self._wrong_others())
-        return Proof(self.case, problem, loss, arguments, others, labels, self.gradient_error)
+        if self.case.plan.tp > 1 and ("attention", EAGER) not in [(each.kind, each.name) for each in wrong]:
+            self.attentions = proven_gathers(self.case, gradients=gradients)
+        return self._proof(loss, problem, arguments, others, labels)
+
+    def _proof(
+        self,
+        loss: bool,
+        problem: str,
+        arguments: tuple[str, ...],
+        wrong: tuple[Wrong, ...],
+        labels: LabelsProof,
+    ) -> Proof:
+        return Proof(self.case, problem, loss, arguments, wrong, labels, self.attentions, self.gradient_error)
 
     def _wrong_others(self) -> tuple[Wrong, ...]:
         return wrong_others(self.case) if self.case.plan.tp > 1 else ()
 
-    def _wrong_gradient(self, inputs: TraceInputs) -> str:
+    def _wrong_gradient(self, inputs: TraceInputs, case: Case | None = None) -> str:
         if not self.has_gradients:
             return ""
-        problem = self.case.simulation.wrong_gradient(inputs)
+        simulation = (case or self.case).simulation
+        problem = simulation.wrong_gradient(inputs)
         if problem:
-            self.gradient_error = max(self.gradient_error, self.case.simulation.gradient_error)
+            self.gradient_error = max(self.gradient_error, simulation.gradient_error)
         return problem

@@ -37,10 +37,10 @@ class Case:
         """Return the simulation on random weights, which builds its models once."""
         return Simulation(self.plan, self.model, RandomWeights(self.plan, self.draw))
 
-    def with_model(self, model: nn.Module) -> Case:
-        """Return the case of another model with the same parameters, on the same weights."""
-        case = replace(self, model=model)
-        case.__dict__["simulation"] = Simulation(self.plan, model, self.simulation.weights)
+    def with_model(self, model: nn.Module, plan: Plan | None = None) -> Case:
+        """Return the case of another model, or plan, with the same parameters, on the same weights."""
+        case = replace(self, model=model, plan=plan or self.plan)
+        case.__dict__["simulation"] = Simulation(case.plan, model, self.simulation.weights)
         return case
 
 

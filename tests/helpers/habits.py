@@ -122,7 +122,7 @@ call("embedding_of_ids", lambda m: [m.get_input_embeddings()(IDS)])
 call("base_model", lambda m: [m.base_model(IDS).last_hidden_state])
 call("head_of_hidden_states", lambda m: [m.lm_head(m.base_model(IDS).last_hidden_state)])
 call("hidden_states", lambda m: m(IDS, output_hidden_states=True).hidden_states)
-call("attentions", lambda m: m(IDS, output_attentions=True).attentions, is_refused=True)
+call("attentions", lambda m: attentions(m), changes=True)
 call("log_probabilities", lambda m: [m(IDS).logits.log_softmax(-1).gather(-1, IDS[..., None])])
 call("argmax", lambda m: [m(IDS).logits.argmax(-1)])
 call("in_inference_mode", lambda m: [torch.inference_mode()(m)(IDS).logits.clone()])
@@ -133,6 +133,11 @@ call("pre_hook_on_the_model", lambda m: pre_hooked(m), changes=True)
 call("functional_call", lambda m: [torch.func.functional_call(m, dict(m.named_parameters()), IDS).logits])
 call("eager_attention", lambda m: [m.set_attn_implementation("eager"), m(IDS).logits][1:], changes=True)
 call("sdpa_attention", lambda m: [m.set_attn_implementation("sdpa"), m(IDS).logits][1:], changes=True)
+
+
+def attentions(model: Any) -> Result:
+    model.set_attn_implementation("eager")
+    return model(IDS, output_attentions=True).attentions
 
 
 def hooked(model: Any) -> Result:

@@ -150,7 +150,7 @@ def _hidden_states(model: Any, given: Given) -> list[Tensor]:
 
 
 def _attentions(model: Any, given: Given) -> list[Tensor]:
-    return call(model, given, output_attentions=True, return_dict=True)
+    return _attention("eager")(model, replace(given, options={**given.options, "output_attentions": True}))
 
 
 def _embedding(model: Any, given: Given) -> list[Tensor]:

@@ -27,7 +27,7 @@ ABOUT = {
     "encoder": "only `get_encoder()(ids)`",
     "encoder_outputs": "the outputs of the unsharded encoder instead of ids",
     "output_hidden_states": "all outputs are compared",
-    "output_attentions": "all outputs are compared",
+    "output_attentions": 'after `set_attn_implementation("eager")`; all outputs are compared',
     "embedding": "`get_input_embeddings()(ids)`",
     "base_model": "`model.base_model(ids)`, all outputs",
     "no mask": "no attention mask",

@@ -65,6 +65,7 @@ def named(plan: Plan, name: str) -> Plan:
         logits=plan.logits and replace(plan.logits, module=renamed(plan.logits.module, name)),
         training=training,
         hooks=change(plan.hooks),
+        attentions=change(plan.attentions),
         stages=plan.stages and replace(plan.stages, modules=change(plan.stages.modules)),
     )
 

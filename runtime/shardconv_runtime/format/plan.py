@@ -28,7 +28,14 @@ from .field_checks import (
     one_of,
 )
 from .measured import MemoryPlan
-from .module_steps import LocalRowsOrEndStep, LocalRowsStep, ModuleStep, SliceStep, ZeroOutOfShardStep
+from .module_steps import (
+    AllGatherStep,
+    LocalRowsOrEndStep,
+    LocalRowsStep,
+    ModuleStep,
+    SliceStep,
+    ZeroOutOfShardStep,
+)
 from .names import FORBIDDEN, MAX_NAMES, expand_all
 from .pipeline_stages import StagedModule, StagesPlan
 from .slices import Mesh, local_size
@@ -404,6 +411,19 @@ class HookPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The gathers of attention weights of modules, which run only in calls that ask for these."""
+
+    names: tuple[str, ...]
+    outputs: tuple[ModuleStep, ...]
+
+    def __post_init__(self) -> None:
+        for index, step in enumerate(self.outputs):
+            if not isinstance(step, AllGatherStep):
+                fail(f"outputs[{index}]", f"must be an all_gather, not {step.op}")
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """The sequence-parallel form: activations between the parallel blocks are sharded over the sequence.
 
@@ -462,8 +482,11 @@ class Plan:
     """Why the model cannot be trained; empty if it can."""
     hooks: tuple[HookPlan, ...] = ()
     """Modules on which hooks may be registered; ranks have parts of the tensors of all others."""
+    attentions: tuple[AttentionPlan, ...] = ()
+    """Modules that return the attention weights of a rank's heads, if ``output_attentions`` is proven."""
     proven_arguments: tuple[str, ...] = ()
-    """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
+    """Arguments with which the ranks compute the same, though the traced call lacks them: those that replace
+    others (``inputs_embeds``), and ``output_attentions``."""
     left_out: tuple[str, ...] = ()
     """Inputs of the model (``pixel_values``) with which it could not be traced. The results of ranks with
     these inputs are unknown."""
@@ -495,7 +518,7 @@ class Plan:
             check_text(f"notes[{index}]", note)
 
 
-_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan, HookPlan)
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan, HookPlan, AttentionPlan)
 
 
 def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:

@@ -86,6 +86,7 @@ def check_plan(plan: Plan) -> None:
     if plan.fused:
         check_fused(plan)
     _check_hooks("hooks", plan.hooks, plan.mesh)
+    _check_attentions(plan)
     if plan.training is not None:
         _check_draws("training.draws", plan.training.draws, plan.mesh)
         if plan.training.sequence is not None:
@@ -132,6 +133,15 @@ def _check_hooks(where: str, hooks: tuple[HookPlan, ...], mesh: Mesh) -> None:
                 check_axes(f"{place}.grad_axes", port.grad_axes, mesh)
                 check_axes(f"{place}.sequence_axes", port.sequence_axes, mesh)
     by_name(where, hooks)
+
+
+def _check_attentions(plan: Plan) -> None:
+    for index, entry in enumerate(plan.attentions):
+        if not entry.names:
+            fail(f"attentions[{index}].names", "needs the name of a module")
+        for number, step in enumerate(entry.outputs):
+            check_step(f"attentions[{index}].outputs[{number}]", step, "output", plan.mesh)
+    by_name("attentions", plan.attentions)
 
 
 def _check_sequence(

@@ -66,6 +66,7 @@ def of_sequence(plan: Plan) -> Plan:
         plan,
         modules=sequence.modules,
         hooks=sequence.hooks,
+        attentions=(),
         stages=plan.stages and replace(plan.stages, modules=sequence.stages),
         parameters=parameters,
         training=training,

@@ -173,9 +173,18 @@ def _rewrite(table: dict[int, Any], numbers: Mapping[int, int]) -> None:
     table.update(entries)
 
 
+OutputHook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+"""A forward hook, which returns a changed output, or None."""
+
+
+def output_hook(port: str, function: TensorStep) -> OutputHook:
+    """Return a forward hook that runs a step on the output of a module at a port."""
+    return _After([(_output_path(port), function)])
+
+
 def attach_output(module: nn.Module, port: str, function: TensorStep) -> None:
     """Run one more step on the output of a module at a port."""
-    renumber(module, module.register_forward_hook(_After([(_output_path(port), function)])))
+    renumber(module, module.register_forward_hook(output_hook(port, function)))
 
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")

@@ -20,11 +20,13 @@ from ..format.plan import (
     ModulePlan,
     ParameterPlan,
     Plan,
+    by_name,
     global_shape,
     local_shape,
     module_plans,
     parameter_plans,
 )
+from .attention_weights import ASK, gather_attentions, refuse_attentions
 from .embeddings import attach_embeddings
 from .fused_products import fuse
 from .layers import WHY_NO_LABELS, without_logits_gather
@@ -118,7 +120,7 @@ def apply_plan(
         if packed is not None:  # packed weights are fused by modules of their formats, if these allow it
             packed.fuse([group for group in groups if all(f"{fqn}.weight" in names for fqn in group)])
     if plan.modules and plan.tp > 1:
-        attach_guards(model, plan, modules, parameters, comm)
+        attach_guards(model, plan, modules, parameters, comm, training)
 
 
 def retie(model: nn.Module, plan: Plan) -> None:
@@ -209,10 +211,6 @@ def _grouped(implementation: str) -> str:
     return GROUPED if implementation == BATCHED else implementation
 
 
-WHY_NO_ATTENTIONS = (
-    "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
-    "to look at attention weights"
-)
 WHY_NO_EMBEDDINGS = (
     "whose plan was not proven with it; pass ids. `shardconv reshard --in-place`, or `plan --check`, proves "
     "it where the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
@@ -231,9 +229,14 @@ def attach_guards(
     modules: Mapping[str, ModulePlan],
     parameters: Mapping[str, ParameterPlan],
     comm: Communicator,
+    training: bool,
 ) -> None:
     """Guard a model of several ranks, in place."""
-    refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
+    if ASK in plan.proven_arguments:
+        gathers = {name: each.outputs for name, each in by_name("attentions", plan.attentions).items()}
+        gather_attentions(model, gathers, comm, training)
+    else:
+        refuse_attentions(model)
     refuse_head_masks(model)
     for argument in EMBEDDINGS:
         if argument not in plan.proven_arguments:

@@ -110,7 +110,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str,
 def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     made, runs = counted(monkeypatch)
     found = prove(replace(llama))
-    assert found == proofs.Proof(found.case, "", True, ("inputs_embeds",), (), proofs.LabelsProof())
+    assert found.attentions is not None
+    assert found == proofs.Proof(
+        found.case, "", True, ("inputs_embeds",), (), proofs.LabelsProof(), found.attentions
+    )
     tokens, embeddings = ("attention_mask", "input_ids"), ("attention_mask", "inputs_embeds")
     assert runs == [
         (*tokens, "labels"),
@@ -119,7 +122,7 @@ def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None
         ("gradients", *embeddings),
         tokens,  # flex attention
     ]
-    assert sorted(made) == ["parallelize"] * 6 + ["parallelize_for_training"] * 2  # on two ranks
+    assert sorted(made) == ["parallelize"] * 6 + ["parallelize_for_training"] * 4  # on two ranks
 
 
 def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +211,7 @@ def test_a_loss_that_is_not_the_models(llama: Case, monkeypatch: pytest.MonkeyPa
     )
     found = prove(replace(llama))
     refused = proofs.LabelsProof(("labels",), "wrong")
-    assert found == proofs.Proof(found.case, "", False, ("inputs_embeds",), (), refused)
+    assert found == proofs.Proof(found.case, "", False, ("inputs_embeds",), (), refused, found.attentions)
 
 
 def test_own_logits_that_are_wrong(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:

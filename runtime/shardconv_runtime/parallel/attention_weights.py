@@ -1,0 +1,105 @@
+"""Attention weights of all heads, for calls that ask for them.
+
+A rank computes the weights of some heads. Nothing but a caller reads them, so they are gathered only in a
+call with ``output_attentions``, at the outputs of the modules that compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..comm.collectives import Communicator
+from ..errors import RefusedCallError
+from ..format.module_steps import ModuleStep
+from .boundary import OutputHook, forward_signature, output_hook, renumber, step
+from .refusals import is_asked_for, refuse
+
+ASK = "output_attentions"
+WHY_NOT = (
+    "whose heads are sharded by a plan that was not proven with it: each rank would return the weights of "
+    "its own heads. `shardconv reshard --in-place`, or `plan --check`, proves it where the model returns "
+    "them with eager attention; a sequence-parallel model does not return them"
+)
+
+
+def refuse_attentions(model: nn.Module) -> None:
+    """Make a model and the models in it refuse to return attention weights."""
+    for part in _models(model):
+        refuse(part, ASK, WHY_NOT)
+
+
+def gather_attentions(
+    model: nn.Module, gathers: Mapping[str, Sequence[ModuleStep]], comm: Communicator, training: bool
+) -> None:
+    """Make a model return the attention weights of all heads in calls that ask for them, in place."""
+    asked = _Asked()
+    for part in _models(model):
+        call = _Call(part, asked)
+        renumber(part, part.register_forward_pre_hook(call.begin, prepend=True, with_kwargs=True))
+        renumber(part, part.register_forward_hook(call.end, always_call=True))
+    for fqn, steps in gathers.items():
+        for each in steps:
+            module = model.get_submodule(fqn)
+            hook = _IfAsked(output_hook(each.port, step(each, comm, training)), asked)
+            renumber(module, module.register_forward_hook(hook, prepend=True))
+
+
+def _models(model: nn.Module) -> list[nn.Module]:
+    """Return the model and the models in it, which users may call by themselves."""
+    return [part for part in model.modules() if part is model or isinstance(part, PreTrainedModel)]
+
+
+class _Asked:
+    """Whether the calls that are running have asked for attention weights."""
+
+    def __init__(self) -> None:
+        self.running: list[bool] = []
+        self.latest = False
+        """The answer of the latest call, which also holds for layers that backward runs again."""
+
+
+class _Call:
+    """The hooks around the calls of one model."""
+
+    def __init__(self, model: nn.Module, asked: _Asked) -> None:
+        names = list(forward_signature(model).parameters)
+        self._position = names.index(ASK) if ASK in names else len(names)
+        self._asked = asked
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether a call asks, or one around it does."""
+        value = args[self._position] if self._position < len(args) else kwargs.get(ASK)
+        is_asked = is_asked_for(module, ASK, value)
+        if torch.compiler.is_compiling():
+            if is_asked:
+                raise RefusedCallError(
+                    f"{ASK} was given to a compiled model of several ranks; call it uncompiled"
+                )
+            return
+        asked = self._asked
+        asked.latest = is_asked or (bool(asked.running) and asked.running[-1])
+        asked.running.append(asked.latest)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Note that the call is over."""
+        if not torch.compiler.is_compiling():
+            running = self._asked.running
+            if running:  # a call may have failed before it began
+                running.pop()
+            self._asked.latest = running[-1] if running else self._asked.latest
+
+
+class _IfAsked:
+    """A forward hook that runs in calls that ask for attention weights; others may lack its port."""
+
+    def __init__(self, hook: OutputHook, asked: _Asked) -> None:
+        self._hook = hook
+        self._asked = asked
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._hook(module, args, output) if self._asked.latest else None

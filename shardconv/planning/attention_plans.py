@@ -1,0 +1,187 @@
+"""Find where the attention weights that a call may ask for are gathered.
+
+The weights have a dim of heads, which a plan shards. A plan is traced and solved for a call that returns
+none, often with a kernel that makes none. So the model is traced once more, with eager attention and with the
+weights among its outputs, and solved with the layouts that the plan has. Its steps must be the plan's; then
+the weights have the layout that the solution says. The gradients that go through the gathers are proven on
+numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.dims import axes_of
+from shardconv_runtime.format.module_steps import (
+    AllGatherStep,
+    LocalRowsOrEndStep,
+    LocalRowsStep,
+    ModuleStep,
+    SliceStep,
+    ZeroOutOfShardStep,
+)
+from shardconv_runtime.format.plan import ModulePlan, Plan, module_plans, parameter_plans
+from shardconv_runtime.parallel.attention_weights import ASK
+from shardconv_runtime.parallel.boundary import forward_signature
+from torch import nn
+
+from ..dim_analysis.analyze import analyze, with_parts
+from ..dim_analysis.dim_trees import leaves
+from ..dim_analysis.rules import RULES
+from ..inputs.trace_inputs import TraceInputs
+from ..tracing.fold import fold
+from ..tracing.tape import Mark, Tape
+from ..tracing.trace import trace
+from .gradients import solve_gradients
+from .layout import Layouts
+from .module_plans import steps_at
+from .solution import Solution, without_gradients
+from .solve import Given, pins_of, solve
+
+Gathers = Mapping[str, tuple[AllGatherStep, ...]]
+"""Module -> the gathers of the attention weights that it returns."""
+
+
+def asking(inputs: TraceInputs) -> TraceInputs:
+    """Return the inputs of a call that asks for attention weights."""
+    return replace(inputs, options={**inputs.options, ASK: True})
+
+
+def returning_attentions(model: nn.Module) -> nn.Module | None:
+    """Return a copy of a model that returns attention weights if it is asked to; None if it has none."""
+    parameters = forward_signature(model).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not hasattr(getattr(model, "config", None), ASK) or not (takes_any or ASK in parameters):
+        return None
+    other = copy.deepcopy(model)
+    setter = getattr(other, "set_attn_implementation", None)
+    if setter is None:
+        return None
+    try:
+        setter("eager")
+    except (ValueError, NotImplementedError, ImportError):
+        return None  # the model does not offer it
+    return other
+
+
+def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gathers | None:
+    """Return the gathers of attention weights of a model with a plan.
+
+    Args:
+        model: from ``returning_attentions``, on meta.
+
+    Returns:
+        None if the model does not run when it is asked for them, or needs other steps than the plan's.
+    """
+    modules = module_plans(plan)
+    try:
+        plain = _trace(model, inputs)
+        folded = fold(_trace(model, asking(inputs)))
+        analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
+        usual = {mark.ports for mark in _returned(plain)}
+        sources = {
+            mark.target: _source(folded.tape, mark)
+            for mark in _returned(folded.tape)
+            if mark.ports not in usual
+        }
+        free = {tid for source in sources.values() for tid in source.passed}
+        # Nothing is gathered for the weights alone, so that the rest is solved as without them.
+        analysis = replace(
+            analysis,
+            tape=replace(
+                analysis.tape, outputs=tuple(tid for tid in analysis.tape.outputs if tid not in free)
+            ),
+            read_elsewhere={t: reader for t, reader in analysis.read_elsewhere.items() if t not in free},
+        )
+        pins = pins_of(analysis, Given(plan.mesh, parameter_plans(plan)))
+        # What the plan gathers is replicated from there on: it may have been ruled out to compute on shards.
+        gathered = [
+            leaf
+            for event in folded.tape.events
+            if isinstance(event, Mark) and event.target in analysis.dims
+            for steps in [_planned(modules.get(folded.tape.calls[event.call].fqn), event)]
+            for step in steps
+            if isinstance(step, AllGatherStep) and not any(isinstance(other, SliceStep) for other in steps)
+            for leaf in leaves(analysis.dims[event.target][step.dim])
+        ]
+        assignment = solve(analysis, plan.tp, gathered, folded, pins)
+    except SolveError:
+        return None
+    if assignment.mesh != plan.mesh:
+        return None
+    layouts = Layouts(analysis, assignment)
+    solution = Solution(layouts, {}, {}, folded, {}, solve_gradients(analysis, assignment, folded))
+    for event in folded.tape.events:
+        if isinstance(event, Mark):
+            planned = _planned(modules.get(solution.fqn(event)), event)
+            if _compared(steps_at(solution, event)) != planned:
+                return None
+    gathers: dict[str, dict[str, AllGatherStep]] = {}
+    for source in sources.values():
+        mark = source.mark
+        sharded = [
+            (i, d) for i, d in enumerate(map(layouts.open_dim, analysis.dims[mark.target])) if axes_of(d)
+        ]
+        if not sharded:
+            continue
+        if (
+            len(sharded) > 1
+            or not solution.fqn(mark)
+            or assignment.partial_axes(analysis.partial[mark.target])
+        ):
+            return None
+        for port in mark.ports:
+            step = AllGatherStep(port, *sharded[0], solution.per_token(mark.target))
+            if gathers.setdefault(solution.fqn(mark), {}).setdefault(port, step) != step:
+                return None
+    return {n: tuple(steps.values()) for fqn, steps in gathers.items() for n in folded.names(fqn)}
+
+
+def _trace(model: nn.Module, inputs: TraceInputs) -> Tape:
+    return trace(model, inputs.tensors, RULES, inputs.options, few_chosen=inputs.few_chosen)
+
+
+def _returned(tape: Tape) -> list[Mark]:
+    """Return the marks of the tensors that the model returns."""
+    return [e for e in tape.events if isinstance(e, Mark) and e.is_output and not tape.calls[e.call].fqn]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a returned tensor comes from."""
+
+    mark: Mark
+    """The innermost output of a module from which on only the caller reads it."""
+    passed: tuple[int, ...]
+    """The tensor at all marks from there on."""
+
+
+def _source(tape: Tape, mark: Mark) -> _Source:
+    marks = {event.target: event for event in tape.events if isinstance(event, Mark)}
+    # A module inside, such as a dropout, may return what the code around it still computes with.
+    computed_with = {tid for event in tape.events if not isinstance(event, Mark) for tid in event.inputs}
+    passed = [mark.target]
+    while mark.source in marks and mark.source not in computed_with:
+        mark = marks[mark.source]
+        passed.append(mark.target)
+    return _Source(mark, (*passed, mark.source))
+
+
+def _planned(entry: ModulePlan | None, mark: Mark) -> list[ModuleStep]:
+    """Return the steps of a plan at a mark to compare; local rows and zeros do not come from marks."""
+    if entry is None:
+        return []
+    steps = entry.outputs if mark.is_output else entry.inputs
+    return _compared(s for s in steps if s.port in mark.ports and not isinstance(s, _OF_TABLES))
+
+
+def _compared(steps: Iterable[ModuleStep]) -> list[ModuleStep]:
+    """Return the steps as for inference, and without the numbers for reports."""
+    return [replace(step, per_token=0) for step in without_gradients(list(steps))]
+
+
+_OF_TABLES = (LocalRowsStep, LocalRowsOrEndStep, ZeroOutOfShardStep)

@@ -1,0 +1,78 @@
+"""Attention weights that a call asks for: proven on the smaller model, and planned for the full one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.dims import leaves
+from shardconv_runtime.format.module_steps import AllGatherStep
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import AttentionPlan, Plan
+from shardconv_runtime.parallel.attention_weights import ASK
+from torch import nn
+
+from ..inputs.trace_inputs import TraceInputs
+from ..planning.attention_plans import Gathers, asking, attention_gathers, returning_attentions
+from ..simulation.rank_simulation import Logits
+from ..tracing.fold import Folded
+from ..tracing.tape import starred
+from .proof_case import Case, simulate
+
+
+def planned_gathers(case: Case) -> Gathers | None:
+    """Return the gathers of attention weights; None if the model returns none, or other steps are needed."""
+    model = returning_attentions(case.model)
+    return attention_gathers(model, case.inputs, case.plan) if model is not None else None
+
+
+def proven_gathers(case: Case, *, gradients: bool) -> Gathers | None:
+    """Return the gathers with which ranks return the unsharded model's attention weights, and gradients.
+
+    Returns:
+        None if the model returns no attention weights, or the ranks would return others.
+    """
+    model, gathers = returning_attentions(case.model), planned_gathers(case)
+    if model is None or gathers is None:
+        return None
+    asked, inputs = case.with_model(model, with_attentions(case.plan, gathers)), asking(case.inputs)
+    try:
+        simulate(asked, inputs, logits=Logits.GATHERED)
+        is_wrong = gradients and asked.simulation.wrong_gradient(inputs)
+    except ShardconvError:
+        return None
+    return None if is_wrong else gathers
+
+
+def planned_attentions(
+    plan: Plan, proven: Gathers, model: nn.Module, inputs: TraceInputs, folded: Folded
+) -> Plan:
+    """Return the plan of the full model with its gathers, if they are those that were proven.
+
+    Args:
+        model: without the layers that others represent, by ``folded``.
+    """
+    returning = returning_attentions(model)
+    gathers = attention_gathers(returning, inputs, plan) if returning is not None else None
+    if gathers is None or _forms(gathers, proven) != _forms(proven, gathers):
+        return plan
+    return with_attentions(plan, {n: steps for fqn, steps in gathers.items() for n in folded.names(fqn)})
+
+
+def with_attentions(plan: Plan, gathers: Gathers) -> Plan:
+    """Return a plan that grants calls that ask for attention weights."""
+    grouped: dict[tuple[str, tuple[AllGatherStep, ...]], list[str]] = {}
+    for fqn, steps in gathers.items():
+        grouped.setdefault((starred(fqn), steps), []).append(fqn)
+    attentions = tuple(AttentionPlan(tuple(compress(names)), steps) for (_, steps), names in grouped.items())
+    return replace(plan, attentions=attentions, proven_arguments=(*plan.proven_arguments, ASK))
+
+
+def _forms(gathers: Gathers, others: Collection[str]) -> Mapping[str, object]:
+    """Return what gathers do, whatever the sizes, of the modules that are among the others."""
+    return {
+        fqn: [(s.port, s.dim, [x.axes for x in leaves(s.layout) if x.axes]) for s in steps]
+        for fqn, steps in gathers.items()
+        if fqn in others
+    }

@@ -1,0 +1,105 @@
+"""Attention weights of all heads, in real processes: those of the unsharded model, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from distributed import run_processes
+from shardconv_runtime.format import plan_json
+from shardconv_runtime.format.dims import Dim, Leaf, Product
+from small_models import save_random, small_config
+from torch import Tensor
+from torch.utils import _pytree
+
+import shardconv
+
+IDS = torch.tensor([[1, 5, 100, 7, 50], [3, 2, 99, 0, 51]])
+
+
+def grouped(path: Path) -> Any:
+    """Six heads in three groups, which two ranks share unevenly and four share in two ways."""
+    config = small_config(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    return save_random(config, transformers.LlamaForCausalLM, path)
+
+
+def encoder_decoder(path: Path) -> Any:
+    """A position bias for each head, and attention over the encoder's states."""
+    sizes = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 5}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    return save_random(config, transformers.T5ForConditionalGeneration, path)
+
+
+def weights(output: Any) -> list[Tensor]:
+    """The attention weights of an output, in a fixed order."""
+    return [t for name in sorted(output) if "attentions" in name for t in _pytree.tree_leaves(output[name])]
+
+
+def of_calls(model: Any) -> list[Tensor]:
+    """The weights that calls return which ask for them, of those that do not, and the norm of a gradient."""
+    given = {"decoder_input_ids": IDS[:, :3]} if model.config.is_encoder_decoder else {}
+    part = model.get_encoder() if given else model.base_model
+    with torch.no_grad():
+        asked = weights(model(IDS, **given, output_attentions=True))
+        assert not weights(model(IDS, **given))
+        asked += weights(part(input_ids=IDS, output_attentions=True))
+        options = {"output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
+        asked += weights(model.generate(IDS, max_new_tokens=3, **options))
+    return asked
+
+
+def gradient(model: Any) -> Tensor:
+    """The gradient of an embedding by a loss that tells heads and positions apart."""
+    given = {"decoder_input_ids": IDS[:, :3]} if model.config.is_encoder_decoder else {}
+    found = weights(model(IDS, **given, output_attentions=True, use_cache=False))
+    terms = [t.pow(3).mean((0, 2, 3)) @ torch.arange(1.0, t.shape[1] + 1, dtype=t.dtype) for t in found]
+    torch.stack(terms).sum().backward()
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.dim() == 1 and p.grad is not None])
+
+
+def on_rank(out: Path) -> tuple[list[Tensor], Tensor]:
+    def load(**options: Any) -> Any:
+        model = shardconv_runtime.load(out, dtype=torch.float64, **options)
+        model.set_attn_implementation("eager")
+        return model
+
+    return of_calls(load()), gradient(load(training=True)).detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "tp"),
+    [(grouped, 2), pytest.param(encoder_decoder, 3, marks=pytest.mark.slow)],
+    ids=["grouped 2", "encoder-decoder 3"],
+)
+def test_weights_of_all_heads_are_those_of_the_unsharded_model(
+    make: Callable[[Path], Any], tp: int, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "in").double()
+    model.set_attn_implementation("eager")
+    shardconv.convert(tmp_path / "in", tmp_path / "out", tp=tp)
+    want, want_gradient = of_calls(model), gradient(model)
+    assert len(want) >= 10
+    for asked, norms in run_processes(tp, on_rank, tmp_path / "out"):
+        assert len(asked) == len(want)
+        for got, right in zip(asked, want, strict=True):
+            torch.testing.assert_close(got, right)
+        torch.testing.assert_close(norms, want_gradient)
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads"),
+    [(2, Product((Leaf(3, (0,)), Leaf(2)))), (4, Product((Leaf(3, (0,)), Leaf(2, (1,)))))],
+)
+def test_a_gather_has_the_layout_of_the_heads(tp: int, heads: Dim, tmp_path: Path) -> None:
+    grouped(tmp_path)
+    plan = shardconv.plan(tmp_path, tp=tp, check=True)
+    (entry,) = plan.attentions
+    assert entry.names == ("model.layers.{0,1}.self_attn",)
+    assert [(step.port, step.dim, step.layout) for step in entry.outputs] == [("output.1", 1, heads)]  # type: ignore[union-attr]
+    assert plan_json.loads(plan_json.dumps(plan)) == plan
+    assert not shardconv.plan(tmp_path, tp=tp, check=False).attentions
