@@ -32,6 +32,7 @@ from .checked_source import CheckedSource, LoadOptions, generation_config_of, st
 from .in_memory import tensors_in_memory
 from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParallel
 from .packed_models import PackedParameters
+from .resized_vocabulary import attach_resizing
 from .stage_loading import OwnStages, Placeholders, place_of, tensors_of_stages
 from .transform import RankModel, ReadTensors, Tensors, Transform
 
@@ -163,6 +164,7 @@ class ModelBuilder:
             names = replace(rank.attached, wrapper=nn.Module(), tensors={})
         about = checked.directory.absolute(), checked.manifest, plan, self.start
         remember(model, Loaded(*about, rank.packed is not None, self, names, rank.stage))
+        attach_resizing(model)
         return (model if rank.attached is None else rank.attached.wrapper).eval()
 
     def _source(self, rank: RankModel) -> ReadTensors:

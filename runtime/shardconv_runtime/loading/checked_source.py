@@ -109,6 +109,8 @@ class InMemory:
     """The model on meta, with real values of the buffers that no file would hold."""
     tensors: Mapping[str, Tensor]
     """Its parameters and buffers by name, of global shapes; on meta if the caller's model is."""
+    is_own: bool = False
+    """Whether ``twin`` itself becomes the rank's model, which otherwise is made of a copy."""
 
     @property
     def is_meta(self) -> bool:
@@ -183,7 +185,8 @@ def unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Modu
     """
     plan, directory = checked.plan, checked.directory
     if checked.in_memory is not None:
-        twin = copy.deepcopy(checked.in_memory.twin)
+        source = checked.in_memory
+        twin = source.twin if source.is_own else copy.deepcopy(source.twin)
         return getattr(twin, "config", None), twin
     stored = config = read_config(directory, checked.manifest, plan)
     if any(entry.packing is not None for entry in plan.parameters):

@@ -39,11 +39,13 @@ REFUSED_METHODS = {
         "shardconv_runtime.save(model, OUT) on all ranks, then `hf upload` or "
         "`shardconv push OUT`"
     ),
-    "resize_token_embeddings": f"the plan is for the vocabulary that was converted; {_BEFORE}",
     "add_adapter": f"an adapter would get the sizes of a part of each layer; {_ADAPTERS}",
     "load_adapter": f"an adapter would get the sizes of a part of each layer; {_ADAPTERS}",
 }
 """Methods of transformers' models that would take this rank's part for the model -> the remedy."""
+
+_RESIZE = "resize_token_embeddings"
+"""The loaded model has a method of ours under this name; the models in it cannot change alone."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ def refuse_changes(
     for name, remedy in REFUSED_METHODS.items():
         if hasattr(model, name):
             setattr(model, name, partial(refuse_method, name, remedy))
+    for part in model.modules():
+        if part is not model and hasattr(part, _RESIZE):
+            setattr(part, _RESIZE, partial(refuse_method, _RESIZE, "call it on the model that was loaded"))
     model.register_state_dict_post_hook(partial(_mark_state, place))  # type: ignore[no-untyped-call]
     model.register_load_state_dict_pre_hook(partial(_check_state, place))  # type: ignore[no-untyped-call]
     _watch_registrations()

@@ -1,0 +1,289 @@
+"""``resize_token_embeddings`` of a loaded model: its vocabulary gets another size, in place.
+
+transformers' own method runs twice: on the model on meta, which shows what changes, and on the parameters
+that change, gathered from the ranks, which gives their values. The model is then built again with the plan of
+the new size; all other parameters stay as they are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..adapters.attaching import Attached
+from ..comm import agreement
+from ..comm.mesh import Launch
+from ..default_modes import in_default_modes
+from ..errors import InputsDifferError, RefusedCallError
+from ..files.small_files import copy_small_files, entry_of, files_to_copy
+from ..format import plan_json
+from ..format.plan import Plan, global_shape, local_shape, parameter_plans
+from ..format.resized_plan import Shapes, resized_plan
+from ..format.slices import Range, ranges
+from ..loaded import Loaded, loaded, remember
+from ..parallel.build import owner_of, stored_tensors
+from ..parallel.local_modules import local_view
+from ..parallel.user_hooks import hook_of_user
+from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
+from .in_memory import CONFIG_FILES
+from .transform import Tensors
+
+Stored = Callable[[Attached | None], Tensors]
+"""Yields a rank's tensors."""
+
+METHOD = "resize_token_embeddings"
+_BEFORE = "resize the unsharded model, save it, and convert it again"
+
+
+def attach_resizing(model: nn.Module) -> None:
+    """Make the method of transformers right for a model of which ranks have parts, in place."""
+    if hasattr(model, METHOD):
+        setattr(model, METHOD, _Method(model))
+
+
+class _Method:
+    """The method of one model; a copy of the model has one for itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """Resize the vocabulary; every rank calls it. See transformers for the arguments.
+
+        Returns:
+            The input embeddings.
+        """
+        return resize_vocabulary(self._model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+
+@in_default_modes
+@agreement.named_call(METHOD)
+@torch.no_grad()
+def resize_vocabulary(
+    model: Any, new_num_tokens: int | None, pad_to_multiple_of: int | None, mean_resizing: bool
+) -> nn.Module:
+    """Resize the vocabulary of a loaded model, in place; see ``_Method``."""
+    source = loaded(model)
+    building = source.building
+    start: Launch = building.start
+    arguments = agreement.exchange(building.all_ranks, (new_num_tokens, pad_to_multiple_of, mean_resizing))
+    if len(set(arguments)) > 1:
+        raise InputsDifferError(f"{METHOD} was called with other arguments on some ranks: {arguments}")
+    if new_num_tokens is None and pad_to_multiple_of is None:
+        return model.get_input_embeddings()  # type: ignore[no-any-return]
+    _require_plain(model, source, building.options)
+
+    def resize(part: Any, mean: bool) -> None:
+        part.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing=mean)
+
+    twin, change = agreement.together(start, lambda: _change(model, source, resize))
+    if not change.shapes:
+        return model.get_input_embeddings()  # type: ignore[no-any-return]
+    held = dict(stored_tensors(model))
+    full = {name: _gathered(held[name].detach(), name, source) for name in change.shapes}
+    values = agreement.together(
+        start, lambda: _resized_values(twin, full, lambda p: resize(p, mean_resizing))
+    )
+    for value in values.values():
+        _share(value, start)
+
+    resize(twin, False)
+    checked = _source(source, change.plan, twin)
+
+    def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
+        entries = parameter_plans(change.plan)
+        for name, entry in entries.items():
+            tensor = held[name].detach()
+            if name in values:
+                part = local_view(entry, values[name], change.plan.mesh, source.rank)
+                tensor = part.to(tensor.dtype).contiguous()
+            yield name, tensor
+
+    _build_again(model, source, checked, stored)
+    return model.get_input_embeddings()  # type: ignore[no-any-return]
+
+
+def _require_plain(model: nn.Module, source: Loaded, options: LoadOptions) -> None:
+    """Check that the model is in a form that can be built again."""
+    why = ""
+    if source.stage is not None:
+        why = "the model has pipeline stages"
+    elif source.attached is not None:
+        why = "the model has adapters; resize the model before they are added"
+    elif source.packed:
+        why = "the model's weights are packed; load it with dequantize=True"
+    elif options.compiling is not None:
+        why = "the model is compiled; load it without compile=True"
+    elif options.data_parallel is not None or any(isinstance(p, DTensor) for p in model.parameters()):
+        why = "FSDP has sharded the parameters; resize before data_parallel"
+    elif hook := hook_of_user(model):
+        why = f"the module {hook} has a hook; register hooks afterwards"
+    if why:
+        raise RefusedCallError(f"{METHOD}: {why}, or {_BEFORE}")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a new size of the vocabulary changes."""
+
+    shapes: Shapes
+    """New global shapes, by FQN in the plan."""
+    plan: Plan
+
+
+def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> tuple[Any, _Change]:
+    """Return the unsharded model on meta as it was, and what changes in it."""
+    building = source.building
+    twin: Any = unsharded(building.checked, building.options)[1]
+    _carry_settings(model, twin)
+    before, names = _shapes(twin), dict(source.plan.tied)
+    other = copy.deepcopy(twin)
+    resize(other, False)
+    after = _shapes(other)
+    if before.keys() != after.keys():
+        raise RefusedCallError(f"{METHOD}: parameters of the model would come or go; {_BEFORE}")
+    shapes = {n: shape for n, shape in after.items() if shape != before[n] and n not in names}
+    if not shapes:
+        return twin, _Change({}, source.plan)
+    num_parameters = sum(p.numel() for p in other.parameters())
+    owners = {id(owner_of(twin, name)[0]) for name in shapes}
+    modules = twin.named_modules(remove_duplicate=False)
+    owner_names = {name for name, module in modules if id(module) in owners}
+    owner_names |= {alias.rpartition(".")[0] for alias, name in source.plan.tied if name in shapes}
+    plan = resized_plan(source.plan, shapes, owner_names, num_parameters)
+    return twin, _Change(shapes, plan_json.loads(plan_json.dumps(plan)))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
+
+
+def _carry_settings(model: Any, twin: Any) -> None:
+    """Give the model on meta the settings that a user may have changed since loading."""
+    for name, value in vars(model.config).items():
+        if isinstance(value, bool | int | float | str | None) and getattr(twin.config, name, value) != value:
+            setattr(twin.config, name, value)
+    for kind in ("attn", "experts"):
+        chosen = getattr(model.config, f"_{kind}_implementation", None)
+        if chosen is not None and chosen != getattr(twin.config, f"_{kind}_implementation", None):
+            getattr(twin, f"set_{kind}_implementation")(chosen)
+    if getattr(model, "generation_config", None) is not None:
+        twin.generation_config = model.generation_config
+
+
+def _gathered(local: Tensor, name: str, source: Loaded) -> Tensor:
+    """Return all of a parameter, of which each rank holds a part."""
+    entry, plan, group = parameter_plans(source.plan)[name], source.plan, source.launch.group
+    if group is None:
+        return local.clone()
+    full = local.new_empty(global_shape(entry))
+    for rank in range(plan.tp):
+        part = (
+            local.contiguous()
+            if rank == source.rank
+            else local.new_empty(local_shape(entry, plan.mesh, rank))
+        )
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+        places = [_places(ranges(dim, plan.mesh, rank)) for dim in entry.dims]
+        for pieces in itertools.product(*places):
+            full[tuple(there for there, _ in pieces)] = part[tuple(here for _, here in pieces)]
+    return full
+
+
+def _places(held: Sequence[Range]) -> list[tuple[slice, slice]]:
+    """Return the positions of a dim that a rank holds: in all of it, and in its part."""
+    places, begin = [], 0
+    for start, stop in held:
+        places.append((slice(start, stop), slice(begin, begin + stop - start)))
+        begin += stop - start
+    return places
+
+
+def _resized_values(
+    twin: nn.Module, full: Mapping[str, Tensor], resize: Callable[[Any], None]
+) -> dict[str, Tensor]:
+    """Return the resized parameters, as transformers computes them from their old values."""
+    shell = copy.deepcopy(twin)
+    for name, tensor in full.items():
+        owner, attribute = owner_of(shell, name)
+        if attribute in owner._parameters:
+            owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[attribute] = tensor
+    shell.tie_weights()  # type: ignore[operator]  # a method of transformers' models
+    resize(shell)
+    tensors = dict(stored_tensors(shell))
+    return {name: tensors[name].detach().contiguous() for name in full}
+
+
+def _share(value: Tensor, launch: Launch) -> None:
+    """Give all ranks the values of rank 0: the new rows are random, and generators may differ."""
+    if launch.group is not None:
+        dist.broadcast(value, dist.get_global_rank(launch.group, 0), group=launch.group)
+
+
+def _source(source: Loaded, plan: Plan, twin: Any) -> CheckedSource:
+    """Return the resized model as a source, with the files of the old one and the new config."""
+    directory = Path(tempfile.mkdtemp(prefix=CONFIG_FILES))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    copy_small_files(source.directory, source.manifest, directory)
+    config = copy.deepcopy(twin.config)
+    config.architectures = [type(twin).__name__]
+    config.save_pretrained(directory)
+    entries = tuple(entry_of(directory, path) for path in files_to_copy(directory, code=True))
+    digest = plan_json.sha256(plan_json.dumps(plan))
+    described = replace(source.manifest, plan_sha256=digest, files=entries)
+    return CheckedSource(directory, described, plan, in_memory=InMemory(twin, {}))
+
+
+def _build_again(model: Any, source: Loaded, checked: CheckedSource, stored: Stored) -> None:
+    """Make a model the rank's model of another source; it stays the same object."""
+    assert checked.in_memory is not None
+    before, training = dict(vars(model)), {n: m.training for n, m in model.named_modules()}
+    trained = {name: tensor.requires_grad for name, tensor in stored_tensors(model)}
+    checkpointing = {n: _checkpointing(m) for n, m in model.named_modules() if _checkpointing(m)}
+    takes_gradients = hasattr(model, "_require_grads_hook") or bool(
+        getattr(model, "_require_grads_hooks", ())
+    )
+    vars(model).clear()
+    vars(model).update(vars(copy.deepcopy(checked.in_memory.twin)))
+    own = replace(checked, in_memory=replace(checked.in_memory, twin=model, is_own=True))
+    try:
+        replace(source.building, checked=own).model(stored)
+    except BaseException:
+        vars(model).clear()
+        vars(model).update(before)
+        raise
+    # Later operations build the model once more, from a form of it that is on meta.
+    remember(model, replace(loaded(model), building=replace(source.building, checked=checked)))
+    for name, module in model.named_modules():
+        module.training = training.get(name, module.training)
+        vars(module).update(checkpointing.get(name, {}))
+    for name, tensor in stored_tensors(model):
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_(trained[name])
+    if takes_gradients:
+        model.enable_input_require_grads()
+
+
+def _checkpointing(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that transformers sets on modules for activation checkpointing."""
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    return {name: vars(module)[name] for name in names if name in vars(module)}
