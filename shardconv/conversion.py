@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
+from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, require_packed, select
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, grains_of, with_packed_notes
@@ -132,8 +132,12 @@ def plan_model(
     spec = resolve(
         source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
     )
-    if spec.directory is not None and spec.revision is None:
-        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=is_trusted))
+    if full := _with_files(spec, trust_remote_code=is_trusted):
+        if not spec.dequantize:
+            require_packed(full)
+        spec = replace(spec, tied=_tied_in_files(full))
+    if spec.quantization is not None and not spec.dequantize:
+        progress.stage("note: the checkpoint is quantized; its unquantized model is planned, with its bytes")
     return solve_plan(spec, options, progress=progress.stage)
 
 
@@ -165,17 +169,26 @@ def _with_packings(
     return with_packed_notes(packed, spec.quantization), tensors
 
 
-def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
-    """Return the parameters that are tied in the weight files next to the config; None without such files.
+def _with_files(spec: ModelSpec, *, trust_remote_code: bool) -> ModelSpec | None:
+    """Return a model with the weight files next to its config; None without such files.
 
-    A plan needs no weights. But if they exist, an untied head is found now, and not when they are loaded.
+    A plan needs no weights. But if they exist, an untied head or the config of other weights is noticed now,
+    and not when they are loaded.
     """
-    assert spec.directory is not None, "asked of models in directories"
+    if spec.directory is None or spec.revision is not None:
+        return None
+    try:
+        return resolve(spec.directory, trust_remote_code=trust_remote_code)
+    except SourceError:
+        return None  # not all files are here; ``load`` with the plan compares the values
+
+
+def _tied_in_files(spec: ModelSpec) -> Mapping[str, str] | None:
+    """Return the parameters that are tied in weight files; None if the class and its config say it."""
     if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
         return None
     try:
-        full = resolve(spec.directory, dtype=spec.dtype, trust_remote_code=trust_remote_code)
         with without_library_logging():
-            return lazy_weights(full).tied
+            return lazy_weights(replace(spec, dequantize=spec.quantization is not None)).tied
     except SourceError:
-        return None  # not all files are here; ``load`` with the plan compares the values
+        return None  # ``load`` with the plan compares the values

@@ -34,7 +34,8 @@ EXIT_CODES = {
     USAGE: "wrong usage: an option, an argument or a path that does not exist",
     DAMAGE: "files are missing, or differ from those that were written",
     NETWORK: "the Hub cannot be reached or does not answer",
-    REFUSED: "the request cannot be met: no plan, an unsupported model, other code, an output that exists",
+    REFUSED: "the request cannot be met: no plan, too little memory, an unsupported model, other code, an "
+    "output that exists",
     INTERRUPTED: "interrupted; 128 and the number of another signal that ended run or serve",
 }
 """The meaning of each exit code."""

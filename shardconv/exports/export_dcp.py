@@ -28,6 +28,7 @@ from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import OptionError, ShardconvError
+from shardconv_runtime.files.manifest import PARTIAL
 from shardconv_runtime.files.shard_files import grouped
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
@@ -42,7 +43,7 @@ from ..converted.file_checks import require_intact
 from ..converted.shards import Converted, OwnedPart
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import fsync
-from ..writing.job import PARTIAL, TargetFile, read_state, target_file
+from ..writing.job import TargetFile, read_state, target_file
 from ..writing.outputs import Output, refuse_other_output
 from ..writing.workspace import Claim, opened, refuse_if_busy
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.manifest import PARTIAL
 from shardconv_runtime.files.shard_files import ALIGNMENT, FileLayout, lay_out
 
 from .durable import fsync, fsync_directories, remove, write_durably
@@ -65,7 +66,6 @@ def target_file(
     return TargetFile(path, owner, lay_out(declared, metadata, alignment), tensor)
 
 
-PARTIAL = ".partial"
 JOB_NAME = "job.json"
 
 Job = Mapping[str, Any]

@@ -15,13 +15,13 @@ from shardconv_runtime.errors import (
     OutputExistsError,
     ShardconvError,
 )
-from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, check_size, rank_directory
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL, PLAN_NAME, check_size, rank_directory
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directory
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stage_names import held_by
 
-from .job import PARTIAL, is_placed, known_files, read_state
+from .job import is_placed, known_files, read_state
 from .workspace import refuse_if_busy
 
 OTHER_REMEDY = "name another directory, or pass --overwrite"

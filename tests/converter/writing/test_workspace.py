@@ -19,7 +19,7 @@ import pytest
 from shardconv_runtime.checkpoint import lazy_tensor
 from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.manifest import COMMON_DIRECTORY, rank_directory
+from shardconv_runtime.files.manifest import COMMON_DIRECTORY, PARTIAL, rank_directory
 from small_conversion import Model, Stages, at_once, contents, crashes, looks_complete, placed
 
 import shardconv
@@ -28,7 +28,6 @@ from shardconv.writing import workspace, writer
 from shardconv.writing.fill import fill
 from shardconv.writing.job import (
     JOB_NAME,
-    PARTIAL,
     Moves,
     State,
     TargetFile,
