@@ -204,7 +204,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
             )
         raise NotConvertedError(
             f"{where} has no {MANIFEST_NAME}: it is not a converted model; name the output of shardconv "
-            "convert"
+            "convert, or run that command again"
         )
     try:
         return loads(read_text(path, plan_json.MAX_BYTES))
