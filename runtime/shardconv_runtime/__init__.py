@@ -8,6 +8,7 @@ Importing this package imports neither torch nor transformers; its functions do 
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,9 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        nearest = get_close_matches(name, __all__, 1, 0.6)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 

@@ -177,7 +177,8 @@ class _Files:
             elif found != entry.checksum:
                 kind, _, digest = found.partition(":")
                 wanted = entry.checksum.partition(":")[2]
-                self._damage(entry, self.located[entry], f"its {kind} is {digest} and should be {wanted}")
+                problem = f"is damaged: its checksum ({kind}) is {digest} and should be {wanted}"
+                self._damage(entry, self.located[entry], problem)
 
     def read_headers(self) -> None:
         """Read the headers of the shards that match the manifest."""

