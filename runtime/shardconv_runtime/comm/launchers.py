@@ -108,7 +108,7 @@ def run_program(work: Callable[[], object], *, quiet: bool) -> int:
 
 
 def _report(error: ShardconvError) -> None:
-    """Print an error, or hand it over to a launcher that prints one of those of all ranks."""
+    """Print an error, or hand it over to a launcher, which prints one error of all ranks."""
     report = RankReport(
         env_int("RANK", 0), error.exit_code, str(error), type(error) in (LaunchError, RanksTimeoutError)
     )
