@@ -8,7 +8,6 @@ Importing this package imports neither torch nor transformers; its functions do 
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from .errors import (
     UnsupportedError,
 )
 from .hub_options import Hub
+from .keywords import unknown_attribute
 from .option_values import Communication, Compiling, Planning, Training
 
 if TYPE_CHECKING:
@@ -120,9 +120,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        nearest = get_close_matches(name, __all__, 1, 0.6)
-        hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        raise unknown_attribute(__name__, name, __all__)
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 

@@ -251,6 +251,15 @@ class TestRun:
         code = launching.explained(error, tmp_path, read_reports(tmp_path / "reports"))
         assert (code, capsys.readouterr().err) == expected
 
+    def test_an_end_by_a_signal_is_told(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("shardconv.launching.launch", lambda *_: 130)
+        assert shardconv.cli.run(["run", str(model.out), "w3"]) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == "stopped"
+        assert shardconv.cli.run(["run", "-q", str(model.out), "w3"]) == 130
+        assert capsys.readouterr().err == ""
+
     def test_more_ranks_than_gpus(
         self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -31,11 +31,14 @@ def test_a_misspelled_keyword_names_the_nearest() -> None:
         function("", tp_size=1)  # type: ignore[call-arg]
 
 
-def test_a_misspelled_function_names_the_nearest() -> None:
-    with pytest.raises(AttributeError, match=r"'shardconv_runtime' has no attribute 'laod'; .* is load$"):
-        shardconv_runtime.laod  # noqa: B018
+@pytest.mark.parametrize(
+    ("module", "name", "nearest"), [(shardconv_runtime, "laod", "load"), (shardconv, "plna", "plan")]
+)
+def test_a_misspelled_function_names_the_nearest(module: Any, name: str, nearest: str) -> None:
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; the nearest is {nearest}$"):
+        getattr(module, name)
     with pytest.raises(AttributeError, match=r"has no attribute 'xyz'$"):
-        shardconv_runtime.xyz  # noqa: B018
+        module.xyz  # noqa: B018
 
 
 def test_a_moved_keyword_still_works() -> None:

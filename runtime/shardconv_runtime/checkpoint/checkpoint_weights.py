@@ -190,7 +190,7 @@ def _packed_weights(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> Packe
         # from_pretrained would not compute with these values either: it quantizes them, or fails.
         raise SourceError(
             f"{_only_plain(spec)}; quantize it first (from_pretrained, save_pretrained), or take the plain "
-            "weights: pass --dtype, or remove quantization_config from config.json"
+            "weights: convert with --dtype, or remove quantization_config from config.json"
         )
     return packed
 

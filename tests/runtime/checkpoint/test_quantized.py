@@ -166,7 +166,7 @@ def test_plain_weights_that_the_config_calls_quantized_are_refused(
     save_random(small_config(), transformers.LlamaForCausalLM, tmp_path / "model")
     set_method(tmp_path / "model", **settings)
     method = settings.get("quant_method", "bitsandbytes")
-    message = rf"says that the weights are quantized \({method}\), and all are plain; .* pass --dtype"
+    message = rf"says that the weights are quantized \({method}\), and all are plain; .* convert with --dtype"
     with pytest.raises(SourceError, match=message):
         shardconv.plan(tmp_path / "model", 2)
     with pytest.raises(SourceError, match=message):
