@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.keywords import unknown_attribute
 from shardconv_runtime.versions import __version__
 
 # These modules import torch and transformers only when they are called, so that the command line
@@ -40,3 +43,8 @@ __all__ = [
     "reshard",
     "verify",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        raise unknown_attribute(__name__, name, __all__)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
+from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, require_packed, select
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, grains_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.files import fingerprint, manifest
 from shardconv_runtime.files.library_logging import without_library_logging
-from shardconv_runtime.files.small_files import told_left_out
+from shardconv_runtime.files.manifest import MANIFEST_NAME
+from shardconv_runtime.files.model_config import CONFIG
+from shardconv_runtime.files.small_files import EXAMPLE_NAME, told_left_out
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
+from shardconv_runtime.versions import tool_versions
 
 from .arguments import SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
@@ -107,15 +113,56 @@ def convert_model(
         origin = with_example(origin, options.example, spec.config)
     for note in notes:
         progress.stage(f"note: {note}")
-    solved = solve_plan(spec, options, grains=grains_of(found), progress=progress.stage)
-    solved = replace(solved, notes=(*solved.notes, *notes))
-    solved, tensors = _with_packings(spec, solved, found)
+    solved = None if weights.random_init else _plan_of_complete(outputs, spec, options, notes)
+    if solved is None:
+        solved = solve_plan(spec, options, grains=grains_of(found), progress=progress.stage)
+        solved = replace(solved, notes=(*solved.notes, *notes))
+        solved, tensors = _with_packings(spec, solved, found)
+    else:
+        tensors = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))[1]
 
     def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
 
     write_to(outputs, solved, tensors, write_options, write_one, progress.stage)
     return solved
+
+
+def _plan_of_complete(
+    outputs: Output | StageOutputs, spec: ModelSpec, options: SolveOptions, notes: Sequence[str]
+) -> Plan | None:
+    """Return the plan of an output that an earlier run has completed, if solving would give it again.
+
+    It follows from the code, the versions, the config and the options. The output's other files are compared
+    with the source in any case. None: the plan does not tell, or there is no such output.
+    """
+    if isinstance(outputs, StageOutputs) or not outputs.is_complete or options.example is not None:
+        return None
+    out = outputs.path
+    written = manifest.read(out)
+    plan = manifest.read_plan(out, written)
+    has_sequence_form = plan.training is not None and plan.training.sequence is not None
+    is_same = (
+        written.tools == tool_versions()
+        and fingerprint.fingerprint(plan.code.sources) == plan.code.fingerprint
+        and (plan.model.class_name, plan.model.dtype) == (spec.class_name, spec.dtype)
+        and (plan.experts, has_sequence_form) == (options.experts, options.sequence_parallel)
+        and (bool(plan.proven_arguments) or not options.check)  # without any, it may not have been checked
+        and set(notes) <= set(plan.notes)
+        and not any(entry.packing for entry in plan.parameters)
+        and not (out / EXAMPLE_NAME).exists()
+        and _code_is_older_than(out / MANIFEST_NAME)
+        and spec.directory is not None
+        and filecmp.cmp(spec.directory / CONFIG, out / CONFIG, shallow=False)
+    )
+    return plan if is_same else None
+
+
+def _code_is_older_than(path: Path) -> bool:
+    """Return whether both packages are older than a file; a clone keeps its version when it is updated."""
+    packages = (Path(__file__).parent, Path(fingerprint.__file__).parents[1])
+    newest = max(file.stat().st_mtime_ns for package in packages for file in package.rglob("*.py"))
+    return newest < path.stat().st_mtime_ns
 
 
 def _with_example(options: SolveOptions, example: Example | None) -> SolveOptions:
@@ -132,8 +179,12 @@ def plan_model(
     spec = resolve(
         source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
     )
-    if spec.directory is not None and spec.revision is None:
-        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=is_trusted))
+    if full := _with_files(spec, trust_remote_code=is_trusted):
+        if not spec.dequantize:
+            require_packed(full)
+        spec = replace(spec, tied=_tied_in_files(full))
+    if spec.quantization is not None and not spec.dequantize:
+        progress.stage("note: the checkpoint is quantized; its unquantized model is planned, with its bytes")
     return solve_plan(spec, options, progress=progress.stage)
 
 
@@ -165,17 +216,26 @@ def _with_packings(
     return with_packed_notes(packed, spec.quantization), tensors
 
 
-def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
-    """Return the parameters that are tied in the weight files next to the config; None without such files.
+def _with_files(spec: ModelSpec, *, trust_remote_code: bool) -> ModelSpec | None:
+    """Return a model with the weight files next to its config; None without such files.
 
-    A plan needs no weights. But if they exist, an untied head is found now, and not when they are loaded.
+    A plan needs no weights. But if they exist, an untied head or the config of other weights is noticed now,
+    and not when they are loaded.
     """
-    assert spec.directory is not None, "asked of models in directories"
+    if spec.directory is None or spec.revision is not None:
+        return None
+    try:
+        return resolve(spec.directory, trust_remote_code=trust_remote_code)
+    except SourceError:
+        return None  # not all files are here; ``load`` with the plan compares the values
+
+
+def _tied_in_files(spec: ModelSpec) -> Mapping[str, str] | None:
+    """Return the parameters that are tied in weight files; None if the class and its config say it."""
     if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
         return None
     try:
-        full = resolve(spec.directory, dtype=spec.dtype, trust_remote_code=trust_remote_code)
         with without_library_logging():
-            return lazy_weights(full).tied
+            return lazy_weights(replace(spec, dequantize=spec.quantization is not None)).tied
     except SourceError:
-        return None  # not all files are here; ``load`` with the plan compares the values
+        return None  # ``load`` with the plan compares the values

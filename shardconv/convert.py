@@ -103,7 +103,12 @@ def convert(
         parse_size(writing.max_file_size), parse_memory(writing.memory), parse_ranks(writing.ranks, tp * pp)
     )
     model_directory(model, need_weights=not draws)  # a wrong path is an error at once
-    outputs = prepared(out, pp, overwrite=writing.overwrite, source=model, options=write_options, tp=tp)
+    settings = {"tp": tp, "pp": pp, "experts": experts, "sequence_parallel": sequence_parallel}
+    if dtype is not None:
+        settings["dtype"] = dtype.removeprefix("torch.")
+    outputs = prepared(
+        out, pp, overwrite=writing.overwrite, source=model, options=write_options, settings=settings
+    )
 
     from .conversion import ModelSource, Weights, convert_model
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.plan import Plan
 
-from .reporting.plan_lines import Needs, Workload, fits, needs, tightest
+from .reporting.plan_lines import Needs, Workload, fits, needs, tightest, weight_bytes
 from .reporting.summary import human_bytes, percent, summarize
 
 MAX_TP = 64
@@ -68,20 +68,37 @@ def _tried(solve: Solve, tp: int, load: Workload) -> TriedRanks:
         problem = "its cache and activations could not be measured"
         return TriedRanks(tp, plan, problem)
     needed = needs(part, part.memory, load.batch, load.context or 1)
-    return TriedRanks(tp, plan, needs=needed, is_enough=fits(part, part.memory, load))
+    return TriedRanks(tp, plan, needs=needed, is_enough=bool(fits(part, load)))
+
+
+def require_fit(plan: Plan, load: Workload) -> None:
+    """Raise ``ShardconvError`` if a rank of the plan needs more memory than the device has."""
+    if fits(plan, load) is False:
+        part = tightest(plan, load)
+        needed = None if part.memory is None else needs(part, part.memory, load.batch, load.context or 1)
+        raise ShardconvError(
+            f"the model does not fit at tp {plan.tp}: a rank needs {_sizes(part, needed, load)}; give "
+            "more ranks (--tp auto finds the fewest), a larger --device-memory, or a smaller --context, "
+            "--batch or --reserve"
+        )
 
 
 def _nothing_fits(found: list[TriedRanks], load: Workload) -> str:
     last = found[-1]
-    free = human_bytes(load.device_bytes - load.reserve_bytes)
-    if last.needs is None:
+    if last.needs is None or last.plan is None:
         return f"no tp can be chosen: at tp {last.tp} {last.problem}; give --tp a number"
-    need = f"{human_bytes(last.needs.weights)} of weights, {human_bytes(last.needs.cache)} of cache, "
-    need += f"{human_bytes(last.needs.activations)} of activations"
     return (
-        f"no tp up to {MAX_TP} fits: at tp {last.tp} a rank needs {need}, but has {free}; give a larger "
-        "--device-memory, or a smaller --context, --batch or --reserve"
+        f"no tp up to {MAX_TP} fits: at tp {last.tp} a rank needs {_sizes(last.plan, last.needs, load)}; "
+        "give a larger --device-memory, or a smaller --context, --batch or --reserve"
     )
+
+
+def _sizes(part: Plan, needed: Needs | None, load: Workload) -> str:
+    """Return what a rank needs and what it has, as text; the weights alone if the rest was not measured."""
+    weights = human_bytes(weight_bytes(part) if needed is None else needed.weights)
+    rest = "" if needed is None else f", {human_bytes(needed.cache)} of cache"
+    rest += "" if needed is None else f", {human_bytes(needed.activations)} of activations"
+    return f"{weights} of weights{rest}, but has {human_bytes(load.device_bytes - load.reserve_bytes)}"
 
 
 HEAD = ("tp", "weights", "cache", "activations", "total", "collectives", "per token", "replicated")

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from shardconv_runtime.comm.launchers import REPORTED
+from shardconv_runtime.comm.launchers import REPORTS, RankReport, read_reports
 from shardconv_runtime.errors import LaunchError
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -57,16 +57,17 @@ def require_gpus(num_ranks: int) -> None:
 def launch(program: Program, num_ranks: int) -> int:
     """Run a program as ranks of one job, and wait for its end.
 
-    Rank 0 has the terminal. The other ranks print to files, which are shown if one of them fails alone.
+    Rank 0 has the terminal. The other ranks print to files. If ranks fail, one error is printed, of the
+    rank that did not fail because of another; or the end of the output of a rank that wrote no error.
 
     Returns:
-        The exit code of rank 0 if it failed, otherwise of the rank that failed first; or 128 and the number
-        of the signal that ended the job.
+        The exit code of that rank; or 128 and the number of the signal that ended the job.
     """
     with tempfile.TemporaryDirectory(prefix="shardconv-ranks-") as logs, _interruptible() as received:
-        reported = Path(logs) / "reported"
+        reports = Path(logs) / "reports"
+        reports.mkdir()
         # Files in the user's directory may have the names of modules, or come from somebody else.
-        fixed = {REPORTED: str(reported), "PYTHONSAFEPATH": "1"}
+        fixed = {REPORTS: str(reports), "PYTHONSAFEPATH": "1"}
         before = dict(os.environ)
         os.environ.update(_defaults(num_ranks) | dict(program.environment) | fixed)
         config = LaunchConfig(
@@ -86,12 +87,7 @@ def launch(program: Program, num_ranks: int) -> int:
         except SignalException as error:
             return 128 + (received[0] if received else error.sigval)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            of_rank_0 = error.failures.get(0)
-            if not reported.exists() and (of_rank_0 is None or of_rank_0.exitcode < 0):
-                _show_end(rank, Path(logs))
-            codes = [each.exitcode for each in (of_rank_0, failure) if each is not None and each.exitcode > 0]
-            return codes[0] if codes else 1
+            return explained(error, Path(logs), read_reports(reports))
         finally:
             logging.disable(logging.NOTSET)
             os.environ.clear()
@@ -130,9 +126,21 @@ def _interruptible() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _show_end(rank: int, logs: Path) -> None:
-    """Print the last lines of a rank whose output nobody saw."""
-    for path in sorted(logs.rglob(f"{rank}/stderr.log")):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in lines[-LAST_LINES:]:
-            print(f"rank {rank}: {line}", file=sys.stderr)
+def explained(error: ChildFailedError, logs: Path, reports: Sequence[RankReport]) -> int:
+    """Print why a job ended, if its ranks have not; return its exit code."""
+    told = {report.rank for report in reports}
+    # The launcher ends the other ranks with SIGTERM. Its times are whole seconds.
+    silent = {rank: failure.exitcode for rank, failure in error.failures.items() if rank not in told}
+    crashed = sorted((code, rank) for rank, code in silent.items() if code != -signal.SIGTERM)
+    if reports and not (reports[0].is_consequence and crashed):
+        print(reports[0].line(), file=sys.stderr)
+        return reports[0].exit_code
+    code, rank = crashed[0] if crashed else (1, error.get_first_failure()[0])
+    if rank:  # what rank 0 printed stands on the terminal
+        for path in sorted(logs.rglob(f"{rank}/stderr.log")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            for line in lines[-LAST_LINES:]:
+                print(f"rank {rank}: {line}", file=sys.stderr)
+    if code < 0:
+        print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return max(code, 1)

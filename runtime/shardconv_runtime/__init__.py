@@ -36,6 +36,7 @@ from .errors import (
     UnsupportedError,
 )
 from .hub_options import Hub
+from .keywords import unknown_attribute
 from .option_values import Communication, Compiling, Planning, Training
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise unknown_attribute(__name__, name, __all__)
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from .comm.launchers import end_with_launcher, report_error
-from .errors import MissingFileError, OptionError, ShardconvError
+from .comm.launchers import end_with_launcher, run_program
+from .errors import MissingFileError, OptionError
+
+_log = logging.getLogger("shardconv_runtime.generate")  # the module is run as __main__
 
 MAX_NEW_TOKENS = 256
 """Default for the tokens of an answer."""
@@ -61,6 +65,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="system message in front of the prompt")
     parser.add_argument("--no-chat", action="store_true", help="continue the text; use no chat template")
     parser.add_argument("--compile", action="store_true", help="compile: a slow start, then faster tokens")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print only the answer, and errors")
     return parser
 
 
@@ -97,6 +102,7 @@ def settings_of(arguments: argparse.Namespace) -> PromptSettings:
 def run_rank(arguments: argparse.Namespace) -> None:
     """Load this rank's part of the model, and generate together with the others."""
     settings = settings_of(arguments)
+    _log.info("loading %s", arguments.source)
 
     # After the arguments are checked: these take seconds.
     import torch.distributed as dist
@@ -116,6 +122,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         ) from error
     # All ranks draw from one random state, which that of rank 0 replaces.
     set_seed(int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed)
+    _log.info("generating")
     if arguments.prompt is not None:
         answer(model, tokenizer, arguments.prompt, settings)
     else:
@@ -171,11 +178,7 @@ def main() -> int:
     """Generate; return the exit code."""
     arguments = argument_parser().parse_args()
     end_with_launcher()
-    try:
-        run_rank(arguments)
-    except ShardconvError as error:
-        return report_error(error)
-    return 0
+    return run_program(partial(run_rank, arguments), quiet=arguments.quiet)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Functions with many options keep an exact signature, which an editor completes a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
@@ -14,6 +14,9 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from .errors import UnknownOptionError
+
+CLOSE = 0.6
+"""Similarity of names, from 0 to 1, of which one may be a misspelling of the other."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,11 +66,18 @@ def checked_keywords(
     return decorate
 
 
+def unknown_attribute(module: str, name: str, names: Collection[str]) -> AttributeError:
+    """Return the error for an attribute that a module does not have, with the name that is meant."""
+    nearest = get_close_matches(name, names, 1, CLOSE)
+    hint = f"; the nearest is {nearest[0]}" if nearest else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
+
+
 def _unknown(function: str, name: str, names: list[str], remedies: Mapping[str, str]) -> str:
     message = f"{function}() has no argument {name}="
     if name in remedies:
         return f"{message}: {remedies[name]}"
-    nearest = get_close_matches(name, names, 1, 0.6)
+    nearest = get_close_matches(name, names, 1, CLOSE)
     if nearest:
         return f"{message}; the nearest is {nearest[0]}="
     return f"{message}; its arguments are {', '.join(names)}"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import sys
+from functools import partial
 
-from .comm.launchers import report_error
-from .errors import MissingPackageError, ShardconvError
+from .comm.launchers import run_program
+from .errors import MissingPackageError
+
+_log = logging.getLogger("shardconv_runtime.serve")  # the module is run as __main__
 
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 INSTALL = "pip install fastapi prometheus-client uvicorn"
@@ -52,23 +56,31 @@ def argument_parser() -> argparse.ArgumentParser:
         metavar="FIELD",
         help="unsupported fields of generation_config.json to ignore",
     )
+    parser.add_argument("--quiet", "-q", action="store_true", help="print only the address, and errors")
     return parser
 
 
-def main() -> int:
-    """Serve until the process is interrupted; return the exit code."""
-    arguments = argument_parser().parse_args()
+def require_packages() -> None:
+    """Raise ``MissingPackageError`` if a package that serving needs is not installed."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            print(f"error: serving needs {package}: {INSTALL}", file=sys.stderr)
-            return MissingPackageError.exit_code
-    from .serving.server import run_rank  # imports those packages
+            raise MissingPackageError(f"serving needs {package}: {INSTALL}")
 
-    try:
-        run_rank(arguments)
-    except ShardconvError as error:
-        return report_error(error)
-    return 0
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Serve until the process is interrupted."""
+    require_packages()
+    _log.info("loading %s", arguments.out)
+
+    from .serving.server import serve_rank  # imports those packages
+
+    serve_rank(arguments)
+
+
+def main() -> int:
+    """Serve; return the exit code."""
+    arguments = argument_parser().parse_args()
+    return run_program(partial(run_rank, arguments), quiet=arguments.quiet)
 
 
 if __name__ == "__main__":

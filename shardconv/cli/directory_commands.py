@@ -66,8 +66,17 @@ from .options import (
 @json_option
 @tokens_option
 @where_options
+@loudness_options
 def inspect_command(
-    src: str, html: str | None, overwrite: bool, as_json: bool, tokens: int, tp: int | None, **hub: Any
+    src: str,
+    html: str | None,
+    overwrite: bool,
+    as_json: bool,
+    tokens: int,
+    tp: int | None,
+    quiet: bool,
+    verbose: bool,
+    **hub: Any,
 ) -> None:
     """Show a converted directory, a plan file or a Hub repository.
 
@@ -86,9 +95,10 @@ def inspect_command(
     if plan is None and path.is_file():
         plan = plan_json.read(path)
     elif plan is None:
-        parts = opened(src, tp, hub)
-        for part in parts:
-            part.check_sizes()
+        with working(quiet, verbose):
+            parts = opened(src, tp, hub)
+            for part in parts:
+                part.check_sizes()
         plan = parts[0].plan
     if html is not None:
         about = parts[0].directory if len(parts) == 1 else path
@@ -100,7 +110,8 @@ def inspect_command(
         print_report(records.InspectReport(plan_record(plan, tokens), tuple(directories)))
         return
     if html is not None:
-        click.echo(f"{html}: open it in a browser")
+        if not quiet:
+            click.echo(f"{html}: open it in a browser")
         return
     print_plan(plan, tokens)
     for part in parts:

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain
 
 import click
@@ -34,10 +35,14 @@ EXIT_CODES = {
     USAGE: "wrong usage: an option, an argument or a path that does not exist",
     DAMAGE: "files are missing, or differ from those that were written",
     NETWORK: "the Hub cannot be reached or does not answer",
-    REFUSED: "the request cannot be met: no plan, an unsupported model, other code, an output that exists",
+    REFUSED: "the request cannot be met: no plan, too little memory, an unsupported model, other code, an "
+    "output that exists",
     INTERRUPTED: "interrupted; 128 and the number of another signal that ended run or serve",
 }
 """The meaning of each exit code."""
+
+CLOSE = 0.75
+"""Similarity of the names of options, from 0 to 1, of which one may be a misspelling of the other."""
 
 _REMEDIES = {
     errno.ENOENT: "name a directory that exists",
@@ -69,7 +74,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context else ""
-        return _fail(error.format_message().rstrip(".") + hint)
+        return _fail(_usage_text(error).rstrip(".") + hint)
     except ShardconvError as error:
         return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -91,6 +96,18 @@ def run(argv: Sequence[str] | None = None) -> int:
             f"internal error ({type(error).__name__}: {error}); please report it, with the output of -v",
             INTERNAL,
         )
+
+
+def _usage_text(error: click.ClickException) -> str:
+    """Return the message of a wrong command line; an option that does not exist names one that is close.
+
+    click names the nearest one in any case, such as ``--quiet`` for ``--quantize``.
+    """
+    if not isinstance(error, click.NoSuchOption):
+        return error.format_message()
+    bare_names = {option.lstrip("-"): option for option in error.possibilities or ()}
+    nearest = get_close_matches(error.option_name.lstrip("-"), bare_names, 1, CLOSE)
+    return error.message + (f" Did you mean {bare_names[nearest[0]]}?" if nearest else "")
 
 
 def _fail(message: str, code: int = USAGE) -> int:

@@ -12,7 +12,7 @@ from shardconv_runtime.versions import __version__
 
 from ..reporting.records import EnvReport, GpuReport
 from ..reporting.summary import human_bytes
-from .options import json_option, print_report
+from .options import json_option, loudness_options, print_report, working
 
 PACKAGES = (
     "torch",
@@ -102,14 +102,16 @@ def environment() -> EnvReport:
 
 @click.command("env")
 @json_option
-def env_command(as_json: bool) -> None:
+@loudness_options
+def env_command(as_json: bool, quiet: bool, verbose: bool) -> None:
     """Show versions, GPUs and settings, for a report of a problem.
 
     \b
     Example:
       shardconv env
     """
-    found = environment()
+    with working(quiet, verbose):
+        found = environment()
     if as_json:
         print_report(found)
         return

@@ -147,22 +147,20 @@ def export_command(
         if chosen == VLLM:
             values |= {"hub": hub_from(values), "writing": writing_from(values)}
         found = export(src, dst, chosen, progress=progress, **values)
-    is_complete, num_bytes = True, getattr(found, "num_bytes", 0)
-    if isinstance(found, StateExport):
-        is_complete, num_bytes = found.is_complete, found.rank_bytes
     if as_json:
-        numbers = (found.num_tensors, found.num_files, num_bytes, is_complete, found.was_complete)
+        sizes = (found.num_tensors, found.num_files, found.num_bytes)
+        numbers = (*sizes, found.is_complete, found.was_complete)
         print_report(records.ExportReport(dst, chosen, *numbers))
     elif quiet:
         return
     elif found.was_complete:
         print_complete(dst)
     elif isinstance(found, StateExport):
-        if is_complete:
+        if found.is_complete:
             _print_state(dst, found, options["tp"])
     else:
         files = _files(found.num_files)
-        click.echo(f"{dst}: {found.num_tensors} tensors in {files}, {human_bytes(num_bytes)}")
+        click.echo(f"{dst}: {found.num_tensors} tensors in {files}, {human_bytes(found.num_bytes)}")
 
 
 def _export_text(
@@ -243,7 +241,7 @@ def _print_state(dst: str, found: StateExport, tp: int) -> None:
     """Print the numbers of vLLM's files, and how to start it."""
     click.echo(
         f"{dst}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
-        f"{human_bytes(found.rank_bytes)} per rank"
+        f"{human_bytes(found.num_bytes)} per rank"
     )
     click.echo(
         f"vllm serve {Path(dst)} --load-format sharded_state --tensor-parallel-size {tp} "

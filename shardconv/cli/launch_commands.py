@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
-from shardconv_runtime.errors import MissingPackageError, NotConvertedError
-from shardconv_runtime.files.manifest import MANIFEST_NAME
+from shardconv_runtime.checkpoint.model_directory import model_directory
+from shardconv_runtime.errors import NotConvertedError
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL
 from shardconv_runtime.generate import MAX_NEW_TOKENS
-from shardconv_runtime.serve import INSTALL, PACKAGES
+from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.serve import require_packages
 
 from ..arguments import require_tp
 from .options import checked, is_on_hub, opened, optional, together
 
 DEFAULT_CPU_RANKS = 2
 """Ranks of a model that was not converted, on a machine without GPUs."""
+
+SIGNALED = 128
+"""The exit code of a job that a signal ended is larger by the number of the signal."""
 
 ranks_option = click.option(
     "--tp",
@@ -48,7 +52,9 @@ def num_ranks(source: str, tp: int | None) -> tuple[int, str]:
             tp = parts[0].manifest.tp
             return tp * len(parts), f"{source} is converted for tp {tp}{stages}"
         except NotConvertedError:
-            pass  # a model on the Hub
+            if Path(source).is_dir():
+                raise
+    _require_model(source)
     # Counting GPUs imports torch, which a converted directory does not need here.
     from ..launching import num_gpus
 
@@ -59,13 +65,22 @@ def num_ranks(source: str, tp: int | None) -> tuple[int, str]:
     return DEFAULT_CPU_RANKS, f"{source} is not converted, and this machine has no GPU; choose with --tp"
 
 
+def _require_model(source: str) -> None:
+    """Refuse what is no model, before any rank is started."""
+    if model_directory(source, need_weights=True) is None:
+        # The Hub client is slow to import. The ranks find the small files of the model in its cache.
+        from shardconv_runtime.checkpoint.model_location import locate
+
+        locate(source, Hub(), code=False, need_weights=False)
+
+
 def _may_be_converted(source: str) -> bool:
-    """Return whether a source is on the Hub, or has a manifest on this machine."""
+    """Return whether a source is on the Hub, or has a manifest on this machine, or should get one."""
     path = Path(source)
     if is_on_hub(source) or not path.is_dir():
         return True  # or nowhere, which is an error
-    manifests = (f"*/{MANIFEST_NAME}", f"*/*/{MANIFEST_NAME}")
-    return (path / MANIFEST_NAME).is_file() or any(any(path.glob(each)) for each in manifests)
+    traces = (MANIFEST_NAME, PARTIAL, f"*/{MANIFEST_NAME}", f"*/*/{MANIFEST_NAME}")
+    return any(any(path.glob(each)) for each in traces)
 
 
 def start(
@@ -83,7 +98,7 @@ def start(
         source: the model.
         arguments: the program's options by name, None for those that were not given, and the prompt.
         tp: number of ranks of a model that is not converted.
-        quiet: do not print how many ranks are started.
+        quiet: print only results and errors.
         environment: variables for the ranks.
     """
     count, why = num_ranks(source, tp)
@@ -94,8 +109,11 @@ def start(
     require_gpus(count)
     if not quiet:
         click.echo(f"starting {count} rank{'s' * (count > 1)}: {why}", err=True)
-    program = Program(f"shardconv_runtime.{module}", _as_text(source, arguments), environment or {})
-    return launch(program, count)
+    text = _as_text(source, {**arguments, "quiet": quiet})
+    code = launch(Program(f"shardconv_runtime.{module}", text, environment or {}), count)
+    if code > SIGNALED and not quiet:
+        click.echo("stopped", err=True)
+    return code
 
 
 def _as_text(source: str, arguments: Mapping[str, Any]) -> list[str]:
@@ -205,9 +223,7 @@ def serve_command(source: str, tp: int | None, quiet: bool, api_key: str | None,
       shardconv serve out/
       shardconv serve out/ --port 8080 --name my-model
     """
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise MissingPackageError(f"serving needs {package}: {INSTALL}")
+    require_packages()
     # Other users of the machine can see arguments of processes, but not their environment.
     environment = {} if api_key is None else {"SHARDCONV_API_KEY": api_key}
     return start("serve", source, options, tp, quiet, environment)

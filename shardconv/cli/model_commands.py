@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
+from shardconv_runtime.hub_options import Hub
 
 from ..arguments import RandomInit, parse_ranks, parse_size
 from ..convert import convert, plan
-from ..fitting import FewestRanks, smallest_tp, table
+from ..fitting import FewestRanks, require_fit, smallest_tp, table
 from ..reporting.plan_lines import RESERVE, Workload, aligned
 from ..reporting.plan_records import plan_record
 from ..reporting.records import CandidateReport
@@ -152,6 +156,8 @@ def plan_command(
     replicated parameters and the reason, the collectives of one forward pass, and the memory for weights,
     cache and activations.
 
+    With --device-memory, the exit code is 5 if the model does not fit.
+
     With a plan in a file you can load a model without converting it: load("org/name", plan="plan.json").
     The command export prints a plan in other formats.
 
@@ -191,6 +197,9 @@ def plan_command(
             text = plan_text(solved, OLD_FORMATS[old or "json"], model, hub, **read)
         if output is not None:
             write_text(Path(output), text)
+        is_default = click.get_current_context().get_parameter_source("tokens") == ParameterSource.DEFAULT
+        lengths = {"--tokens": None if is_default else tokens, "--context": load.context if load else None}
+        remarks = _about_positions(lengths, model, hub, trust_remote_code=options["trust_remote_code"])
     if old is not None:
         click.echo(text, nl=False)
     elif as_json:
@@ -199,6 +208,34 @@ def plan_command(
     elif not (quiet and output is not None):
         click.echo("" if choice is None else _choice_text(choice), nl=False)
         click.echo(report(solved, num_tokens=tokens, load=load), nl=False)
+    for remark in remarks if not quiet else ():
+        click.echo(remark, err=True)
+    if load is not None:
+        require_fit(solved, load)
+
+
+def _about_positions(
+    lengths: Mapping[str, int | None], model: str, hub: Hub, *, trust_remote_code: bool
+) -> list[str]:
+    """Return a remark for each length that is more than the positions of the model's config.
+
+    Args:
+        lengths: options and their values, None for those that were not given.
+    """
+    if not any(lengths.values()):
+        return []
+    from shardconv_runtime.checkpoint.resolve import resolve  # it imports torch, as planning has
+
+    config = resolve(
+        model, replace(hub, local_files_only=True), need_weights=False, trust_remote_code=trust_remote_code
+    ).config
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return [
+        f"remark: {option} {length:,} is more than the {positions:,} positions in the model's config "
+        "(max_position_embeddings)"
+        for option, length in lengths.items()
+        if length is not None and isinstance(positions, int) and length > positions > 0
+    ]
 
 
 def _candidates(choice: FewestRanks) -> list[CandidateReport]:

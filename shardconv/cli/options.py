@@ -435,7 +435,8 @@ def is_on_hub(source: str) -> bool:
     """Return whether a source is the id of a repository, ``user/name``, and not a path."""
     if "/" not in source or source.endswith(".json") or Path(source).exists():
         return False
-    return not looks_like_path(folder_in(source)[0])
+    repo_id = folder_in(source)[0]
+    return not looks_like_path(repo_id) and not Path(repo_id.partition("/")[0]).is_dir()
 
 
 def require_local(source: str) -> None:

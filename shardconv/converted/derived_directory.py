@@ -24,12 +24,12 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
 )
 from shardconv_runtime.errors import OptionError, OutputExistsError, PlanError, SourceError
 from shardconv_runtime.files import manifest, small_files
-from shardconv_runtime.files.manifest import UNUSED_NAME, FileEntry, check_size, resolve
+from shardconv_runtime.files.manifest import PARTIAL, UNUSED_NAME, FileEntry, check_size, resolve
 from shardconv_runtime.format.header import data_start, item_bytes, read_header
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import Range
 
-from ..writing.job import PARTIAL, known_files
+from ..writing.job import known_files
 from ..writing.outputs import Output
 from . import shards
 from .shards import Converted

@@ -23,7 +23,7 @@ from shardconv_runtime.errors import (
 )
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
-from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL, PLAN_NAME, FileEntry, Manifest
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
@@ -31,7 +31,6 @@ from shardconv_runtime.format.stored_layout import is_common, layout_sha256, sto
 from shardconv_runtime.format.typed_json import MalformedError, read_text
 
 from ..reporting.progress import Advance, Progress
-from ..writing.job import PARTIAL
 
 SHARD = ".safetensors"
 
@@ -68,11 +67,6 @@ class Findings:
 
 def open_contents(directory: Path) -> Contents:
     """Read the manifest and the plan."""
-    if (directory / PARTIAL).is_dir() and not (directory / MANIFEST_NAME).is_file():
-        raise CheckpointError(
-            f"{directory} holds an unfinished conversion ({PARTIAL}) and no {MANIFEST_NAME}; run the same "
-            "conversion again, it continues where it was"
-        )
     try:
         found = manifest.read(directory)
         is_intact = manifest.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
@@ -183,7 +177,8 @@ class _Files:
             elif found != entry.checksum:
                 kind, _, digest = found.partition(":")
                 wanted = entry.checksum.partition(":")[2]
-                self._damage(entry, self.located[entry], f"its {kind} is {digest} and should be {wanted}")
+                problem = f"is damaged: its checksum ({kind}) is {digest} and should be {wanted}"
+                self._damage(entry, self.located[entry], problem)
 
     def read_headers(self) -> None:
         """Read the headers of the shards that match the manifest."""

@@ -197,7 +197,9 @@ def reshard(
         parse_size(writing.max_file_size), parse_memory(writing.memory), parse_ranks(writing.ranks, tp * pp)
     )
     derived_directory.require_apart(src, dst)
-    outputs = prepared(dst, pp, overwrite=writing.overwrite, source=src, options=write_options, tp=tp)
+    outputs = prepared(
+        dst, pp, overwrite=writing.overwrite, source=src, options=write_options, settings={"tp": tp}
+    )
     found = derived_directory.read(src, trust_remote_code=trust_remote_code)
     if not outputs.is_complete:
         require_intact(Path(src).expanduser(), progress or Silent())

@@ -125,6 +125,8 @@ class Analysis:
     """Tensors computed only from parameters."""
     from_stack: set[int] = field(default_factory=set)
     """Matrices that were taken out of a stack of weights ``[E, I, O]``, one or several."""
+    stacks: set[int] = field(default_factory=set)
+    """Operands of products that are stacks of matrices, one for each position of a dim of the product."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> FQN of a module that uses it."""
 

@@ -39,6 +39,9 @@ def einsum_dims(
                 by_label[label] = dim
             elif dim.size != 1:
                 dim_trees.unify(known, dim)
+    shared = set.intersection(*(set(labels) for _, labels in operands)) if len(operands) == 2 else set()
+    if any(by_label[label].size > 1 for label in shared.intersection(output)):
+        b.result.stacks.update(tid for tid, _ in operands)
     for tid, labels in operands:
         if tid in b.from_stack and len(labels) > 1:
             _keep_aligned(b, tid)
@@ -147,6 +150,7 @@ def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     for tid in op.inputs[2:]:
         b.block(tid)
     _keep_aligned(b, weight)
+    b.result.stacks.add(weight)
     dims, state = einsum_dims(b, [(x, ["s", "i"]), (weight, ["s1", "i", "o"])], ["s", "o", "s1"])
     b.set(op.outputs[0], dims[:2], state)
 

@@ -10,8 +10,8 @@ from shardconv_runtime.errors import OptionError
 
 from ..reporting.progress import Progress
 from . import export_dcp
-from .export_vllm import StateExport, export_vllm
-from .merge import Merged, merge
+from .export_vllm import export_vllm
+from .merge import Exported, merge
 
 FORMATS = ("hf", "dcp", "vllm")
 
@@ -25,7 +25,7 @@ def export(
     tp: int | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> Merged | export_dcp.Exported | StateExport:
+) -> Exported:
     """Write a model in the format of another program, without loading it into memory.
 
     ``"hf"`` writes an ordinary checkpoint, as ``save_pretrained`` would, with the bytes of the shards.

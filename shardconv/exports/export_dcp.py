@@ -28,6 +28,7 @@ from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import OptionError, ShardconvError
+from shardconv_runtime.files.manifest import PARTIAL
 from shardconv_runtime.files.shard_files import grouped
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
@@ -42,9 +43,10 @@ from ..converted.file_checks import require_intact
 from ..converted.shards import Converted, OwnedPart
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import fsync
-from ..writing.job import PARTIAL, TargetFile, read_state, target_file
+from ..writing.job import TargetFile, read_state, target_file
 from ..writing.outputs import Output, refuse_other_output
 from ..writing.workspace import Claim, opened, refuse_if_busy
+from .merge import Exported
 
 FORMATS = ("dcp",)
 
@@ -60,19 +62,6 @@ _SHARD_NAME = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensor
 
 _MAX_NUMBER = 99_999
 """The largest number of five digits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The files that were written."""
-
-    num_tensors: int
-    num_files: int
-    """Number of files of weights."""
-    num_bytes: int
-    """Bytes of tensors."""
-    was_complete: bool = False
-    """Whether an earlier run has written the same files, so that nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +136,9 @@ def export(
     _write(found, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
     tensors = {name for held in chunks.values() for name in held}
     num_bytes = sum(c.tensor.num_bytes for held in chunks.values() for many in held.values() for c in many)
-    return Exported(len(tensors), len(files), num_bytes, output.is_complete)
+    return Exported(
+        num_tensors=len(tensors), num_files=len(files), num_bytes=num_bytes, was_complete=output.is_complete
+    )
 
 
 def shard_name(rank: int, index: int, count: int) -> str:

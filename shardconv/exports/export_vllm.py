@@ -31,30 +31,21 @@ from ..arguments import (
 from ..reporting.progress import Progress, Silent
 from ..writing.outputs import Output, WriteOptions
 from . import vllm_state
+from .merge import Exported
 from .state_files import is_engine_state
 from .vllm_calls import require_vllm
 
 
-@dataclass(frozen=True, slots=True)
-class StateExport:
-    """The files for vLLM that were written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateExport(Exported):
+    """The files for vLLM that were written; all ranks have as many tensors."""
 
-    num_tensors: int
-    """Number of tensors of a rank."""
-    num_files: int
-    """Number of files of weights."""
-    rank_bytes: int
-    """Bytes of the tensors of the largest rank."""
     dtype: str
     """The dtype to give to vLLM."""
     version: str
     """Version of vLLM."""
     platform: str
     """The platform for which vLLM chose its parameters."""
-    is_complete: bool
-    """Whether all ranks are written."""
-    was_complete: bool = False
-    """Whether an earlier run has written the same files, so that nothing was written."""
 
 
 @in_default_modes
@@ -129,12 +120,12 @@ def export_vllm(
     files = target_files(state, options.max_file_size)
     is_complete = write_state(found, state, version, files, output, options, progress)
     return StateExport(
-        len(state.declared[0]),
-        len(files),
-        max(sum(sizes_of(declared).values()) for declared in state.declared),
-        state.dtype,
-        version,
-        state.platform,
-        is_complete,
-        output.is_complete,
+        num_tensors=len(state.declared[0]),
+        num_files=len(files),
+        num_bytes=max(sum(sizes_of(declared).values()) for declared in state.declared),
+        is_complete=is_complete,
+        was_complete=output.is_complete,
+        dtype=state.dtype,
+        version=version,
+        platform=state.platform,
     )

@@ -32,17 +32,19 @@ _OWNER = "checkpoint"
 """All files are written by one process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """The checkpoint that was written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The files of an export."""
 
     num_tensors: int
     num_files: int
     """Number of files of weights."""
     num_bytes: int
-    """Bytes of tensors."""
+    """Bytes of tensors; for vLLM, of the largest rank."""
+    is_complete: bool = True
+    """Whether all files are written, and not only some ranks' files."""
     was_complete: bool = False
-    """Whether an earlier run has written the same files. Nothing was written then."""
+    """Whether an earlier run has written the same files, so that nothing was written."""
 
 
 @in_default_modes
@@ -54,7 +56,7 @@ def merge(
     memory: int | str = MEMORY,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> Merged:
+) -> Exported:
     """Write a converted directory as an ordinary checkpoint, without loading the model into memory.
 
     Names, layout and division into files are the same as with ``save_pretrained``, and the bytes are copied
@@ -104,11 +106,16 @@ def merge(
             path, _OWNER, declared, {"format": "pt"}, held.__getitem__, alignment=LEAST_ALIGNMENT
         )
         files.append(made)
-    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
+    written = Exported(
+        num_tensors=len(layout.tensors),
+        num_files=len(layout.files),
+        num_bytes=sum(tensor.num_bytes for tensor in layout.tensors.values()),
+        was_complete=output.is_complete,
+    )
     if output.is_complete:
         reason = difference_of_files(output.path, files, lambda to: _write_others(to, found, layout))
         refuse_other_output("DST", output.path, reason, "name another directory")
-        return Merged(len(layout.tensors), len(layout.files), num_bytes, was_complete=True)
+        return written
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
@@ -118,7 +125,7 @@ def merge(
             with workspace.exclusive():
                 derived_directory.require_nothing_new("DST", output.path)
                 _finish(workspace, found, layout)
-    return Merged(len(layout.tensors), len(layout.files), num_bytes)
+    return written
 
 
 def _finish(workspace: Workspace, found: Converted, layout: CheckpointLayout) -> None:

@@ -132,7 +132,8 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
     with (progress or Silent()).bar("checksums", sum(entry.num_bytes for entry in located)) as advance:
         for entry, checksum in checksums(located, advance).items():
             if checksum != entry.checksum:
-                problems.append(f"{entry.path}: {checksum} should be {entry.checksum}")
+                problem = f"is damaged: its checksum is {checksum} and should be {entry.checksum}"
+                problems.append(f"{entry.path}: {problem}")
     if not problems:
         problems += _other_tensors(found, located)
     # The engine would read other files of weights as well.

@@ -23,6 +23,7 @@ from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.versions import tool_versions
 
 from ..converted import derived_directory
+from ..converted.file_checks import require_intact
 from ..reporting.progress import Progress
 from ..writing.durable import write_durably
 from ..writing.fill import fill
@@ -50,6 +51,8 @@ class EngineSource:
     """The global tensors, by the names of its checkpoint."""
     origin: Origin
     trust_remote_code: bool
+    is_converted: bool
+    """Whether it is a converted directory, whose checksums are compared before its bytes are copied."""
 
 
 def engine_source(
@@ -65,11 +68,15 @@ def engine_source(
             derived_directory.identity(converted),
             lambda directory: derived_directory.copy_small_files(converted, directory),
         )
-        return EngineSource(str(path), path, tensors, origin, converted.plan.model.trust_remote_code)
+        is_trusted = converted.plan.model.trust_remote_code
+        return EngineSource(str(path), path, tensors, origin, is_trusted, is_converted=True)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, stream=stream)
     assert spec.directory is not None, "a model that was named has one"
     tensors = lazy_tensors(spec.weight_files, spec.index)
-    return EngineSource(spec.name, spec.directory, tensors, origin_of(spec), spec.trust_remote_code)
+    origin = origin_of(spec)
+    return EngineSource(
+        spec.name, spec.directory, tensors, origin, spec.trust_remote_code, is_converted=False
+    )
 
 
 def target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
@@ -123,6 +130,8 @@ def write_state(
     claim = claim_of({file.owner for file in files}, options.owners(len(state.declared)))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
+            if found.is_converted:
+                require_intact(found.directory, progress)
             fill(workspace, memory=options.memory, progress=progress)
             require_unchanged(found.origin)
         with workspace.exclusive():

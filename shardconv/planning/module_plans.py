@@ -301,7 +301,7 @@ def _category(solution: Solution, op: Op) -> str:
     weights = [t for t, w in zip(op.inputs, is_weight, strict=True) if w and len(analysis.dims[t]) > 1]
     if not any(solution.layouts.is_sharded(t) for t in weights):
         return ""
-    if any(len(analysis.dims[t]) > 2 or t in analysis.from_stack for t in weights):
+    if not analysis.from_stack.union(analysis.stacks).isdisjoint(weights):
         return "experts"
     state = analysis.partial[op.outputs[0]]
     return "row" if solution.layouts.assignment.partial_axes(state) else "column"

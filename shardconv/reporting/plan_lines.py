@@ -90,10 +90,16 @@ def needs(plan: Plan, memory: MemoryPlan, batch: int, length: int) -> Needs:
     )
 
 
-def fits(plan: Plan, memory: MemoryPlan, load: Workload) -> bool:
-    """Return whether a rank can do this; without a context, whether it can hold the weights and one token."""
-    needed = needs(plan, memory, load.batch, load.context or 1)
-    return needed.total + load.reserve_bytes <= load.device_bytes
+def fits(plan: Plan, load: Workload) -> bool | None:
+    """Return whether each rank can do this; without a context, whether it can hold the weights and one token.
+
+    None: the weights fit, and the rest could not be measured.
+    """
+    worst = tightest(plan, load)
+    free = load.device_bytes - load.reserve_bytes
+    if worst.memory is None:
+        return None if weight_bytes(worst) <= free else False
+    return needs(worst, worst.memory, load.batch, load.context or 1).total <= free
 
 
 def cached_tokens(plan: Plan, memory: MemoryPlan, load: Workload) -> int:

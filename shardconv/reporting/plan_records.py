@@ -152,7 +152,7 @@ def _workload(plan: Plan, load: Workload) -> records.WorkloadReport:
         None if needed is None else needed.cache,
         None if needed is None else needed.activations,
         None if needed is None else needed.total,
-        None if memory is None else fits(worst, memory, load),
+        fits(worst, load),
         None if memory is None else cached_tokens(worst, memory, load),
     )
 

@@ -25,6 +25,9 @@ SUFFIXES = (".safetensors", UNUSED_NAME)
 SAMPLE = 64
 """Elements of a tensor that are compared."""
 
+SHOWN = 5
+"""Differences that a message names."""
+
 Copies = Callable[[Path], object]
 """Writes the files that are not weights to a directory."""
 
@@ -32,7 +35,7 @@ Copies = Callable[[Path], object]
 def difference_of_files(
     out: Path, files: Sequence[TargetFile], copies: Copies, owners: Collection[str] | None = None
 ) -> str:
-    """Return the first difference between a finished directory and the files that a run would write.
+    """Return the differences between a finished directory and the files that a run would write.
 
     Args:
         out: the finished directory.
@@ -41,28 +44,38 @@ def difference_of_files(
         owners: the owners whose tensors the run has, to be compared; None: all.
 
     Returns:
-        The difference as text; empty if there is none.
+        The differences as text; empty if there are none.
     """
-    return next(_differences(out, files, copies, owners), "")
+    differences = [*_of_names(out, files), *_of_copies(out, copies)]
+    differences = differences or list(_of_tensors(out, files, owners))
+    rest = len(differences) - SHOWN
+    return ", ".join(differences[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _differences(
-    out: Path, files: Sequence[TargetFile], copies: Copies, owners: Collection[str] | None
-) -> Iterator[str]:
+def _of_names(out: Path, files: Sequence[TargetFile]) -> Iterator[str]:
+    """Yield differences of the files of weights by their names, headers and sizes."""
     written = {path.relative_to(out).as_posix() for suffix in SUFFIXES for path in out.rglob(f"*{suffix}")}
     if others := sorted(written ^ {file.path for file in files}):
         yield f"the file {others[0]} is in one of the two only; do --max-file-size and --keep-unused agree?"
-    for file in files:
+    for file in (file for file in files if file.path in written):
         with (out / file.path).open("rb") as opened:
             header = opened.read(len(file.header))
         if header != file.header or (out / file.path).stat().st_size != file.num_bytes:
             yield f"{file.path} has other tensors"
+
+
+def _of_copies(out: Path, copies: Copies) -> Iterator[str]:
+    """Yield differences of the files that are not weights."""
     with tempfile.TemporaryDirectory() as directory:
         copies(Path(directory))
         for copy in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
             name = copy.relative_to(directory).as_posix()
             if not (out / name).is_file() or not filecmp.cmp(copy, out / name, shallow=False):
                 yield f"{name} changed"
+
+
+def _of_tensors(out: Path, files: Sequence[TargetFile], owners: Collection[str] | None) -> Iterator[str]:
+    """Yield tensors with other values; the headers of the files are equal."""
     names, expected, actual = [], [], []
     for file in (file for file in files if owners is None or file.owner in owners):
         for name, planned, stored_tensor in _samples(out, file):

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, Shape
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.files.manifest import PARTIAL
 from shardconv_runtime.files.shard_files import ALIGNMENT, FileLayout, lay_out
 
 from .durable import fsync, fsync_directories, remove, write_durably
@@ -65,7 +66,6 @@ def target_file(
     return TargetFile(path, owner, lay_out(declared, metadata, alignment), tensor)
 
 
-PARTIAL = ".partial"
 JOB_NAME = "job.json"
 
 Job = Mapping[str, Any]
@@ -172,11 +172,12 @@ def displace(out: Path, moves: Moves) -> None:
 
 
 def difference(old: Any, new: Any, where: str = "") -> str:
-    """Return the first difference between two jobs as text."""
+    """Return all differences between two jobs as text; empty if there are none."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in (*new, *old):
-            if old.get(key) != new.get(key):
-                return difference(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+        keys = [key for key in dict.fromkeys((*new, *old)) if old.get(key) != new.get(key)]
+        if len(keys) > 1 and "plan" in keys:
+            keys.remove("plan")  # it follows from the others
+        return ", ".join(difference(old.get(k), new.get(k), f"{where}.{k}" if where else k) for k in keys)
     shown = [f"{value}" for value in (old, new)]
     if any(len(text) > LONG for text in shown):
         return f"{where} changed"

@@ -15,13 +15,20 @@ from shardconv_runtime.errors import (
     OutputExistsError,
     ShardconvError,
 )
-from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, check_size, rank_directory
+from shardconv_runtime.files.manifest import (
+    MANIFEST_NAME,
+    PARTIAL,
+    PLAN_NAME,
+    check_size,
+    rank_directory,
+    read_plan,
+)
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directory
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.stage_names import held_by
+from shardconv_runtime.format.stage_names import held_by, num_stages
 
-from .job import PARTIAL, is_placed, known_files, read_state
+from .job import difference, is_placed, known_files, read_state
 from .workspace import refuse_if_busy
 
 OTHER_REMEDY = "name another directory, or pass --overwrite"
@@ -155,9 +162,15 @@ def prepared(
     overwrite: bool,
     source: str | os.PathLike[str],
     options: WriteOptions,
-    tp: int,
+    settings: Settings,
 ) -> Output | StageOutputs:
-    """Check that a model may be written to ``out``, without creating it."""
+    """Check that a model may be written to ``out``, without creating it.
+
+    Args:
+        settings: the options that decide the plan, with ``tp``. If an earlier run has completed ``out``, its
+            plan must have been made with the same.
+    """
+    tp = int(str(settings["tp"]))
     outputs: Output | StageOutputs
     if pp == 1:
         outputs = Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
@@ -174,9 +187,25 @@ def prepared(
             except DamagedError as error:
                 problem = str(error).partition(";")[0]
                 raise DamagedError(f"{problem}; to write it again, pass --overwrite") from error
-        if manifest.tp != tp:
-            refuse_other_output("DST", directory, f"tp was {manifest.tp}, is now {tp}")
+        before = settings_of(read_plan(directory, manifest))
+        changed = {name: before[name] for name in settings if before[name] != settings[name]}
+        refuse_other_output("DST", directory, difference(changed, {name: settings[name] for name in changed}))
     return outputs
+
+
+Settings = Mapping[str, object]
+"""Options by the names that messages give them."""
+
+
+def settings_of(plan: Plan) -> Settings:
+    """Return the options with which a plan was made."""
+    return {
+        "tp": plan.tp,
+        "pp": num_stages(plan),
+        "dtype": plan.model.dtype,
+        "experts": plan.experts,
+        "sequence_parallel": plan.training is not None and plan.training.sequence is not None,
+    }
 
 
 def refuse_other_output(name: str, out: Path, reason: str, remedy: str = OTHER_REMEDY) -> None:

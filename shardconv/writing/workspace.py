@@ -21,13 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import OutputExistsError, ShardconvError
-from shardconv_runtime.files.manifest import OF_PIECES
+from shardconv_runtime.files.manifest import OF_PIECES, PARTIAL
 
 from .durable import LOCK_NAME, BusyError, fsync, is_locked, locked_journal, refuse, setup_lock, unlock
 from .job import (
     ABANDONED,
     JOB_NAME,
-    PARTIAL,
     Job,
     Moves,
     State,

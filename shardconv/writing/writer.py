@@ -33,7 +33,6 @@ from shardconv_runtime.files.shard_files import PlannedShard, sample_checksum, s
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.versions import tool_versions
 
@@ -44,7 +43,7 @@ from .durable import write_durably
 from .fill import fill
 from .finished import difference_of_files
 from .job import TargetFile, difference, target_file
-from .outputs import Output, WriteOptions, refuse_other_output
+from .outputs import Output, WriteOptions, refuse_other_output, settings_of
 from .workspace import Claim, Workspace, opened
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -145,9 +144,7 @@ def _require_same(plan: Plan, origin: Origin, output: Output, files: Sequence[Ta
     before, now = (
         {
             "source": {"name": origin.name, "revision": origin.revision, "files": list(origin.files)},
-            "pp": num_stages(each),
-            "dtype": each.model.dtype,
-            "experts": each.experts,
+            **settings_of(each),
             "versions": {"torch": each.code.torch, "transformers": each.code.transformers},
             "plan": plan_json.sha256(plan_json.dumps(each)),
         }

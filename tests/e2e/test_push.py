@@ -306,7 +306,8 @@ def test_a_damaged_directory_is_refused(
     data[-1] ^= 1
     file.write_bytes(data)
     assert cli.run(["push", str(out), REPO]) == 3
-    assert f"{file.relative_to(out).as_posix()}: its crc32-of-pieces is" in capsys.readouterr().err
+    problem = f"{file.relative_to(out).as_posix()}: is damaged: its checksum (crc32-of-pieces) is"
+    assert problem in capsys.readouterr().err
     (out / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         shardconv.push(out, REPO)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from checkpoints import VOCAB, save_causal
 from distributed import free_port, torchrun_env
 from forked import Forked
 from shardconv_runtime import generate, serve
+from shardconv_runtime.comm.launchers import RankReport, read_reports
 from shardconv_runtime.errors import OptionError
+from shardconv_runtime.files import manifest
 from shardconv_runtime.serving.server import require_free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import PreTrainedTokenizerFast
 
 import shardconv
@@ -136,7 +139,11 @@ class TestRun:
         """With the launcher; the model on standard output, and how many ranks start on the other one."""
         options = ("--max-new-tokens", NEW_TOKENS, "--temperature", 0)
         done = command("run", model.out, "-", "--no-chat", *options, stdin=PROMPTS[1])
-        assert done.stderr == f"starting 2 ranks: {model.out} is converted for tp 2\n"
+        assert done.stderr.splitlines() == [
+            f"starting 2 ranks: {model.out} is converted for tp 2",
+            f"loading {model.out}",
+            "generating",
+        ]
         assert (done.returncode, done.stdout.split()) == (0, model.continued(PROMPTS[1]))
 
     def test_a_model_that_was_not_converted(self, model: Model, tmp_path: Path) -> None:
@@ -145,15 +152,39 @@ class TestRun:
         assert f"starting 2 ranks: {model.source} is not converted" in done.stderr
         assert (done.returncode, done.stdout.split()) == (0, model.continued(PROMPTS[0]))
 
+    def test_wrong_sources_are_refused_before_ranks_start(
+        self,
+        model: Model,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A path is never taken for the id of a repository."""
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "unfinished" / manifest.PARTIAL).mkdir(parents=True)
+        monkeypatch.setattr("shardconv.launching.launch", lambda *_: pytest.fail("ranks were started"))
+        sources = {
+            "./models/mine": (2, "no such directory: ./models/mine"),
+            "folder/model": (2, "no such directory: folder/model, and folder is a directory here"),
+            "folder": (2, "no config.json in folder"),
+            "unfinished": (3, "unfinished holds an unfinished conversion"),
+        }
+        for source, (code, message) in sources.items():
+            assert shardconv.cli.run(["run", source, "w3"]) == code
+            printed = capsys.readouterr()
+            assert printed.err.startswith(f"error: {message}")
+            assert (printed.out, printed.err.count("\n")) == ("", 1)
+
     def test_an_error_is_one_line_with_its_exit_code(self, model: Model, tmp_path: Path) -> None:
+        """It is that of rank 1, and not the one of rank 0, which stops because of it."""
         without = tmp_path / "without"
         shutil.copytree(model.out, without)
-        for file in without.glob("tokenizer*"):
-            file.unlink()
+        (shard,) = without.glob("rank-00001-*/*.safetensors")
+        shard.unlink()
         done = command("run", "-q", without, "w3")
         assert (done.returncode, done.stdout) == (3, "")
-        assert done.stderr.startswith("error: ")
-        assert "tokenizer.json is missing" in done.stderr
+        assert done.stderr.startswith(f"error: rank 1: {without}: {shard.relative_to(without)} is missing")
         assert len(done.stderr.splitlines()) == 1
 
     @pytest.mark.parametrize(
@@ -183,6 +214,51 @@ class TestRun:
         assert launching.launch(program, 2) == 1
         assert dict(os.environ) == before
         assert capsys.readouterr().err == "rank 1: out of paper\n"
+
+    @pytest.mark.parametrize(
+        ("reports", "exit_codes", "expected"),
+        [
+            ({0: (5, True), 1: (3, False)}, {0: 5, 1: 3}, (3, "error: rank 1: of 1\n")),
+            ({0: (3, False), 1: (3, False)}, {0: 3, 1: 3}, (3, "error: of 0\n")),
+            ({0: (5, True), 1: (5, True)}, {0: 5, 1: 5}, (5, "error: of 0\n")),
+            ({0: (5, True)}, {0: 5, 1: 1}, (1, "rank 1: last words\n")),
+            ({0: (5, True)}, {0: 5, 1: -9}, (1, "rank 1: last words\nerror: rank 1 was ended by SIGKILL\n")),
+            ({1: (4, False)}, {0: -15, 1: 4}, (4, "error: rank 1: of 1\n")),
+            ({1: (5, True)}, {0: 1, 1: 5}, (1, "")),
+        ],
+    )
+    def test_the_error_that_explains_the_others(
+        self,
+        reports: dict[int, tuple[int, bool]],
+        exit_codes: dict[int, int],
+        expected: tuple[int, str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """A rank that waited for another one only says so; a rank that crashed writes no report."""
+        log = tmp_path / "attempt" / "1" / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("last words\n")
+        failures = {
+            rank: ProcessFailure(rank, 100 + rank, code, str(tmp_path / "none"))
+            for rank, code in exit_codes.items()
+        }
+        error = ChildFailedError("job", failures)
+        written = [RankReport(rank, code, f"of {rank}", late) for rank, (code, late) in reports.items()]
+        (tmp_path / "reports").mkdir()
+        for report in written:
+            (tmp_path / "reports" / f"{report.rank}.json").write_text(json.dumps(asdict(report)))
+        code = launching.explained(error, tmp_path, read_reports(tmp_path / "reports"))
+        assert (code, capsys.readouterr().err) == expected
+
+    def test_an_end_by_a_signal_is_told(
+        self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("shardconv.launching.launch", lambda *_: 130)
+        assert shardconv.cli.run(["run", str(model.out), "w3"]) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == "stopped"
+        assert shardconv.cli.run(["run", "-q", str(model.out), "w3"]) == 130
+        assert capsys.readouterr().err == ""
 
     def test_more_ranks_than_gpus(
         self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -249,7 +325,7 @@ class TestServe:
     def test_a_package_that_is_missing(
         self, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(launch_commands, "PACKAGES", ("no_such_package",))
+        monkeypatch.setattr(serve, "PACKAGES", ("no_such_package",))
         assert shardconv.cli.run(["serve", str(model.out)]) == 5
         assert "serving needs no_such_package: pip install fastapi" in capsys.readouterr().err
 
@@ -262,7 +338,7 @@ def test_the_commands_have_the_options_of_the_programs(name: str, program: Any) 
         if action.option_strings
     }
     options = {max(p.opts, key=len): p for p in cli.commands[name].params if p.opts[0].startswith("-")}
-    assert options.keys() - {"--tp", "--quiet"} == actions.keys()
+    assert options.keys() - {"--tp"} == actions.keys()
     # Without a default, click has a marker of its own there.
     known = (str, int, float)
     defaults = {o: (p.default or None) if isinstance(p.default, known) else None for o, p in options.items()}

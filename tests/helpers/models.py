@@ -218,6 +218,29 @@ class Squares(nn.Module):
         return y * y
 
 
+class ByHead(nn.Module):
+    """A projection whose weight has a dim for the heads, which its input has not."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.width, 8, config.girth // 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,dhk->bthk", x, self.weight).flatten(-2)
+
+
+class HeadsMlp(nn.Module):
+    """Two layers, of which the first has a weight of three dims."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.up = ByHead(config)
+        self.down = nn.Linear(config.girth, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
 # Norms over a sharded dim ----------------------------------------------------------------------------
 
 
@@ -395,6 +418,10 @@ class DenseModel(OddModel):
 
 class SquaresModel(OddModel):
     mlp = Squares
+
+
+class HeadsModel(OddModel):
+    mlp = HeadsMlp
 
 
 class TiedModel(OddModel):

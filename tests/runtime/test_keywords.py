@@ -31,6 +31,16 @@ def test_a_misspelled_keyword_names_the_nearest() -> None:
         function("", tp_size=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "nearest"), [(shardconv_runtime, "laod", "load"), (shardconv, "plna", "plan")]
+)
+def test_a_misspelled_function_names_the_nearest(module: Any, name: str, nearest: str) -> None:
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; the nearest is {nearest}$"):
+        getattr(module, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'xyz'$"):
+        module.xyz  # noqa: B018
+
+
 def test_a_moved_keyword_still_works() -> None:
     with pytest.warns(FutureWarning, match=r"token= is now hub=Hub\(token=\.\.\.\)") as caught:
         assert function("", token="x", hub=Hub("v1"))[0] == Hub("v1", token="x")  # type: ignore[call-arg]

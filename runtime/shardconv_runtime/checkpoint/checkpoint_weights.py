@@ -20,6 +20,7 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from ..errors import DamagedModelError, SourceError, brief
 from ..format.names import natural_key
+from ..packed.formats import quant_method
 from ..parallel.meta_model import for_older_transformers, tied_names
 from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .quantized import PackedWeight, PackedWeights, is_of_cache
@@ -79,6 +80,8 @@ def lazy_weights(
         tell(f"the index of the files does not list {_count(unlisted)} in them; {done}: {_some(unlisted)}")
     if info["missing_keys"]:
         packed, plain, model, info = _unwrapped(spec, tensors, tell) or (packed, plain, model, info)
+    if packed is not None and packed.is_empty:
+        tell(_only_plain(spec))
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
     in_pairs = {n for n, t in plain.items() if t.dtype == "float4_e2m1fn_x2"} - set(info["unexpected_keys"])
@@ -171,18 +174,41 @@ def _unwrapped(
 
 def _loaded(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> _Loaded:
     """Return the packed weights, all tensors with plain weights in their place, and the result of loading."""
-    packed = None
-    if spec.quantization is not None:
-        packed = PackedWeights(
-            spec.quantization,
-            tensors,
-            spec.weight_files,
-            spec.name,
-            spec.dtype,
-            dequantize=spec.dequantize,
-        )
+    packed = _packed_weights(spec, tensors)
     plain = tensors if packed is None else packed.plain
     return packed, plain, *_load(spec, plain)
+
+
+def _packed_weights(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> PackedWeights | None:
+    """Return the packed weights of a quantized checkpoint; None for others."""
+    if spec.quantization is None:
+        return None
+    packed = PackedWeights(
+        spec.quantization, tensors, spec.weight_files, spec.name, spec.dtype, dequantize=spec.dequantize
+    )
+    if packed.is_empty and not spec.dequantize:
+        # from_pretrained would not compute with these values either: it quantizes them, or fails.
+        raise SourceError(
+            f"{_only_plain(spec)}; quantize it first (from_pretrained, save_pretrained), or take the plain "
+            "weights: convert with --dtype, or remove quantization_config from config.json"
+        )
+    return packed
+
+
+def require_packed(spec: ModelSpec) -> None:
+    """Refuse a checkpoint whose config says that it is quantized, and whose weights are plain.
+
+    Raises:
+        SourceError: no weight is packed, or stored tensors are malformed.
+    """
+    _packed_weights(spec, lazy_tensors(spec.weight_files, spec.index))
+
+
+def _only_plain(spec: ModelSpec) -> str:
+    """Return that a checkpoint is not quantized, as its config says."""
+    assert spec.quantization is not None, "asked of a config that says so"
+    method = quant_method(spec.quantization)
+    return f"config.json of {spec.name} says that the weights are quantized ({method}), and all are plain"
 
 
 def select(

@@ -100,6 +100,7 @@ class PackedWeights:
     Attributes:
         plain: the checkpoint as one of the unquantized model, with proxies for packed weights.
         of_linear_layers: names of packed weights in formats that store linear layers' weights, as (out, in).
+        is_empty: no weight is packed, although the config says that the checkpoint is quantized.
 
     Raises:
         SourceError: the format is not supported, or stored tensors are malformed, or some are missing.
@@ -121,6 +122,7 @@ class PackedWeights:
             _Checkpoint(tensors, files)
         )
         packed = {stored for weight in weights.values() for stored in weight.tensors.values()}
+        self.is_empty = not weights
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in weights.items():
             self.plain[name] = self._proxy(name, weight, dtype)

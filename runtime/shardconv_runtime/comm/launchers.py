@@ -1,14 +1,18 @@
-"""Launchers: their environment variables, and how a rank ends with its launcher or with an error."""
+"""Launchers: their environment variables, and the programs of which each rank is a process."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import LaunchError, ShardconvError
+from ..errors import LaunchError, RanksTimeoutError, ShardconvError
 
 
 def env_int(name: str, default: int) -> int:
@@ -60,17 +64,58 @@ def end_with_launcher() -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
-REPORTED = "SHARDCONV_REPORTED"
-"""An environment variable with the path of a file that rank 0 makes when it has printed its error."""
+REPORTS = "SHARDCONV_REPORTS"
+"""An environment variable with a directory where the ranks write their errors; the launcher prints one."""
 
 
-def report_error(error: ShardconvError) -> int:
-    """Print the error of a program of which each rank is a process; return its exit code.
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The error of a rank."""
 
-    The launcher then need not show the same error of other ranks.
+    rank: int
+    exit_code: int
+    text: str
+    is_consequence: bool
+    """It may only say that another rank failed."""
+
+    def line(self) -> str:
+        """Return the error in one line; rank 0 is not named, as all ranks may have its error."""
+        return " ".join(f"error: {f'rank {self.rank}: ' if self.rank else ''}{self.text}".split())
+
+
+def read_reports(directory: Path) -> list[RankReport]:
+    """Return the errors that ranks have written; those that explain the end of the job come first."""
+    reports = [RankReport(**json.loads(path.read_text("utf-8"))) for path in directory.glob("*.json")]
+    return sorted(reports, key=lambda report: (report.is_consequence, report.rank))
+
+
+def run_program(work: Callable[[], object], *, quiet: bool) -> int:
+    """Run a program of which each rank is a process; return its exit code, with its error told to the user.
+
+    Args:
+        work: the program.
+        quiet: print only results and errors. Otherwise rank 0 also says what it does.
     """
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    path = os.environ.get(REPORTED)
-    if path is not None and os.environ.get("RANK") == "0":
-        Path(path).touch()
-    return error.exit_code
+    logging.basicConfig(format="%(message)s")
+    is_silent = quiet or env_int("RANK", 0) != 0
+    logging.getLogger("shardconv_runtime").setLevel(logging.ERROR if is_silent else logging.INFO)
+    try:
+        work()
+    except ShardconvError as error:
+        _report(error)
+        return error.exit_code
+    return 0
+
+
+def _report(error: ShardconvError) -> None:
+    """Print an error, or hand it over to a launcher, which prints one error of all ranks."""
+    report = RankReport(
+        env_int("RANK", 0), error.exit_code, str(error), type(error) in (LaunchError, RanksTimeoutError)
+    )
+    if REPORTS not in os.environ:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    path = Path(os.environ[REPORTS]) / f"{report.rank}.json"
+    unfinished = path.with_suffix(".unfinished")  # the launcher may end this process at any time
+    unfinished.write_text(json.dumps(asdict(report)), "utf-8")
+    unfinished.rename(path)

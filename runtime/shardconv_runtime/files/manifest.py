@@ -33,6 +33,8 @@ FORMAT = "shardconv.manifest"
 MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 COMMON_DIRECTORY = "common"
+PARTIAL = ".partial"
+"""The directory in a converted one with the files of a conversion that did not finish."""
 UNUSED_NAME = "unused.tensors"
 """A safetensors file of tensors that the model does not use; no rank reads it, and no shard has its name."""
 
@@ -195,9 +197,14 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
             raise NotConvertedError(f"{where}: {kind}; name a directory that `shardconv convert` wrote")
         if stages := sorted(path.name for path in Path(directory).glob("stage-*-of-*")):
             raise NotConvertedError(f"{where} holds stages; name the directory of one, as {stages[0]}")
+        if os.path.isdir(os.path.join(where, PARTIAL)):
+            raise CheckpointError(
+                f"{where} holds an unfinished conversion ({PARTIAL}) and no {MANIFEST_NAME}; run the same "
+                "conversion again, it continues where it was"
+            )
         raise NotConvertedError(
-            f"{where} has no {MANIFEST_NAME}: it is not a converted model, or its conversion did not finish; "
-            "name the output of shardconv convert, or run that command again"
+            f"{where} has no {MANIFEST_NAME}: it is not a converted model; name the output of shardconv "
+            "convert, or run that command again"
         )
     try:
         return loads(read_text(path, plan_json.MAX_BYTES))

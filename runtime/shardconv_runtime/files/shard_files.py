@@ -152,6 +152,6 @@ def check_sample(path: Path, sample: str) -> None:
         raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
     if found != sample:
         raise DamagedError(
-            f"{path} is not the file that was written: a checksum of some of its blocks is {found}, and "
-            f"{sample} in the manifest; copy the directory again, or convert the model again"
+            f"{path} is damaged, or is not the file that was written: a checksum of some of its blocks is "
+            f"{found}, and {sample} in the manifest; copy the directory again, or convert the model again"
         )

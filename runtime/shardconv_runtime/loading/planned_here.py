@@ -96,9 +96,16 @@ def _plan_text(options: LoadOptions, planning: Planning, tp: int, pp: int) -> st
         try:
             plan = plan_json.read(path)
             fingerprint.check_code(plan)
-            return plan_json.dumps(plan)
         except (PlanError, CodeMismatchError):
             pass  # a file that was cut off, or code that was edited under the same version: made again
+        else:
+            _log.warning(
+                "%s was not converted: its plan for %d ranks is the one of an earlier start, in %s",
+                options.path,
+                tp * pp,
+                path,
+            )
+            return plan_json.dumps(plan)
     if options.in_memory is None:
         _log.warning(
             "%s was not converted: it is planned for %d ranks now, and each rank reads its part of the "

@@ -49,8 +49,8 @@ def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
             raise CheckpointError(f"{paths[entry]}: {checksum}") from checksum
         if checksum != entry.checksum:
             raise CheckpointError(
-                f"{directory}: {entry.path} is not the file that was written: its checksum is {checksum}, "
-                f"and {entry.checksum} in the manifest; copy it again, or convert the model again"
+                f"{directory}: {entry.path} is damaged, or is not the file that was written: its checksum is "
+                f"{checksum}, and {entry.checksum} in the manifest; copy it again, or convert the model again"
             )
 
 

@@ -51,7 +51,7 @@ def format_of_checkpoint(
     settings: Mapping[str, Any], where: str, *, dequantize: bool = False
 ) -> PackedFormat:
     """Return the format of a quantized checkpoint; ``dequantize`` means that its cache is plain, too."""
-    method = _quant_method(settings)
+    method = quant_method(settings)
     if method not in QUANT_METHODS:
         raise SourceError(
             f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
@@ -67,11 +67,12 @@ def scales_tokens(settings: Mapping[str, Any]) -> bool:
 
     Each rank of a row-parallel layer then takes it from its own part of the token.
     """
-    method = _quant_method(settings)
+    method = quant_method(settings)
     return method in QUANT_METHODS and QUANT_METHODS[method].scales_tokens(settings)
 
 
-def _quant_method(settings: Mapping[str, Any]) -> str:
+def quant_method(settings: Mapping[str, Any]) -> str:
+    """Return the name of the method in the settings of a checkpoint; empty if they name none."""
     method = settings.get("quant_method")
     if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return "bitsandbytes"

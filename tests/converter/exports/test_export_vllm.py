@@ -23,6 +23,7 @@ from small_conversion import crashes
 import shardconv
 from shardconv import cli
 from shardconv.arguments import Writing
+from shardconv.converted import shards
 from shardconv.exports import export_vllm as exporting
 from shardconv.exports import state_files as verifying
 from shardconv.exports import vllm_calls, vllm_state
@@ -126,6 +127,21 @@ def test_a_converted_directory_of_any_tp(
     verify_state(tmp_path / "state")
 
 
+def test_a_damaged_source_is_not_copied_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte is compared; opening the files compares some blocks only, which here are left out."""
+    monkeypatch.setattr(shards, "check_sample", lambda path, sample: None)
+    shardconv.convert(checkpoint, tmp_path / "out", 1, check=False)
+    file = next((tmp_path / "out").rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedError, match=r"safetensors: is damaged: its checksum"):
+        shardconv.export_vllm(tmp_path / "out", tmp_path / "state", TP)
+    assert not (tmp_path / "state" / "manifest.json").exists()
+
+
 def test_parts_that_several_machines_write(
     checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -214,7 +230,7 @@ def test_a_changed_byte(state: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert damaged(state).startswith("model-rank-1-part-0.safetensors: crc32-of-pieces:")
+    assert damaged(state).startswith("model-rank-1-part-0.safetensors: is damaged: its checksum is ")
 
 
 def test_swapped_files(state: Path) -> None:

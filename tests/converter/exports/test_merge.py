@@ -50,7 +50,7 @@ class TestFiles:
         merged = shardconv.merge(out, tmp_path / "hf")
         assert contents(tmp_path / "hf") == contents(llama_dir)
         num_bytes = sum(t.nbytes for t in load_file(llama_dir / "model.safetensors").values())
-        assert dataclasses.astuple(merged) == (21, 1, num_bytes, False)
+        assert dataclasses.astuple(merged) == (21, 1, num_bytes, True, False)
 
     def test_several_files_and_their_index(self, llama_dir: Path, out: Path, tmp_path: Path) -> None:
         merged = shardconv.merge(out, tmp_path / "hf", max_file_size="20kB")

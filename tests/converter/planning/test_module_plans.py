@@ -88,6 +88,12 @@ def test_the_bias_of_a_row_parallel_layer_of_another_class_is_partial() -> None:
     assert module_plans(plan)["stack.0.chewer.down"].category == "row"
 
 
+def test_a_weight_of_three_dims_is_no_stack_of_experts() -> None:
+    plan = models.plan_of(models.HeadsModel, 2)
+    categories = {name: entry.category for name, entry in module_plans(plan).items()}
+    assert (categories["stack.0.chewer.up"], categories["stack.0.chewer.down"]) == ("column", "row")
+
+
 def test_side_by_side_branches_share_one_reduction() -> None:
     plan = models.plan_of(models.ParallelModel, 2)
     reductions = [

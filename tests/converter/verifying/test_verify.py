@@ -80,7 +80,7 @@ class TestFiles:
         lines = captured.err.splitlines()
         assert captured.out == ""
         assert lines[0] == "config.json: is missing"
-        assert lines[1].startswith(f"{shard(0)}: its crc32-of-pieces is ")
+        assert lines[1].startswith(f"{shard(0)}: is damaged: its checksum (crc32-of-pieces) is ")
         assert lines[2:] == [
             "remark: not in the manifest: notes.txt",
             f"error: {out}: 2 problems; copy the directory again, or convert the model again",
@@ -167,7 +167,7 @@ class TestFiles:
         flip(out / shard(0), 3000)
         first, second = damage(out).problems
         assert first.startswith("plan.json is missing")
-        assert second.startswith(f"{shard(0)}: its crc32-of-pieces is ")
+        assert second.startswith(f"{shard(0)}: is damaged: its checksum (crc32-of-pieces) is ")
 
     def test_many_at_once(self, out: Path) -> None:
         flip(out / "plan.json", 200)
@@ -420,7 +420,7 @@ class TestAgainst:
         """A bad checksum does not keep the tensor from being named."""
         flip(out / shard(0), -1)
         first, second = damage(out, against=llama_dir).problems
-        assert first.startswith(f"{shard(0)}: its crc32-of-pieces is ")
+        assert first.startswith(f"{shard(0)}: is damaged: its checksum (crc32-of-pieces) is ")
         assert f": differs from {llama_dir} first at " in second
 
     def test_what_cannot_be_compared(self, out: Path, llama_dir: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.files import checksums, manifest
+from shardconv_runtime.files.manifest import PARTIAL
 from small_conversion import Model, contents, placed
 
 from shardconv.writing import fill, writer
-from shardconv.writing.job import PARTIAL
 from shardconv.writing.workspace import Workspace
 
 

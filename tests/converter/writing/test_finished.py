@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, ShardconvError
+from shardconv_runtime.files import fingerprint
+from shardconv_runtime.format.plan import Plan
+from small_models import hand_plan, small_config
 
 import shardconv
-from shardconv import cli
-from shardconv.arguments import RandomInit
+from shardconv import cli, conversion
+from shardconv.arguments import RandomInit, SolveOptions
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 
@@ -52,6 +57,28 @@ class TestTheSameRun:
         assert capsys.readouterr().out == f"{out}: already complete\n"
         assert state_of(out) == before
 
+    def test_it_is_not_solved_again(
+        self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Unless the earlier plan may be another one: with other options, or of older code."""
+        out = tmp_path / "out"
+        plan = replace(hand_plan(small_config(), 2), code=fingerprint.code_info(["transformers"]))
+        solved: list[SolveOptions] = []
+
+        def solve_plan(spec: object, options: SolveOptions, **_: object) -> Plan:
+            solved.append(options)
+            return plan
+
+        monkeypatch.setattr(conversion, "solve_plan", solve_plan)
+        for _ in range(2):
+            assert shardconv.convert(llama_dir, out, 2, check=False) == plan
+        assert len(solved) == 1
+        shardconv.convert(llama_dir, out, 2)  # the plan does not show whether it was checked
+        assert len(solved) == 2
+        os.utime(out / "manifest.json", ns=(0, 0))
+        shardconv.convert(llama_dir, out, 2, check=False)
+        assert len(solved) == 3
+
     def test_of_a_model_that_is_drawn(self, llama_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         shardconv.convert(llama_dir, out, 2, random_init=RandomInit(seed=1))
@@ -87,7 +114,10 @@ class TestAnotherRun:
         ("options", "reason"),
         [
             ({"tp": 4}, "tp was 2, is now 4"),
-            ({"dtype": "bfloat16"}, "dtype was float32, is now bfloat16"),
+            (
+                {"tp": 4, "dtype": "bfloat16", "experts": "ep"},
+                "tp was 2, is now 4, experts was tp, is now ep, dtype was float32, is now bfloat16",
+            ),
             ({"max_file_size": 20_000}, "do --max-file-size and --keep-unused agree"),
         ],
         ids=str,
@@ -100,6 +130,13 @@ class TestAnotherRun:
         with pytest.raises(ShardconvError, match=f"{reason}.*pass --overwrite"):
             shardconv.convert(llama_dir, tmp_path / "out", **{"tp": 2, **options})
         assert state_of(tmp_path / "out") == before
+
+    def test_of_a_model_with_several_changes(self, llama_dir: Path, tmp_path: Path) -> None:
+        shardconv.convert(llama_dir, tmp_path / "out", 2)
+        change_config(llama_dir)
+        (llama_dir / "generation_config.json").write_text('{"note": "changed"}')
+        with pytest.raises(ShardconvError, match=r"\(config.json changed, generation_config.json changed\)"):
+            shardconv.convert(llama_dir, tmp_path / "out", 2)
 
     @pytest.mark.parametrize(
         ("change", "reason"),

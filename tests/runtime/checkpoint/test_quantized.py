@@ -24,7 +24,7 @@ from shardconv_runtime.files import manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, parameter_plans
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
-from small_models import hand_plan, small_config
+from small_models import hand_plan, save_random, small_config
 
 import shardconv
 from shardconv.converted.shards import read
@@ -147,6 +147,43 @@ def test_other_methods_are_refused_by_name(dense: Path, settings: dict[str, obje
             SourceError, match=rf"is quantized \({method}\), which cannot be sharded; convert"
         ):
             resolve(dense, need_weights=need_weights)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"load_in_4bit": True},
+        {"quant_method": "fp8"},
+        {"quant_method": "gptq", "bits": 4},
+    ],
+    ids=lambda settings: str(settings.get("quant_method")),
+)
+def test_plain_weights_that_the_config_calls_quantized_are_refused(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    """Such a config quantizes while from_pretrained loads; here the weights would stay as they are."""
+    save_random(small_config(), transformers.LlamaForCausalLM, tmp_path / "model")
+    set_method(tmp_path / "model", **settings)
+    method = settings.get("quant_method", "bitsandbytes")
+    message = rf"says that the weights are quantized \({method}\), and all are plain; .* convert with --dtype"
+    with pytest.raises(SourceError, match=message):
+        shardconv.plan(tmp_path / "model", 2)
+    with pytest.raises(SourceError, match=message):
+        shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
+    assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_plain_weights_are_taken_with_a_dtype(tmp_path: Path) -> None:
+    save_random(small_config(), transformers.LlamaForCausalLM, tmp_path / "model")
+    shardconv.convert(tmp_path / "model", tmp_path / "plain", 2, check=False)
+    set_method(tmp_path / "model", load_in_8bit=True)
+    plan = shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype="float32", check=False)
+    assert any("are quantized (bitsandbytes), and all are plain" in note for note in plan.notes)
+    shards = [file.relative_to(tmp_path / "plain") for file in (tmp_path / "plain").rglob("*.safetensors")]
+    assert len(shards) == 3
+    for shard_path in shards:
+        assert (tmp_path / "out" / shard_path).read_bytes() == (tmp_path / "plain" / shard_path).read_bytes()
 
 
 @pytest.mark.parametrize("layer", ["attn.c_proj", "mlp.c_fc"])

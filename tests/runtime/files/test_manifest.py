@@ -190,7 +190,7 @@ def test_plan_of_another_version_or_tp(converted: Path) -> None:
 
 def test_directory_without_manifest(tmp_path: Path) -> None:
     messages = {
-        tmp_path: "did not finish; name the output",
+        tmp_path: "not a converted model; name the output",
         tmp_path / "nowhere": "no such directory",
     }
     for directory, message in messages.items():

@@ -6,9 +6,9 @@ import copy
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from boundaries import boundary
@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime.errors import PlanError, ShardconvError
+from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.dims import parse
+from shardconv_runtime.format.dims import Dim, parse
 from shardconv_runtime.format.plan import (
     AttributeOverride,
     CodeInfo,
@@ -428,3 +429,24 @@ def test_junk_anywhere_is_a_plan_error_or_a_plan(data: st.DataObject) -> None:
 def test_open_factors_are_for_activations_alone(field: str, layout: str) -> None:
     with pytest.raises(PlanError, match=re.escape("?")):
         plan_json.loads(edit_golden(field, layout))
+
+
+def values_in(kind: Any) -> set[type]:
+    """The dataclasses of a document, without those of dims, which are written as text."""
+    todo, classes = [kind], set[type]()
+    while todo:
+        each = todo.pop()
+        if is_dataclass(each) and each not in classes and each not in get_args(Dim):
+            classes.add(each)
+            todo += get_type_hints(each).values()
+        todo += get_args(each)
+    return classes
+
+
+def test_the_page_of_the_format_has_every_field() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    names = set(re.findall(r'[`"](\w+)[`"]', text))
+    classes = values_in(Plan) | values_in(Manifest)
+    assert {ParameterPlan, NormInfo, TrainingPlan} < classes
+    lacking = [f"{each.__name__}.{f.name}" for each in classes for f in fields(each) if f.name not in names]
+    assert not lacking

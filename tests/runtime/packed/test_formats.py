@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from shardconv_runtime.errors import PlanError, SourceError
-from shardconv_runtime.packed.formats import FORMATS, format_of, format_of_checkpoint
+from shardconv_runtime.packed.formats import FORMATS, QUANT_METHODS, format_of, format_of_checkpoint
 from shardconv_runtime.packed.packed_format import PackedFormat
 
 
@@ -22,6 +25,18 @@ def test_no_two_formats_are_of_one_name() -> None:
     quant_methods = [name for each in FORMATS for name in each.quant_methods]
     assert len(set(methods)) == len(methods)
     assert len(set(quant_methods)) == len(quant_methods)
+
+
+def test_the_page_has_every_format() -> None:
+    """The message about other formats lists those of the registry."""
+    page = (Path(__file__).parents[3] / "docs" / "converting.md").read_text(encoding="utf-8")
+    table = page.partition("## Quantized checkpoints")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\|[^|]+\|([^|]+)\|", table, re.MULTILINE)
+    methods = set(re.findall(r"`([\w-]+)`", " ".join(cells))) - {"quant_method"}
+    assert methods == QUANT_METHODS.keys()
+    with pytest.raises(SourceError) as caught:
+        format_of_checkpoint({"quant_method": "hqq"}, "here")
+    assert str(caught.value).endswith(", ".join(sorted(methods)))
 
 
 def test_packages() -> None:

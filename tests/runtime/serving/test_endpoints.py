@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.serving import answers
 from shardconv_runtime.serving.answers import Served
 from shardconv_runtime.serving.endpoints import application
 from shardconv_runtime.serving.request_sampling import default_sampling
@@ -231,6 +232,16 @@ def test_what_the_model_does_not_have(fields: dict[str, Any], parameter: str) ->
     app = application(served(Manager()), Sampling())
     status, _, text = get(app, "/v1/completions", {"prompt": "4", **fields})
     assert (status, json.loads(text)["error"]["param"]) == (400, parameter)
+
+
+def test_schemas_on_a_server_without_the_package_that_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    body = {"model": "tiny", "prompt": "1", "response_format": form}
+    status, _, text = get(application(served(Manager()), Sampling()), "/v1/completions", body)
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, "response_format")
+    assert error["message"].endswith("xgrammar is not installed there (pip install xgrammar)")
 
 
 def test_what_is_left_of_the_context_is_the_default_of_a_chat() -> None:
