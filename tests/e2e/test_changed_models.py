@@ -30,10 +30,6 @@ def push_to_hub(model: Any, path: Path) -> None:
     model.push_to_hub("user/model")
 
 
-def resize(model: Any, path: Path) -> None:
-    model.resize_token_embeddings(300)
-
-
 def add_adapter(model: Any, path: Path) -> None:
     model.add_adapter(None)
 
@@ -85,7 +81,6 @@ def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bo
     ("change", "says"),
     [
         (push_to_hub, "shardconv push"),
-        (resize, "convert it again"),
         (add_adapter, "shardconv_runtime.add_adapter"),
         (replace_head, "convert it again"),
         (replace_layers, "convert it again"),

@@ -33,7 +33,7 @@ from ..format.plan import Plan, global_shape, local_shape, parameter_plans
 from ..format.resized_plan import Shapes, resized_plan
 from ..format.slices import Range, ranges
 from ..loaded import Loaded, loaded, remember
-from ..parallel.build import owner_of, stored_tensors
+from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
@@ -104,8 +104,7 @@ def resize_vocabulary(
     for value in values.values():
         _share(value, start)
 
-    resize(twin, False)
-    checked = _source(source, change.plan, twin)
+    checked = agreement.together(start, lambda: _source(source, change.plan, change.twin))
 
     def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
         entries = parameter_plans(change.plan)
@@ -146,6 +145,8 @@ class _Change:
     shapes: Shapes
     """New global shapes, by FQN in the plan."""
     plan: Plan
+    twin: Any
+    """The unsharded model on meta, with the new size."""
 
 
 def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> tuple[Any, _Change]:
@@ -161,14 +162,37 @@ def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> 
         raise RefusedCallError(f"{METHOD}: parameters of the model would come or go; {_BEFORE}")
     shapes = {n: shape for n, shape in after.items() if shape != before[n] and n not in names}
     if not shapes:
-        return twin, _Change({}, source.plan)
+        return twin, _Change({}, source.plan, twin)
     num_parameters = sum(p.numel() for p in other.parameters())
     owners = {id(owner_of(twin, name)[0]) for name in shapes}
     modules = twin.named_modules(remove_duplicate=False)
     owner_names = {name for name, module in modules if id(module) in owners}
     owner_names |= {alias.rpartition(".")[0] for alias, name in source.plan.tied if name in shapes}
     plan = resized_plan(source.plan, shapes, owner_names, num_parameters)
-    return twin, _Change(shapes, plan_json.loads(plan_json.dumps(plan)))
+    return twin, _Change(
+        shapes, plan_json.loads(plan_json.dumps(plan)), _with_sizes(twin, other, source.plan)
+    )
+
+
+def _with_sizes(twin: nn.Module, other: nn.Module, plan: Plan) -> nn.Module:
+    """Return a model on meta with the sizes of another one.
+
+    transformers may put one embedding in place of several that share a weight. The plan is for the modules as
+    they were, so these get the new tensors, numbers and configs.
+    """
+    resized, like = copy.deepcopy(twin), dict(other.named_modules(remove_duplicate=False))
+    for name, module in resized.named_modules():
+        for key, value in vars(like[name]).items():
+            if isinstance(value, int) or key == "config":
+                vars(module)[key] = value
+    tensors = dict(stored_tensors(other))
+    for name, tensor in stored_tensors(resized):
+        if tensor.shape != tensors[name].shape:
+            owner, attribute = owner_of(resized, name)
+            held = owner._parameters if attribute in owner._parameters else owner._buffers
+            held[attribute] = tensors[name]  # type: ignore[assignment]
+    retie(resized, plan)
+    return resized
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -244,9 +268,7 @@ def _source(source: Loaded, plan: Plan, twin: Any) -> CheckedSource:
     directory = Path(tempfile.mkdtemp(prefix=CONFIG_FILES))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     copy_small_files(source.directory, source.manifest, directory)
-    config = copy.deepcopy(twin.config)
-    config.architectures = [type(twin).__name__]
-    config.save_pretrained(directory)
+    twin.config.save_pretrained(directory)
     entries = tuple(entry_of(directory, path) for path in files_to_copy(directory, code=True))
     digest = plan_json.sha256(plan_json.dumps(plan))
     described = replace(source.manifest, plan_sha256=digest, files=entries)
