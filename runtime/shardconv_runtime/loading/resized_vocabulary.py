@@ -97,12 +97,16 @@ def resize_vocabulary(
     if not change.shapes:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
     held = dict(stored_tensors(model))
-    full = {name: _gathered(held[name].detach(), name, source) for name in change.shapes}
-    values = agreement.together(
-        start, lambda: _resized_values(twin, full, lambda p: resize(p, mean_resizing))
-    )
+    full = {name: _gathered_on_rank_0(held[name].detach(), name, source) for name in change.shapes}
+    values = {name: held[name].new_empty(shape) for name, shape in change.shapes.items()}
+
+    def compute() -> None:
+        values.update(_resized_values(twin, full, lambda part: resize(part, mean_resizing)))
+
+    _on_rank_0(start, compute)
     for value in values.values():
-        _share(value, start)
+        if start.group is not None:
+            dist.broadcast(value, dist.get_global_rank(start.group, 0), group=start.group)
 
     checked = agreement.together(start, lambda: _source(source, change.plan, change.twin))
 
@@ -212,12 +216,12 @@ def _carry_settings(model: Any, twin: Any) -> None:
         twin.generation_config = model.generation_config
 
 
-def _gathered(local: Tensor, name: str, source: Loaded) -> Tensor:
-    """Return all of a parameter, of which each rank holds a part."""
+def _gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
+    """Return all of a parameter on rank 0, and this rank's part on the others."""
     entry, plan, group = parameter_plans(source.plan)[name], source.plan, source.launch.group
     if group is None:
         return local.clone()
-    full = local.new_empty(global_shape(entry))
+    full = local.new_empty(global_shape(entry)) if source.rank == 0 else local
     for rank in range(plan.tp):
         part = (
             local.contiguous()
@@ -226,9 +230,30 @@ def _gathered(local: Tensor, name: str, source: Loaded) -> Tensor:
         )
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
         places = [_places(ranges(dim, plan.mesh, rank)) for dim in entry.dims]
-        for pieces in itertools.product(*places):
+        for pieces in itertools.product(*places) if source.rank == 0 else ():
             full[tuple(there for there, _ in pieces)] = part[tuple(here for _, here in pieces)]
     return full
+
+
+def _on_rank_0(start: Launch, compute: Callable[[], None]) -> None:
+    """Call a function on rank 0; ranks with the same state of random numbers have the same one afterwards."""
+    before = _random_states(start.device)
+    agreement.together(start, compute if start.rank == 0 else lambda: None, agreement.DOWNLOAD_TIMEOUT_S)
+    of_rank_0 = agreement.exchange(
+        start, (before, _random_states(start.device)) if start.rank == 0 else None
+    )[0]
+    assert of_rank_0 is not None, "it is what rank 0 has sent"
+    if before == of_rank_0[0]:
+        torch.set_rng_state(torch.frombuffer(bytearray(of_rank_0[1][0]), dtype=torch.uint8))
+        for state in of_rank_0[1][1:]:
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), start.device)
+
+
+def _random_states(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]
 
 
 def _places(held: Sequence[Range]) -> list[tuple[slice, slice]]:
@@ -255,12 +280,6 @@ def _resized_values(
     resize(shell)
     tensors = dict(stored_tensors(shell))
     return {name: tensors[name].detach().contiguous() for name in full}
-
-
-def _share(value: Tensor, launch: Launch) -> None:
-    """Give all ranks the values of rank 0: the new rows are random, and generators may differ."""
-    if launch.group is not None:
-        dist.broadcast(value, dist.get_global_rank(launch.group, 0), group=launch.group)
 
 
 def _source(source: Loaded, plan: Plan, twin: Any) -> CheckedSource:
