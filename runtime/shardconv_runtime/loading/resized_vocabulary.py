@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import atexit
 import copy
-import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ from ..files.small_files import copy_small_files, entry_of, files_to_copy
 from ..format import plan_json
 from ..format.plan import Plan, global_shape, local_shape, parameter_plans
 from ..format.resized_plan import Shapes, resized_plan
-from ..format.slices import Range, ranges
 from ..loaded import Loaded, loaded, remember
 from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
+from ..saving.adapter_saving import held_boxes
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
 from .in_memory import CONFIG_FILES
 from .transform import Tensors
@@ -229,9 +228,8 @@ def _gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
             else local.new_empty(local_shape(entry, plan.mesh, rank))
         )
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
-        places = [_places(ranges(dim, plan.mesh, rank)) for dim in entry.dims]
-        for pieces in itertools.product(*places) if source.rank == 0 else ():
-            full[tuple(there for there, _ in pieces)] = part[tuple(here for _, here in pieces)]
+        for there, here in held_boxes(entry, plan.mesh, rank) if source.rank == 0 else ():
+            full[there] = part[here]
     return full
 
 
@@ -254,15 +252,6 @@ def _random_states(device: torch.device) -> list[bytes]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return [state.numpy().tobytes() for state in states]
-
-
-def _places(held: Sequence[Range]) -> list[tuple[slice, slice]]:
-    """Return the positions of a dim that a rank holds: in all of it, and in its part."""
-    places, begin = [], 0
-    for start, stop in held:
-        places.append((slice(start, stop), slice(begin, begin + stop - start)))
-        begin += stop - start
-    return places
 
 
 def _resized_values(

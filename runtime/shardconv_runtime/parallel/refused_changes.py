@@ -150,6 +150,13 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
                     "that hold the same part, or use shardconv_runtime.data_parallel (accelerate and a plain "
                     "Trainer wrap the model so; docs/training.md has a Trainer that does not)"
                 )
+    if _part(new) is not None and name == "base_model" and _origin(parent) == "peft":
+        # Adapters of layers put another module around the model first.
+        raise RefusedCallError(
+            f"a {type(parent).__name__} was made of a loaded model, with an adapter that adds tokens to its "
+            "inputs: peft would use a rank's sizes as the model's; use an adapter of layers, as LoRA, with "
+            "shardconv_runtime.add_adapter(model, config), or train the unsharded model"
+        )
     around = _part(parent)
     if around is None:
         return
@@ -174,6 +181,10 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
         f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
         f"parameters are sharded over ranks: the plan is for the modules that were converted; {remedy}"
     )
+
+
+def _origin(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
 
 
 def _check_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
