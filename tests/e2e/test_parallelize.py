@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def run_causal(root: str) -> tuple[Tensor, Tensor]:
         logits = model(IDS).logits
     tokens = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
     shardconv_runtime.save(model, Path(root) / "saved")
+    model.save_pretrained(Path(root) / "ordinary")
     return logits, tokens
 
 
@@ -129,6 +131,7 @@ def test_a_model_of_transformers_generates_and_is_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-12)
         assert torch.equal(new, tokens)
     shardconv.merge(tmp_path / "saved", tmp_path / "merged")
+    assert json.loads((tmp_path / "ordinary" / "config.json").read_text())["dtype"] == "float64"
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
 
