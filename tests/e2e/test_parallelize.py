@@ -257,6 +257,15 @@ def test_a_model_that_does_not_generate() -> None:
         assert held < 0.6 * sum(p.numel() for p in model.parameters())
 
 
+def test_a_config_that_cannot_be_saved_is_named() -> None:
+    """A model may run with values that the class of its config refuses only when it is saved."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = transformers.Phi3Config(vocab_size=32, pad_token_id=0, **sizes)
+    config.rope_parameters |= {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(SourceError, match=r"the config of this Phi3Model cannot be saved.*rope_parameters"):
+        shardconv_runtime.parallelize(transformers.Phi3Model(config))
+
+
 def old_weight_norm(model: Own) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -22,8 +22,8 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
     yield ""
     yield (
         "`scripts/test_peers` writes this page. It downloads the source distribution of transformers and "
-        "runs its shared test suites of models and of training (`test_modeling_common.py`, "
-        "`test_training_mixin.py`), which every model type of transformers must pass. Wherever a test makes "
+        "runs its shared test suites of models and of training (`ModelTesterMixin`, "
+        "`TrainingTesterMixin`), which every model type of transformers must pass. Wherever a test makes "
         "a model, by its class or `from_pretrained`, the model is given to `shardconv_runtime.parallelize`, "
         "and the test goes on with this rank's part. All ranks are processes over gloo that run each test "
         f"together. {origin(rows)} {table}"

@@ -172,11 +172,11 @@ def _rank(pipe: Connection, environment: Mapping[str, str], ranks: Ranks) -> Non
             return
         common.tempfile = _SharedDirectories(ranks._scratch / test)
         known = set(models.plans)
-        outcome = _run(case, test, models)
+        outcome = _run(case, test, models, common)
         if outcome.status == REFUSED:  # the form for training refuses calls that the one for inference takes
             models.training = False
             common.tempfile = _SharedDirectories(ranks._scratch / test / "inference")
-            for_inference = _run(case, test, models)
+            for_inference = _run(case, test, models, common)
             outcome = for_inference if for_inference.status == PASSED else outcome
             models.training = True
         new = {key: plan for key, plan in models.plans.items() if key not in known}
@@ -243,8 +243,9 @@ class _Result(unittest.TestResult):
         self.skip_reason = reason or "skipped"
 
 
-def _run(case: type[unittest.TestCase], test: str, models: Models) -> Outcome:
+def _run(case: type[unittest.TestCase], test: str, models: Models, suite: Any) -> Outcome:
     random.seed(0)
+    suite.global_rng.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
     models.digests.clear()

@@ -134,7 +134,7 @@ def _convert(target: _Target) -> nn.Module:
     signature = forward_signature(target.module)
     module = target.module
     if target.entry.norm is not None:
-        kind = sharded_class(type(module))
+        kind = sharded_class(type(module))  # type: ignore[arg-type]  # mypy takes a class to have no hash
         module = kind(target.entry.norm, module, target.comm, target.training)
     _check_rows(target)
     padding = getattr(module, "padding_idx", None)

@@ -58,6 +58,16 @@ class ShardedNorm(nn.Module):
                 setattr(self, name, _Withheld(name))
         self.train(replaced.training)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a new value of an attribute of the replaced norm, which would have no effect."""
+        if isinstance(vars(self).get(name), _Withheld) and not name.startswith("_"):
+            raise RefusedCallError(
+                f"{name} of a norm whose statistic the ranks share was set to {value!r}: the plan has the "
+                "value with which the model was converted; set it in the unsharded model, or in its config, "
+                "and convert that"
+            )
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         """Return kind, global size and eps."""
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"

@@ -546,6 +546,15 @@ def test_a_sharded_norm_is_of_the_class_of_the_norm_that_it_replaces() -> None:
     assert type(norm) is sharded_class(nn.LayerNorm)
 
 
+def test_a_new_value_for_an_attribute_of_a_sharded_norm_is_refused() -> None:
+    norm = ShardedNorm(rms_info((0,), 8), RMSNorm(8), ProcessCommunicator(0, (1,), {}))
+    for each in (norm, copy.deepcopy(norm)):
+        with pytest.raises(PlanError, match=r"offset of a norm .* was set to 2.0"):
+            each.offset = 2.0
+        each.label = "of a user"
+        assert each.label == "of a user"
+
+
 def test_a_norm_without_its_weight_is_refused() -> None:
     with pytest.raises(PlanError, match="has no parameter 'scale'"):
         ShardedNorm(rms_info((), 4), nn.LayerNorm(4), ProcessCommunicator(0, (1,), {}))
