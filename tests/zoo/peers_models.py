@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ Ranks add in another order, and tests leave float64 out.
 
 SAVED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 """Attributes of a config that ``save_pretrained`` sets; the dtypes of the tensors are named themselves."""
+
+
+RATES = re.compile("drop|jitter|noise|mask_(time|feature)_prob")
+"""Names of options of configs with which models draw random numbers in training mode."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Models:
     _is_inside: bool = False
     """A constructor has begun, which makes the parts of a model: they stay as they are."""
     _depth: int = 0
+    _trained: PreTrainedModel | None = None
+    """The model whose call in training mode was the last one, if it can be compared."""
 
     def install(self) -> None:
         """Replace models of this process from now on."""
@@ -113,6 +120,7 @@ class Models:
         PreTrainedModel.__new__ = new  # type: ignore[assignment,method-assign]
         PreTrainedModel.from_pretrained = classmethod(from_pretrained)
         PreTrainedModel.__call__ = self._recording(nn.Module.__call__)
+        torch.Tensor.backward = self._recording_gradients(torch.Tensor.backward)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -140,7 +148,11 @@ class Models:
         plan = self.plans.get(key, Planning(check=True))
         options: dict[str, Any] = {"plan": plan, "communication": communication}
         try:
-            sharded = shardconv_runtime.parallelize(model, training=self.training, **options)
+            # Models in training return logits beside the loss, as unsharded ones do.
+            logits = True if self.training else None
+            sharded = shardconv_runtime.parallelize(
+                model, training=self.training, gather_logits=logits, **options
+            )
         except PlanError:
             if not self.training:
                 raise
@@ -158,11 +170,37 @@ class Models:
                 result = call(model, *args, **kwargs)
             finally:
                 self._depth -= 1
-            if not (self._depth or self._is_inside or model.training):
-                self.digests += digests_of(result)
+            if not (self._depth or self._is_inside):
+                is_compared = not model.training or not _drops_out(model)
+                self._trained = model if model.training and is_compared else None
+                self.digests += digests_of(result) if is_compared else ()
             return result
 
         return recorded
+
+    def _recording_gradients(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Return ``backward`` of tensors, which notes the norm of a model's gradients."""
+
+        def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            backward(tensor, *args, **kwargs)
+            if self._trained is not None and not self._is_inside:
+                # Over all ranks; gradients stay as they are.
+                norm = torch.nn.utils.clip_grad_norm_(self._trained.parameters(), float("inf"))
+                self.digests.append(Digest("gradients", (), torch.float32, float(norm), (float(norm),)))
+
+        return recorded
+
+
+def _drops_out(model: PreTrainedModel) -> bool:
+    """Return whether a call in training mode draws random numbers, which ranks draw for their parts."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    rates = [
+        value for config in configs.values() for name, value in vars(config).items() if RATES.search(name)
+    ]
+    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(rate, float | int) and rate > 0 for rate in rates)
 
 
 def _is_asked_for_by_a_suite() -> bool:

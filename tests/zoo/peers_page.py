@@ -38,9 +38,10 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
     yield (
         "A test *passes* if it passes on all ranks and each call of a model without dropout returns what it "
         "returns in a process without ranks: names, shapes, dtypes, and numbers (to 1e-3 of their size in "
-        "float32). It is *refused* if every rank raises a `ShardconvError`, also after loading for "
-        "inference. It is *skipped* if the suite skips it, or if it fails on an unsharded model too, and "
-        "*left out* if it is about something else, or a variant of another test."
+        "float32). So must the norm of gradients after a backward pass. A test is *refused* if every rank "
+        "raises a `ShardconvError`, also after loading for inference. It is *skipped* if the suite skips it, "
+        "or if it fails on an unsharded model too, and *left out* if it is about something else, or a "
+        "variant of another test."
     )
     yield ""
     yield "| ranks | types | passed | refused | failed | skipped | left out |"
