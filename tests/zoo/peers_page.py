@@ -60,21 +60,31 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
 
 
 def _said(rows: Sequence[Row], field: str) -> Iterator[str]:
-    """A line for each message: the tests that got it, and the types."""
+    """A line for each message: the tests that got it, and the types.
+
+    Messages that differ in names, such as those of classes, are one: of one error, in the same tests.
+    """
     tests: dict[str, Counter[str]] = {}
     types: dict[str, dict[str, None]] = {}
     for row in rows:
         for text, names in row[field].items():
             tests.setdefault(text, Counter()).update(names)
             types.setdefault(text, {})[row["type"]] = None
-    yield "| message | tests | types |"
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for text, names in tests.items():
+        alike.setdefault((text.partition(":")[0], *sorted(names)), []).append(text)
+    yield "| message, or an example | tests | types |"
     yield "|---|---|---|"
-    for text, names in sorted(tests.items(), key=lambda item: -item[1].total()):
-        shown = ", ".join(f"`{name}`" for name in sorted(names)[:4])
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        where = list(types[text])
-        rest = f" and {len(where) - 4} more" if len(where) > 4 else ""
-        yield f"| {cell(text)} | {shown}{more} | {', '.join(where[:4])}{rest} |"
+    for (_, *names), texts in sorted(
+        alike.items(), key=lambda item: -sum(tests[text].total() for text in item[1])
+    ):
+        where = list(dict.fromkeys(name for text in texts for name in types[text]))
+        yield f"| {cell(texts[0])} | {_few([f'`{name}`' for name in names])} | {_few(where)} |"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
