@@ -18,7 +18,7 @@ from .fbgemm_fp8 import FbgemmFp8
 from .fp8 import Fp8
 from .gptq import Gptq
 from .mxfp4 import Mxfp4
-from .packed_format import PackedFormat, Part
+from .packed_format import VALUES_AT_ONCE, PackedFormat, Part
 from .stored_weights import WeightSlice, stored_shape
 from .torchao import Torchao
 
@@ -62,6 +62,17 @@ def format_of_checkpoint(
     return QUANT_METHODS[method].configured({**read, "quant_method": method}, where)
 
 
+def settings_of_scheme(scheme: str, dtype: str) -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of a scheme in which some format packs plain weights."""
+    return next(settings[scheme] for each in FORMATS if scheme in (settings := each.schemes(dtype)))
+
+
+def can_pack(settings: Mapping[str, Any]) -> bool:
+    """Return whether plain weights can be quantized in the format of a checkpoint."""
+    method = quant_method(settings)
+    return method in QUANT_METHODS and bool(QUANT_METHODS[method].schemes("float32"))
+
+
 def scales_tokens(settings: Mapping[str, Any]) -> bool:
     """Return whether each token's activations are scaled by a factor from that token.
 
@@ -88,9 +99,6 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
 #
 # The part of a dequantized weight and the dequantized part have the same bits: each value depends on its
 # own code and factors only.
-
-VALUES_AT_ONCE = 2**22
-"""Values that are computed together, so that about 100 MB are needed in addition to the result."""
 
 
 def dequantize(
