@@ -209,7 +209,7 @@ def require_equal_bands(scheme: str, shape: tuple[int, ...], monkeypatch: pytest
     each = each.configured(quantizer.quantization_config.to_dict(), "here")
     weight = torch.randn(shape).bfloat16()
     whole = each.packed(weight, quantizer)
-    monkeypatch.setattr(packed_format, "VALUES_AT_ONCE", 1)
+    monkeypatch.setattr(packed_format, "BAND_VALUES", 1)
     bands = each.packed(weight, quantizer)
     assert bands.keys() == whole.keys()
     for part, tensor in whole.items():

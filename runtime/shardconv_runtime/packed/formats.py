@@ -18,7 +18,7 @@ from .fbgemm_fp8 import FbgemmFp8
 from .fp8 import Fp8
 from .gptq import Gptq
 from .mxfp4 import Mxfp4
-from .packed_format import VALUES_AT_ONCE, PackedFormat, Part
+from .packed_format import PackedFormat, Part
 from .stored_weights import WeightSlice, stored_shape
 from .torchao import Torchao
 
@@ -99,6 +99,9 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
 #
 # The part of a dequantized weight and the dequantized part have the same bits: each value depends on its
 # own code and factors only.
+
+VALUES_AT_ONCE = 2**22
+"""Values that are computed together, so that about 100 MB are needed in addition to the result."""
 
 
 def dequantize(

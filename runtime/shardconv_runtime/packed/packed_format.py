@@ -152,8 +152,8 @@ class PackedFormat:
         return rows
 
 
-VALUES_AT_ONCE = 2**22
-"""Values that are computed together, so that about 100 MB are needed in addition to the result."""
+BAND_VALUES = 2**20
+"""Values that are packed together; libraries need about 20 bytes for each."""
 
 
 def in_bands(weight: Tensor, step: int, pack: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -163,7 +163,7 @@ def in_bands(weight: Tensor, step: int, pack: Callable[[Tensor], dict[str, Tenso
         step: rows that cannot be packed apart from each other.
         pack: returns stored tensors whose first dim runs along the rows.
     """
-    count = max(VALUES_AT_ONCE // math.prod(weight.shape[1:]) // step, 1) * step
+    count = max(BAND_VALUES // math.prod(weight.shape[1:]) // step, 1) * step
     if weight.is_meta or len(weight) <= count:
         return pack(weight)
     forms = pack(weight.to("meta"))
