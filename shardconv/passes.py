@@ -25,7 +25,7 @@ from .arguments import SolveOptions
 from .dim_analysis.analysis import Reader
 from .dim_analysis.analyze import analyze, with_parts
 from .dim_analysis.rules import RULES
-from .inputs.example_inputs import stored_example
+from .inputs.example_inputs import NOT_IN_EXAMPLES, stored_example
 from .inputs.smaller_configs import smaller_configs
 from .inputs.trace_inputs import (
     TraceInputs,
@@ -161,6 +161,7 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
             f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {error}; "
             "correct config.json"
         ) from error
+    _ask_for_no_inner_states(model)
     adapted = adaptation.attached(model) if adaptation is not None else None
     # With more ranks than this, some ranks would hold nothing of any matrix.
     tp = options.tp
@@ -175,6 +176,18 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
     example = options.example or stored_example(spec.directory)
     inputs, tape = trace_inputs(model, RULES, multiple=multiple, example=example)
     return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
+
+
+def _ask_for_no_inner_states(model: nn.Module) -> None:
+    """Set the options of a model's configs for which it returns hidden states and attention weights to False.
+
+    A plan is solved without them: a call on ranks may ask for them, and is refused if the plan divides them.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for option in NOT_IN_EXAMPLES:
+            if option.startswith("output_") and getattr(config, option, False):
+                setattr(config, option, False)
 
 
 def _with_fewer_positions(

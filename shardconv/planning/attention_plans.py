@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import axes_of
@@ -28,6 +29,7 @@ from shardconv_runtime.format.plan import ModulePlan, Plan, module_plans, parame
 from shardconv_runtime.parallel.attention_weights import ASK
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.dim_trees import leaves
@@ -52,7 +54,7 @@ def asking(inputs: TraceInputs) -> TraceInputs:
 
 
 def returning_attentions(model: nn.Module) -> nn.Module | None:
-    """Return a copy of a model that returns attention weights if it is asked to; None if it has none."""
+    """Return a copy of a model that returns attention weights, as all models in it do; None if it cannot."""
     parameters = forward_signature(model).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not hasattr(getattr(model, "config", None), ASK) or not (takes_any or ASK in parameters):
@@ -65,7 +67,14 @@ def returning_attentions(model: nn.Module) -> nn.Module | None:
         setter("eager")
     except (ValueError, NotImplementedError, ImportError):
         return None  # the model does not offer it
+    for part in _models(other).values():
+        part.config.output_attentions = True
     return other
+
+
+def _models(model: nn.Module) -> dict[str, Any]:
+    """Return the models of transformers in a model by FQN: users may call each of them."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
 
 
 def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gathers | None:
@@ -79,14 +88,14 @@ def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gath
     """
     modules = module_plans(plan)
     try:
-        plain = _trace(model, inputs)
+        plain, parts = _trace(_not_returning(model), inputs), _models(model)
         folded = fold(_trace(model, asking(inputs)))
         analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
-        usual = {mark.ports for mark in _returned(plain)}
+        usual = {(fqn, mark.ports) for fqn, mark in _returned(plain, parts)}
         sources = {
             mark.target: _source(folded.tape, mark)
-            for mark in _returned(folded.tape)
-            if mark.ports not in usual
+            for fqn, mark in _returned(folded.tape, parts)
+            if (fqn, mark.ports) not in usual
         }
         free = {tid for source in sources.values() for tid in source.passed}
         # Nothing is gathered for the weights alone, so that the rest is solved as without them.
@@ -145,9 +154,17 @@ def _trace(model: nn.Module, inputs: TraceInputs) -> Tape:
     return trace(model, inputs.tensors, RULES, inputs.options, few_chosen=inputs.few_chosen)
 
 
-def _returned(tape: Tape) -> list[Mark]:
-    """Return the marks of the tensors that the model returns."""
-    return [e for e in tape.events if isinstance(e, Mark) and e.is_output and not tape.calls[e.call].fqn]
+def _not_returning(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    for part in _models(other).values():
+        part.config.output_attentions = False
+    return other
+
+
+def _returned(tape: Tape, parts: Collection[str]) -> list[tuple[str, Mark]]:
+    """Return the marks of the tensors that models return, with the FQNs of the models."""
+    marks = [(tape.calls[e.call].fqn, e) for e in tape.events if isinstance(e, Mark) and e.is_output]
+    return [(fqn, mark) for fqn, mark in marks if fqn in parts]
 
 
 @dataclass(frozen=True)

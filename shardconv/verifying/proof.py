@@ -15,7 +15,7 @@ from shardconv_runtime.errors import ShardconvError
 
 from ..inputs.label_forms import loss_arguments
 from ..inputs.trace_inputs import TraceInputs
-from ..planning.attention_plans import Gathers, asking
+from ..planning.attention_plans import Gathers, asking, returning_attentions
 from ..simulation.rank_simulation import Logits, Unprovable
 from .asked_attentions import planned_gathers, proven_gathers, with_attentions
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
@@ -124,7 +124,9 @@ class _Proof:
             return self.case, self.case.inputs
         shown = eager or self.case
         if gathers is not None:
-            shown = shown.with_model(shown.model, with_attentions(plan, gathers))
+            returning = returning_attentions(shown.model)
+            assert returning is not None, "there are gathers"
+            shown = shown.with_model(returning, with_attentions(plan, gathers))
         given = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
         for usual in given:
             inputs = usual if gathers is None else asking(usual)

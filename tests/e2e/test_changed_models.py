@@ -30,8 +30,8 @@ def push_to_hub(model: Any, path: Path) -> None:
     model.push_to_hub("user/model")
 
 
-def resize(model: Any, path: Path) -> None:
-    model.resize_token_embeddings(300)
+def save_base(model: Any, path: Path) -> None:
+    model.base_model.save_pretrained(path)
 
 
 def add_adapter(model: Any, path: Path) -> None:
@@ -85,7 +85,7 @@ def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bo
     ("change", "says"),
     [
         (push_to_hub, "shardconv push"),
-        (resize, "convert it again"),
+        (save_base, "on the whole model"),
         (add_adapter, "shardconv_runtime.add_adapter"),
         (replace_head, "convert it again"),
         (replace_layers, "convert it again"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def run_causal(root: str) -> tuple[Tensor, Tensor]:
         logits = model(IDS).logits
     tokens = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
     shardconv_runtime.save(model, Path(root) / "saved")
+    model.save_pretrained(Path(root) / "ordinary")
     return logits, tokens
 
 
@@ -129,6 +131,7 @@ def test_a_model_of_transformers_generates_and_is_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-12)
         assert torch.equal(new, tokens)
     shardconv.merge(tmp_path / "saved", tmp_path / "merged")
+    assert json.loads((tmp_path / "ordinary" / "config.json").read_text())["dtype"] == "float64"
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
 
@@ -252,6 +255,15 @@ def test_a_model_that_does_not_generate() -> None:
     for found, held in run_processes(2, run_without_generation):
         torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
         assert held < 0.6 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_config_that_cannot_be_saved_is_named() -> None:
+    """A model may run with values that the class of its config refuses only when it is saved."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = transformers.Phi3Config(vocab_size=32, pad_token_id=0, **sizes)
+    config.rope_parameters |= {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(SourceError, match=r"the config of this Phi3Model cannot be saved.*rope_parameters"):
+        shardconv_runtime.parallelize(transformers.Phi3Model(config))
 
 
 def old_weight_norm(model: Own) -> nn.Module:

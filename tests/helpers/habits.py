@@ -140,6 +140,12 @@ def attentions(model: Any) -> Result:
     return model(IDS, output_attentions=True).attentions
 
 
+def resized(model: Any) -> Result:
+    torch.manual_seed(3)
+    table = model.resize_token_embeddings(300)
+    return [table((IDS + 250) % 300), model((IDS + 250) % 300).logits]
+
+
 def hooked(model: Any) -> Result:
     found: list[Tensor] = []
     model.register_forward_hook(lambda module, args, output: found.append(output.logits))
@@ -287,7 +293,7 @@ call("scale_all_weights", lambda m: [[p.mul_(1.1) for p in m.parameters()], m(ID
 call("tie_weights", lambda m: [m.tie_weights(), m(IDS).logits][1:], changes=True)
 call("load_own_state", lambda m: [m.load_state_dict(m.state_dict()), m(IDS).logits][1:], changes=True)
 call("average_of_models", lambda m: [torch.optim.swa_utils.AveragedModel(m).module(IDS).logits], changes=True)
-call("resize_the_vocabulary", lambda m: [m.resize_token_embeddings(300)], is_refused=True)
+call("resize_the_vocabulary", lambda m: resized(m), changes=True)
 call("draw_new_weights", lambda m: [m.init_weights(), m(IDS).logits][1:])
 call("add_an_adapter", lambda m: [m.add_adapter(None)], is_refused=True)
 call("replace_the_head", lambda m: [setattr(m, "lm_head", nn.Linear(32, 256))], is_refused=True)

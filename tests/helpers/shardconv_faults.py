@@ -28,6 +28,7 @@ from shardconv_runtime.format.plan import local_shape
 from shardconv_runtime.parallel import build, local_modules, row_ids
 from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.parallel.layers import finish
+from shardconv_runtime.parallel.sharded_norms import ShardedNorm
 from shardconv_runtime.training import prepare
 from torch import Tensor
 
@@ -127,7 +128,8 @@ def watching(seen: Seen) -> Iterator[None]:
 
     def converted(original: Any, target: Any) -> Any:
         module = original(target)
-        of_module(type(module).__name__, module)
+        is_norm = isinstance(module, ShardedNorm)  # of a class for the norm that it replaces
+        of_module(ShardedNorm.__name__ if is_norm else type(module).__name__, module)
         return module
 
     def overridden(original: Any, module: Any, overrides: Any, rank: int) -> None:

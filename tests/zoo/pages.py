@@ -17,6 +17,7 @@ from . import (
     heads_page,
     models_page,
     mutations_page,
+    peers_page,
     quantized_page,
     stages_page,
     training_page,
@@ -60,6 +61,7 @@ PAGES: Mapping[str, CoveragePage] = {
     "coverage-full-size.md": CoveragePage(full_size_page.ROWS, full_size_page.summary, full_size_page.tables),
     "coverage-heads.md": CoveragePage(heads_page.ROWS, heads_page.summary, heads_page.tables),
     "coverage-mutations.md": CoveragePage(mutations_page.ROWS, mutations_page.summary, mutations_page.tables),
+    "coverage-peers.md": CoveragePage(peers_page.ROWS, peers_page.summary, peers_page.tables),
     "coverage-quantized.md": CoveragePage(quantized_page.ROWS, quantized_page.summary),
     "coverage-stages.md": CoveragePage(stages_page.ROWS, stages_page.summary, stages_page.tables),
     "coverage-training.md": CoveragePage(

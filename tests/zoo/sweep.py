@@ -21,15 +21,20 @@ from .kept_rows import Row
 Task = TypeVar("Task")
 
 
-def append(results: Path, row: Mapping[str, Any]) -> None:
-    """Append a row with the versions and the date, in one write, which other processes' cannot break."""
-    stamp = {
+def stamped(row: Mapping[str, Any]) -> Row:
+    """A row with the versions and the date."""
+    return {
+        **row,
         "transformers": transformers.__version__,
         "torch": torch.__version__.partition("+")[0],
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def append(results: Path, row: Mapping[str, Any]) -> None:
+    """Append a row with the versions and the date, in one write, which other processes' cannot break."""
     with results.open("ab", buffering=0) as file:
-        file.write((json.dumps({**row, **stamp}) + "\n").encode())
+        file.write((json.dumps(stamped(row)) + "\n").encode())
 
 
 def sweep(

@@ -98,8 +98,8 @@ def resized_plan(plan: Plan, shapes: Shapes, owners: Collection[str], num_parame
         for step in (*entry.inputs, *entry.outputs):
             if size(getattr(step, "layout", Leaf(0))) == resizing.before:
                 raise RefusedCallError(
-                    f"{entry.names[0]}: the plan has a step over as many positions as there are tokens, and the "
-                    f"module has no part of the vocabulary; {_BEFORE}"
+                    f"{entry.names[0]}: a step of the plan has as many positions as there are tokens, and "
+                    f"the module has no part of the vocabulary; {_BEFORE}"
                 )
         return entry
 

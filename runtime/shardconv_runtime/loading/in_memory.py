@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
-from ..errors import InputsDifferError, PlanError
+from ..errors import InputsDifferError, PlanError, SourceError, brief
 from ..files.manifest import Manifest, Source
 from ..files.small_files import entry_of, files_to_copy
 from ..format import plan_json
@@ -58,7 +58,13 @@ def source_in_memory(model: InMemory, plan: Plan) -> CheckedSource:
     if isinstance(model.twin, PreTrainedModel):
         config = copy.deepcopy(model.twin.config)
         config.architectures = [kind.__name__]
-        config.save_pretrained(directory)
+        try:
+            config.save_pretrained(directory)
+        except Exception as error:  # transformers checks the values of a config when it is saved
+            raise SourceError(
+                f"the config of this {kind.__name__} cannot be saved with the model: {brief(error)}; give it "
+                "values that its class accepts, and make the model again"
+            ) from error
         generation_config = getattr(model.twin, "generation_config", None)
         if generation_config is not None:
             generation_config.save_pretrained(directory)

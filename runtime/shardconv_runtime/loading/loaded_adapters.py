@@ -152,11 +152,19 @@ def guard_adapters(wrapper: Any) -> Any:
     for name, remedy in _REFUSED.items():
         setattr(wrapper, name, partial(refuse_method, name, remedy))
     wrapper.save_pretrained = MethodType(_save_pretrained, wrapper)
+    if loaded(wrapper).launch.world_size > 1 and loaded(wrapper).stage is None:
+        wrapper.get_nb_trainable_parameters = partial(_num_parameters, wrapper)
     for module in (wrapper, wrapper.base_model):
         module.merge_and_unload = partial(_merge_and_unload, wrapper, packed)
         module.unload = partial(_unload, wrapper)
         module.merge_adapter = partial(_merge_adapter, wrapper, packed)
     return wrapper
+
+
+def _num_parameters(wrapper: Any) -> tuple[int, int]:
+    """Return the number of parameters of the full model that are trained, and of all."""
+    model: Any = unwrapped(wrapper)
+    return model.num_parameters(only_trainable=True), model.num_parameters()
 
 
 @agreement.named_call("save_pretrained")

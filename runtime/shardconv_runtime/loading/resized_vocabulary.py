@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import atexit
 import copy
-import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ from ..files.small_files import copy_small_files, entry_of, files_to_copy
 from ..format import plan_json
 from ..format.plan import Plan, global_shape, local_shape, parameter_plans
 from ..format.resized_plan import Shapes, resized_plan
-from ..format.slices import Range, ranges
 from ..loaded import Loaded, loaded, remember
-from ..parallel.build import owner_of, stored_tensors
+from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
+from ..saving.adapter_saving import held_boxes
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
 from .in_memory import CONFIG_FILES
 from .transform import Tensors
@@ -97,15 +96,18 @@ def resize_vocabulary(
     if not change.shapes:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
     held = dict(stored_tensors(model))
-    full = {name: _gathered(held[name].detach(), name, source) for name in change.shapes}
-    values = agreement.together(
-        start, lambda: _resized_values(twin, full, lambda p: resize(p, mean_resizing))
-    )
-    for value in values.values():
-        _share(value, start)
+    full = {name: _gathered_on_rank_0(held[name].detach(), name, source) for name in change.shapes}
+    values = {name: held[name].new_empty(shape) for name, shape in change.shapes.items()}
 
-    resize(twin, False)
-    checked = _source(source, change.plan, twin)
+    def compute() -> None:
+        values.update(_resized_values(twin, full, lambda part: resize(part, mean_resizing)))
+
+    _on_rank_0(start, compute)
+    for value in values.values():
+        if start.group is not None:
+            dist.broadcast(value, dist.get_global_rank(start.group, 0), group=start.group)
+
+    checked = agreement.together(start, lambda: _source(source, change.plan, change.twin))
 
     def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
         entries = parameter_plans(change.plan)
@@ -146,6 +148,8 @@ class _Change:
     shapes: Shapes
     """New global shapes, by FQN in the plan."""
     plan: Plan
+    twin: Any
+    """The unsharded model on meta, with the new size."""
 
 
 def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> tuple[Any, _Change]:
@@ -161,14 +165,37 @@ def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> 
         raise RefusedCallError(f"{METHOD}: parameters of the model would come or go; {_BEFORE}")
     shapes = {n: shape for n, shape in after.items() if shape != before[n] and n not in names}
     if not shapes:
-        return twin, _Change({}, source.plan)
+        return twin, _Change({}, source.plan, twin)
     num_parameters = sum(p.numel() for p in other.parameters())
     owners = {id(owner_of(twin, name)[0]) for name in shapes}
     modules = twin.named_modules(remove_duplicate=False)
     owner_names = {name for name, module in modules if id(module) in owners}
     owner_names |= {alias.rpartition(".")[0] for alias, name in source.plan.tied if name in shapes}
     plan = resized_plan(source.plan, shapes, owner_names, num_parameters)
-    return twin, _Change(shapes, plan_json.loads(plan_json.dumps(plan)))
+    return twin, _Change(
+        shapes, plan_json.loads(plan_json.dumps(plan)), _with_sizes(twin, other, source.plan)
+    )
+
+
+def _with_sizes(twin: nn.Module, other: nn.Module, plan: Plan) -> nn.Module:
+    """Return a model on meta with the sizes of another one.
+
+    transformers may put one embedding in place of several that share a weight. The plan is for the modules as
+    they were, so these get the new tensors, numbers and configs.
+    """
+    resized, like = copy.deepcopy(twin), dict(other.named_modules(remove_duplicate=False))
+    for name, module in resized.named_modules():
+        for key, value in vars(like[name]).items():
+            if isinstance(value, int) or key == "config":
+                vars(module)[key] = value
+    tensors = dict(stored_tensors(other))
+    for name, tensor in stored_tensors(resized):
+        if tensor.shape != tensors[name].shape:
+            owner, attribute = owner_of(resized, name)
+            held = owner._parameters if attribute in owner._parameters else owner._buffers
+            held[attribute] = tensors[name]  # type: ignore[assignment]
+    retie(resized, plan)
+    return resized
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -188,12 +215,12 @@ def _carry_settings(model: Any, twin: Any) -> None:
         twin.generation_config = model.generation_config
 
 
-def _gathered(local: Tensor, name: str, source: Loaded) -> Tensor:
-    """Return all of a parameter, of which each rank holds a part."""
+def _gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
+    """Return all of a parameter on rank 0, and this rank's part on the others."""
     entry, plan, group = parameter_plans(source.plan)[name], source.plan, source.launch.group
     if group is None:
         return local.clone()
-    full = local.new_empty(global_shape(entry))
+    full = local.new_empty(global_shape(entry)) if source.rank == 0 else local
     for rank in range(plan.tp):
         part = (
             local.contiguous()
@@ -201,19 +228,30 @@ def _gathered(local: Tensor, name: str, source: Loaded) -> Tensor:
             else local.new_empty(local_shape(entry, plan.mesh, rank))
         )
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
-        places = [_places(ranges(dim, plan.mesh, rank)) for dim in entry.dims]
-        for pieces in itertools.product(*places):
-            full[tuple(there for there, _ in pieces)] = part[tuple(here for _, here in pieces)]
+        for there, here in held_boxes(entry, plan.mesh, rank) if source.rank == 0 else ():
+            full[there] = part[here]
     return full
 
 
-def _places(held: Sequence[Range]) -> list[tuple[slice, slice]]:
-    """Return the positions of a dim that a rank holds: in all of it, and in its part."""
-    places, begin = [], 0
-    for start, stop in held:
-        places.append((slice(start, stop), slice(begin, begin + stop - start)))
-        begin += stop - start
-    return places
+def _on_rank_0(start: Launch, compute: Callable[[], None]) -> None:
+    """Call a function on rank 0; ranks with the same state of random numbers have the same one afterwards."""
+    before = _random_states(start.device)
+    agreement.together(start, compute if start.rank == 0 else lambda: None, agreement.DOWNLOAD_TIMEOUT_S)
+    of_rank_0 = agreement.exchange(
+        start, (before, _random_states(start.device)) if start.rank == 0 else None
+    )[0]
+    assert of_rank_0 is not None, "it is what rank 0 has sent"
+    if before == of_rank_0[0]:
+        torch.set_rng_state(torch.frombuffer(bytearray(of_rank_0[1][0]), dtype=torch.uint8))
+        for state in of_rank_0[1][1:]:
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), start.device)
+
+
+def _random_states(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]
 
 
 def _resized_values(
@@ -233,20 +271,12 @@ def _resized_values(
     return {name: tensors[name].detach().contiguous() for name in full}
 
 
-def _share(value: Tensor, launch: Launch) -> None:
-    """Give all ranks the values of rank 0: the new rows are random, and generators may differ."""
-    if launch.group is not None:
-        dist.broadcast(value, dist.get_global_rank(launch.group, 0), group=launch.group)
-
-
 def _source(source: Loaded, plan: Plan, twin: Any) -> CheckedSource:
     """Return the resized model as a source, with the files of the old one and the new config."""
     directory = Path(tempfile.mkdtemp(prefix=CONFIG_FILES))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     copy_small_files(source.directory, source.manifest, directory)
-    config = copy.deepcopy(twin.config)
-    config.architectures = [type(twin).__name__]
-    config.save_pretrained(directory)
+    twin.config.save_pretrained(directory)
     entries = tuple(entry_of(directory, path) for path in files_to_copy(directory, code=True))
     digest = plan_json.sha256(plan_json.dumps(plan))
     described = replace(source.manifest, plan_sha256=digest, files=entries)

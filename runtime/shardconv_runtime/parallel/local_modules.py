@@ -27,7 +27,7 @@ from .attribute_overrides import apply_overrides, raise_flags
 from .boundary import TensorStep, attach, forward_signature, in_use, step
 from .layers import ColumnParallelLinear, RowParallelLinear, Steps, VocabParallelEmbedding
 from .row_ids import RowIds
-from .sharded_norms import ShardedNorm
+from .sharded_norms import sharded_class
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules
@@ -134,7 +134,8 @@ def _convert(target: _Target) -> nn.Module:
     signature = forward_signature(target.module)
     module = target.module
     if target.entry.norm is not None:
-        module = ShardedNorm(target.entry.norm, module, target.comm, target.training)
+        kind = sharded_class(type(module))  # type: ignore[arg-type]  # mypy takes a class to have no hash
+        module = kind(target.entry.norm, module, target.comm, target.training)
     _check_rows(target)
     padding = getattr(module, "padding_idx", None)
     if isinstance(padding, int):

@@ -44,8 +44,14 @@ REFUSED_METHODS = {
 }
 """Methods of transformers' models that would take this rank's part for the model -> the remedy."""
 
-_RESIZE = "resize_token_embeddings"
-"""The loaded model has a method of ours under this name; the models in it cannot change alone."""
+_METHODS_OF_PARTS = REFUSED_METHODS | {
+    "resize_token_embeddings": "call it on the model that was loaded",
+    "save_pretrained": (
+        "it would write this rank's part of the parameters; call it on the whole model on all ranks, and "
+        "load what that wrote with `from_pretrained` of the part's class"
+    ),
+}
+"""The same of models inside of the model. On the model itself, ``save_pretrained`` merges the shards."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +86,14 @@ def refuse_changes(
     model: nn.Module, planned: Collection[str], ranks: Collection[int], place: tuple[int, int]
 ) -> None:
     """Refuse methods of a model, and replacements of its modules, that would be wrong on every rank."""
-    for name, remedy in REFUSED_METHODS.items():
-        if hasattr(model, name):
-            setattr(model, name, partial(refuse_method, name, remedy))
-    for part in model.modules():
-        if part is not model and hasattr(part, _RESIZE):
-            setattr(part, _RESIZE, partial(refuse_method, _RESIZE, "call it on the model that was loaded"))
     model.register_state_dict_post_hook(partial(_mark_state, place))  # type: ignore[no-untyped-call]
     model.register_load_state_dict_pre_hook(partial(_check_state, place))  # type: ignore[no-untyped-call]
     _watch_registrations()
-    for name, module in model.named_modules():
-        setattr(module, _ATTRIBUTE, _Part(frozenset(ranks), name in planned))
+    for path, module in model.named_modules():
+        setattr(module, _ATTRIBUTE, _Part(frozenset(ranks), path in planned))
+        for name, remedy in (_METHODS_OF_PARTS if path else REFUSED_METHODS).items():
+            if hasattr(module, name):
+                setattr(module, name, partial(refuse_method, name, remedy))
 
 
 def refuse_method(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -150,6 +153,13 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
                     "that hold the same part, or use shardconv_runtime.data_parallel (accelerate and a plain "
                     "Trainer wrap the model so; docs/training.md has a Trainer that does not)"
                 )
+    if _part(new) is not None and name == "base_model" and _origin(parent) == "peft":
+        # Adapters of layers put another module around the model first.
+        raise RefusedCallError(
+            f"a {type(parent).__name__} was made of a loaded model, with an adapter that adds tokens to its "
+            "inputs: peft would use a rank's sizes as the model's; use an adapter of layers, as LoRA, with "
+            "shardconv_runtime.add_adapter(model, config), or train the unsharded model"
+        )
     around = _part(parent)
     if around is None:
         return
@@ -174,6 +184,10 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
         f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
         f"parameters are sharded over ranks: the plan is for the modules that were converted; {remedy}"
     )
+
+
+def _origin(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
 
 
 def _check_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:

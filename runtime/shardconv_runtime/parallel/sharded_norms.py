@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ class ShardedNorm(nn.Module):
     def __init__(
         self, info: NormInfo, replaced: nn.Module, comm: Communicator, training: bool = False
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not of the replaced norm's class, which may come next
         self.info = info
         self.groups = info.groups[0] if len(info.groups) == 1 else info.groups[comm.rank]
         self.reduce = Reduce(comm, info.axes, info.axes if training else None)
@@ -55,6 +57,16 @@ class ShardedNorm(nn.Module):
             if not hasattr(self, name):
                 setattr(self, name, _Withheld(name))
         self.train(replaced.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a new value of an attribute of the replaced norm, which would have no effect."""
+        if isinstance(vars(self).get(name), _Withheld) and not name.startswith("_"):
+            raise RefusedCallError(
+                f"{name} of a norm whose statistic the ranks share was set to {value!r}: the plan has the "
+                "value with which the model was converted; set it in the unsharded model, or in its config, "
+                "and convert that"
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """Return kind, global size and eps."""
@@ -116,6 +128,20 @@ class ShardedNorm(nn.Module):
             bias = getattr(self, self.info.bias)
             y = y + (bias.to(y.dtype) if early else bias)
         return y.to(dtype) if early else y
+
+
+@cache
+def sharded_class(kind: type[nn.Module]) -> type[ShardedNorm]:
+    """Return the class of the sharded norms that replace norms of a class, which it is a subclass of.
+
+    Other code asks for the class of a norm, for example to leave its weight out of weight decay.
+    """
+    # Libraries of kernels put their own forward in place of that of a class with a name of a kernel, and it
+    # would take the norm of a rank's part.
+    own = {"kernel_layer_name": None} if hasattr(kind, "kernel_layer_name") else {}
+    return types.new_class(
+        f"Sharded{kind.__name__}", (ShardedNorm, kind), exec_body=lambda namespace: namespace.update(own)
+    )
 
 
 class _Withheld:

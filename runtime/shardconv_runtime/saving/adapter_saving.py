@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..adapters.adapter_files import saved_names, write_adapter
-from ..adapters.adapter_names import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME, peft
+from ..adapters.adapter_names import CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME, peft
 from ..comm import agreement
 from ..errors import CheckpointError, MissingFileError, OptionError, RefusedCallError, ShardconvError
 from ..format import plan_json
@@ -50,7 +50,7 @@ def save_adapters(
             tensors = gathered_adapter(wrapper, name, holders, whole)
             error: Exception | None = None
             if holders.is_leader:
-                folder = staging.path if len(chosen) == 1 else staging.path / name
+                folder = staging.path if name == DEFAULT else staging.path / name  # as peft does
                 try:
                     write_adapter(whole, name, tensors, folder, more=more)
                     plan_json.write(adapters[name].plan, folder / PLAN_NAME)
@@ -118,7 +118,7 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
                     out = torch.empty(global_shape(entry), dtype=parts[0].dtype)
                     for rank, part in enumerate(parts):
                         if holds_values(entry, mesh, rank):
-                            for there, here in _boxes(entry, mesh, rank):
+                            for there, here in held_boxes(entry, mesh, rank):
                                 out[there] = part[here]
                     gathered[fqn] = out
     for alias, first in firsts.items():
@@ -127,7 +127,7 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> 
     return gathered
 
 
-def _boxes(
+def held_boxes(
     entry: ParameterPlan, mesh: Mesh, rank: int
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Yield windows of the global tensor, and of the rank's, that are the same positions."""

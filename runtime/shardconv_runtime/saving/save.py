@@ -398,7 +398,8 @@ def _write_configs(model: Any, class_name: str, directory: Path) -> None:
     """Write the configs of the model as they are now, with the dtype of the weights in ``directory``."""
     path = directory / CONFIG
     config = copy.deepcopy(model.config)
-    config.dtype = json.loads(path.read_text(encoding="utf-8")).get("dtype", config.dtype)
+    # A model that was made in memory may have a config without a dtype; a checkpoint needs it.
+    config.dtype = json.loads(path.read_text(encoding="utf-8")).get("dtype") or config.dtype or model.dtype
     config.architectures = [class_name]
     config.save_pretrained(directory)
     path.write_text(plain_config(path.read_text(encoding="utf-8")), encoding="utf-8")

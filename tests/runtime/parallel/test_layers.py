@@ -28,7 +28,7 @@ from shardconv_runtime.parallel.boundary import attach, forward_signature, repla
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from shardconv_runtime.parallel.row_ids import RowIds
-from shardconv_runtime.parallel.sharded_norms import ShardedNorm
+from shardconv_runtime.parallel.sharded_norms import ShardedNorm, sharded_class
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from warm_compiler import warm_up
@@ -531,6 +531,28 @@ def test_code_that_computes_a_sharded_norm_by_itself_is_refused(use: Any) -> Non
             use(each, torch.ones(2, 8))
     with pytest.raises(AttributeError):
         norm.other  # noqa: B018
+
+
+def test_a_sharded_norm_is_of_the_class_of_the_norm_that_it_replaces() -> None:
+    """For example for optimizers that leave the weights of norms out of weight decay."""
+    original = nn.LayerNorm(8)
+    nn.init.normal_(original.weight)
+    info = NormInfo("layer", 1e-5, 8, (), "weight", "bias", compute_dtype="input")
+    norm = sharded_class(nn.LayerNorm)(info, original, ProcessCommunicator(0, (1,), {}))
+    x = randn(3, 8).float()
+    for each in (norm, copy.deepcopy(norm)):
+        assert isinstance(each, nn.LayerNorm)
+        torch.testing.assert_close(each(x), original(x))
+    assert type(norm) is sharded_class(nn.LayerNorm)
+
+
+def test_a_new_value_for_an_attribute_of_a_sharded_norm_is_refused() -> None:
+    norm = ShardedNorm(rms_info((0,), 8), RMSNorm(8), ProcessCommunicator(0, (1,), {}))
+    for each in (norm, copy.deepcopy(norm)):
+        with pytest.raises(PlanError, match=r"offset of a norm .* was set to 2.0"):
+            each.offset = 2.0
+        each.label = "of a user"
+        assert each.label == "of a user"
 
 
 def test_a_norm_without_its_weight_is_refused() -> None:
