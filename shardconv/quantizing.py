@@ -71,8 +71,8 @@ def quantized_model(spec: ModelSpec, weights: Weights, settings: Mapping[str, An
     packed_format = format_of_checkpoint(settings, spec.name)
     if missing := missing_packages(packed_format.packers):
         raise MissingPackageError(
-            f"quantizing with {packed_format.method} needs {' and '.join(missing)}: "
-            f"pip install {' '.join(missing)}"
+            f"weights are quantized ({settings['quant_method']}) by {' and '.join(missing)}, which is not "
+            f"installed: pip install {' '.join(missing)}"
         )
     chosen = _chosen(spec, settings)
     packed = _packed(spec, packed_format, chosen, weights)
