@@ -202,7 +202,11 @@ def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
 
     transformers saves these apart. The rows of a matrix that is computed in parts are no such tensors.
     """
-    steps = granularity(packing, len(weight.shape))
+    steps = list(granularity(packing, len(weight.shape)))
+    for tensor in packing.tensors:
+        for index, dim in enumerate(tensor.dims if len(tensor.dims) == len(steps) else ()):
+            if dim.of is None:  # one block
+                steps[index] = weight.shape[index]
     pieces = [p for p in weight.pieces if isinstance(p.leaf, FileLeaf) or len(weight.shape) > 2]
     return any(
         start % step or ((start + extent) % step and start + extent != size)

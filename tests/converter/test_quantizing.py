@@ -130,8 +130,9 @@ def test_verify_quantizes_the_source(tmp_path: Path) -> None:
     assert shardconv.verify(tmp_path / "out-2", against=source).num_tensors == 23
 
 
-def test_experts_are_quantized_one_by_one(tmp_path: Path) -> None:
-    source = saved(mixture(384), tmp_path)
+@pytest.mark.parametrize("intermediate", [384, 128])  # 128: one block of inputs
+def test_experts_are_quantized_one_by_one(intermediate: int, tmp_path: Path) -> None:
+    source = saved(mixture(intermediate), tmp_path)
     _, exported = quantized(source, tmp_path, 2, "fp8")
     config = transformers.FineGrainedFP8Config()
     expected = load_file(
