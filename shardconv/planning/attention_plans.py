@@ -65,10 +65,10 @@ def returning_attentions(model: nn.Module) -> nn.Module | None:
         return None
     try:
         setter("eager")
+        for part in _models(other).values():
+            part.config.output_attentions = True
     except (ValueError, NotImplementedError, ImportError):
         return None  # the model does not offer it
-    for part in _models(other).values():
-        part.config.output_attentions = True
     return other
 
 
