@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from shardconv_runtime.errors import OptionError
@@ -15,12 +16,15 @@ from shardconv_runtime.files.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 from shardconv_runtime.format.field_checks import MAX_TP
 from shardconv_runtime.format.plan import EXPERT_MODES
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.keywords import moved_fields
+from shardconv_runtime.keywords import CLOSE, moved_fields
 
 MEMORY = 512 * 2**20
 """I/O buffer size in bytes."""
 
 MIN_MEMORY = 2**20
+
+SCHEMES = ("fp8", "int8", "nf4")
+"""Schemes in which weights can be quantized; some format of the runtime has each."""
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
@@ -129,6 +133,14 @@ def require_experts(experts: str) -> None:
     """Raise ``ShardconvError`` unless this is a way to shard experts."""
     if experts not in EXPERT_MODES:
         raise OptionError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
+
+
+def require_scheme(scheme: str) -> None:
+    """Raise ``ShardconvError`` unless weights can be quantized in this scheme."""
+    if scheme not in SCHEMES:
+        nearest = get_close_matches(str(scheme), SCHEMES, 1, CLOSE)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise OptionError(f"weights are quantized in {', '.join(SCHEMES)}, not in {scheme!r}{hint}")
 
 
 def parse_size(size: int | str) -> int:

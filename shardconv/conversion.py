@@ -12,19 +12,22 @@ from typing import Any
 
 import torch
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, require_packed, select
-from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor, zeros
 from shardconv_runtime.checkpoint.model_directory import remarks
 from shardconv_runtime.checkpoint.packed_plan import flatten, grains_of, with_packed_notes
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
-from shardconv_runtime.errors import SourceError
+from shardconv_runtime.errors import OptionError, SourceError
 from shardconv_runtime.files import fingerprint, manifest
 from shardconv_runtime.files.library_logging import without_library_logging
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.model_config import CONFIG
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, told_left_out
+from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.packed.formats import quant_method, settings_of_scheme
+from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
 from shardconv_runtime.versions import tool_versions
 
@@ -32,6 +35,7 @@ from .arguments import SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
 from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
 from .passes import solve_plan
+from .quantizing import quantized_model, with_quantization
 from .reporting.progress import Progress
 from .writing.outputs import Output, StageOutputs, WriteOptions, write_to
 from .writing.writer import origin_of, with_example, write
@@ -57,12 +61,14 @@ class Weights:
         seed: the seed of a new model.
         keep_unused: also write the tensors that the model does not use.
         stream: read files on the Hub from there, without a download.
+        quantize: the scheme in which weights are packed; None: they stay as they are.
     """
 
     random_init: bool
     seed: int
     keep_unused: bool
     stream: bool
+    quantize: str | None
 
 
 def convert_model(
@@ -86,6 +92,8 @@ def convert_model(
         # An output that is complete is only compared with the source: nothing is downloaded for that.
         stream=weights.stream or (outputs.is_complete and not source.hub.local_files_only),
     )
+    if weights.quantize is not None and not weights.random_init:
+        _require_plain(spec)
     if options.example is not None:
         example_call(options.example, spec.config)  # refused now, and not after the weights were found
     notes: list[str] = []
@@ -109,6 +117,11 @@ def convert_model(
         checkpoint = lazy_weights(spec, notes.append, with_unused=weights.keep_unused)
         origin = replace(origin, unused=checkpoint.unused)
         spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
+    if weights.quantize is not None:
+        progress.stage(f"choosing the weights to quantize: {weights.quantize}")
+        model = quantized_model(spec, found, settings_of_scheme(weights.quantize, spec.dtype))
+        spec, found, origin = model.spec, model.weights, with_quantization(origin, model)
+        notes += model.notes
     if options.example is not None:
         origin = with_example(origin, options.example, spec.config)
     for note in notes:
@@ -126,6 +139,15 @@ def convert_model(
 
     write_to(outputs, solved, tensors, write_options, write_one, progress.stage)
     return solved
+
+
+def _require_plain(spec: ModelSpec) -> None:
+    """Refuse to quantize weights that are quantized."""
+    if spec.quantization is not None and not spec.dequantize:
+        raise OptionError(
+            f"{spec.name} is quantized already ({quant_method(spec.quantization)}); leave out --quantize, or "
+            "pass --dtype to quantize the weights that it is dequantized to"
+        )
 
 
 def _plan_of_complete(
@@ -171,7 +193,11 @@ def _with_example(options: SolveOptions, example: Example | None) -> SolveOption
 
 
 def plan_model(
-    source: ModelSource, options: SolveOptions, example: Example | None, progress: Progress
+    source: ModelSource,
+    options: SolveOptions,
+    example: Example | None,
+    progress: Progress,
+    quantize: str | None = None,
 ) -> Plan:
     """Solve a model from its config, without weights; see ``convert.plan``."""
     options = _with_example(options, example)
@@ -183,6 +209,14 @@ def plan_model(
         if not spec.dequantize:
             require_packed(full)
         spec = replace(spec, tied=_tied_in_files(full))
+    if quantize is not None:
+        _require_plain(spec)
+        built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+        found = {name: zeros(dtype_name(t.dtype), t.shape) for name, t in stored_tensors(built)}
+        model = quantized_model(spec, found, settings_of_scheme(quantize, spec.dtype))
+        solved = solve_plan(model.spec, options, grains=grains_of(model.weights), progress=progress.stage)
+        solved = replace(solved, notes=(*solved.notes, *model.notes))
+        return _with_packings(model.spec, solved, model.weights)[0]
     if spec.quantization is not None and not spec.dequantize:
         progress.stage("note: the checkpoint is quantized; its unquantized model is planned, with its bytes")
     return solve_plan(spec, options, progress=progress.stage)

@@ -25,6 +25,7 @@ from .arguments import (
     parse_memory,
     parse_ranks,
     parse_size,
+    require_scheme,
 )
 from .reporting.progress import Progress, Silent
 from .writing.outputs import WriteOptions, prepared
@@ -48,6 +49,7 @@ def convert(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     random_init: bool | RandomInit = False,
+    quantize: str | None = None,
     keep_unused: bool = False,
     check: bool = True,
     example_inputs: Example | None = None,
@@ -76,6 +78,9 @@ def convert(
         trust_remote_code: import the Python code of the repository.
         random_init: write the weights of a newly initialized model: True, or ``RandomInit(seed=...)``.
             ``model`` needs only a config.
+        quantize: scheme in which weights of linear layers and experts are packed while they are copied:
+            ``"fp8"``, ``"nf4"`` or ``"int8"``. The stored tensors are those that transformers makes of the
+            unsharded model, for any ``tp``.
         keep_unused: keep the tensors of the checkpoint that the model does not use, for example
             multi-token-prediction layers, in a file that no rank reads. ``export`` writes them back.
         check: simulate the ranks in float64 and check the plan before anything is written.
@@ -97,6 +102,8 @@ def convert(
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     writing = writing or Writing()
+    if quantize is not None:
+        require_scheme(quantize)
     initial = random_init if isinstance(random_init, RandomInit) else RandomInit()
     draws = bool(random_init)
     write_options = WriteOptions(
@@ -113,7 +120,7 @@ def convert(
     from .conversion import ModelSource, Weights, convert_model
 
     stream = writing.ranks is not None if writing.stream is None else writing.stream
-    weights = Weights(draws, initial.seed, keep_unused, stream)
+    weights = Weights(draws, initial.seed, keep_unused, stream, quantize)
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
     return convert_model(
         source, outputs, options, weights, write_options, example_inputs, progress or Silent()
@@ -133,6 +140,7 @@ def plan(
     trust_remote_code: bool = False,
     pp: int = 1,
     stages: str = "",
+    quantize: str | None = None,
     check: bool = False,
     example_inputs: Example | None = None,
     progress: Progress | None = None,
@@ -153,6 +161,7 @@ def plan(
         pp: number of pipeline stages, each of which is sharded over ``tp`` ranks.
         stages: first and last layer of each stage, for example ``"0-39,40-79"``; by default bytes and work
             are balanced.
+        quantize: scheme in which weights would be packed, see ``convert``. The bytes in the plan are those.
         check: simulate the ranks and check the plan, as ``convert`` does.
         example_inputs: a call of the model to trace, see ``convert``. A module that is not of transformers
             needs one.
@@ -165,6 +174,8 @@ def plan(
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
+    if quantize is not None:
+        require_scheme(quantize)
     if isinstance(model, (str, os.PathLike)):
         model_directory(model, need_weights=False)
     else:
@@ -173,7 +184,7 @@ def plan(
     from .conversion import ModelSource, plan_model
 
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
-    return plan_model(source, options, example_inputs, progress or Silent())
+    return plan_model(source, options, example_inputs, progress or Silent(), quantize)
 
 
 def plan_to_load(

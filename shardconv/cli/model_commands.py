@@ -39,6 +39,7 @@ from .options import (
     print_complete,
     print_report,
     print_written,
+    quantize_option,
     sequence_option,
     size_options,
     stage_options,
@@ -65,6 +66,7 @@ OLD_FORMATS = {"json": "plan", "tp_plan": "tp_plan", "shards": "shards"}
 @part_options("DST")
 @stream_option
 @initial_options
+@quantize_option
 @example_option
 @click.option("--no-check", is_flag=True, help="Skip the numerical check.")
 @json_option
@@ -89,6 +91,7 @@ def convert_command(
       shardconv convert org/large --tp 8 --pp 2 --ranks 8-15 out/  # on the second one
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
       shardconv convert ./my-robot --trust-remote-code --example-inputs call.py out/ --tp 2
+      shardconv convert org/large --tp 8 --quantize fp8 out/
       shardconv convert --random-init --seed 7 my-config/ out/ --tp 8
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
@@ -133,6 +136,7 @@ def convert_command(
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan to FILE."
 )
+@quantize_option
 @click.option("--check/--no-check", default=None, help="Check the plan numerically.  [default: only with -o]")
 @example_option
 @tokens_option

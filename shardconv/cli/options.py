@@ -24,7 +24,16 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import EXPERT_MODES
 from shardconv_runtime.hub_options import Hub, looks_like_path
 
-from ..arguments import HUB_FIELDS, WRITING_FIELDS, Writing, parse_memory, parse_size, require_tp
+from ..arguments import (
+    HUB_FIELDS,
+    SCHEMES,
+    WRITING_FIELDS,
+    Writing,
+    parse_memory,
+    parse_size,
+    require_scheme,
+    require_tp,
+)
 from ..converted.shards import of_all_stages
 from ..reporting.progress import for_terminal
 from ..reporting.records import json_text
@@ -292,6 +301,14 @@ initial_options = together(
         is_flag=True,
         help="Keep tensors that the model does not use, so that export --format hf can write them.",
     ),
+)
+
+
+quantize_option = click.option(
+    "--quantize",
+    metavar="SCHEME",
+    callback=checked(optional(require_scheme)),
+    help=f"Quantize the weights of linear layers and experts: {', '.join(SCHEMES)}.  [default: as stored]",
 )
 
 

@@ -32,8 +32,10 @@ from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, par
 from shardconv_runtime.format.slices import Mesh, ranges
 from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.packed.formats import can_pack, quant_method
 
 from ..arguments import MEMORY
+from ..quantizing import quantized_model
 from ..reporting.progress import Progress
 from ..writing.writer import copy_small_files
 from . import shards
@@ -64,17 +66,30 @@ class Comparison:
 
 
 def read_reference(
-    model: str | os.PathLike[str], plan: Plan, hub: Hub, *, trust_remote_code: bool
+    model: str | os.PathLike[str],
+    plan: Plan,
+    hub: Hub,
+    *,
+    trust_remote_code: bool,
+    quantization: Mapping[str, Any] | None = None,
 ) -> Reference:
     """Find the weights of a model in the form of the plan.
 
     Args:
         plan: plan of the converted directory. The weights are cast to its dtypes.
+        quantization: ``quantization_config`` of the converted directory; a model that is not stored in this
+            format is quantized.
     """
     is_packed = any(entry.packing for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
-    spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.quantization is not None and not is_packed)
-    checkpoint = lazy_weights(spec).tensors
+    method = None if spec.quantization is None else quant_method(spec.quantization)
+    stays_packed = is_packed and quantization is not None and method == quant_method(quantization)
+    spec = replace(spec, dtype=plan.model.dtype, dequantize=method is not None and not stays_packed)
+    found_weights = lazy_weights(spec)
+    checkpoint = found_weights.tensors
+    if is_packed and quantization is not None and not stays_packed and can_pack(quantization):
+        plain = replace(spec, tied=found_weights.tied)
+        checkpoint = quantized_model(plain, checkpoint, quantization).weights
     _, found = flatten(plan, checkpoint)
     weights: dict[str, LazyTensor] = {}
     problems = []

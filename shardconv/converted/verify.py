@@ -13,6 +13,7 @@ from shardconv_runtime.errors import CheckpointError, DamagedError, OptionError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.fingerprint import check_code
 from shardconv_runtime.files.manifest import MANIFEST_NAME
+from shardconv_runtime.files.model_config import read_config
 from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.hub_options import Hub
@@ -102,6 +103,8 @@ def verify(
             check_code(plan)
     reference = None
     if against is not None:
+        from shardconv_runtime.checkpoint.quantized import quantization_of
+
         # Comparing and running import torch and transformers, which are not needed for checksums.
         from ..inputs.initial_weights import is_initialized
         from .source_comparison import add_differences, read_reference
@@ -114,7 +117,13 @@ def verify(
             )
         if plan is not None:
             progress.stage(f"reading {os.fspath(against)}")
-            reference = read_reference(against, plan, hub, trust_remote_code=trust_remote_code)
+            reference = read_reference(
+                against,
+                plan,
+                hub,
+                trust_remote_code=trust_remote_code,
+                quantization=quantization_of(read_config(parts[0].directory, parts[0].manifest, plan)),
+            )
     found = _checked(directory, parts, progress)
     problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
     if reference is not None:

@@ -36,7 +36,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
 from shardconv_runtime.files.library_logging import without_library_logging
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.format.plan import global_shape, parameter_plans
+from shardconv_runtime.format.plan import PackedDim, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.parallel.meta_model import build_model
@@ -118,9 +118,14 @@ def _parts(
     for owner in dict.fromkeys(map(_owner, saved.pieces)):
         weight = weights[owner]
         packed = next((t for t in weight.packing.tensors if t.name == part), None)
-        if packed is None or [dim.of for dim in packed.dims] != list(range(len(weight.shape))):
+        if packed is None or len(packed.dims) != len(weight.shape):
             raise _divided(name)
-        yield owner, _Part(weight.shape, tuple(dim.step for dim in packed.dims), weight.tensors[part])
+        block = []
+        for index, (dim, size) in enumerate(zip(packed.dims, weight.shape, strict=True)):
+            if dim not in (PackedDim(index, dim.step), PackedDim(None, 1)):
+                raise _divided(name)
+            block.append(size if dim.of is None else dim.step)  # all positions share a single factor
+        yield owner, _Part(weight.shape, tuple(block), weight.tensors[part])
 
 
 def _owner(piece: StridedBox) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ..errors import CheckpointError, DamagedError
 from .manifest import (
@@ -267,6 +268,11 @@ def plain_config(text: str) -> str:
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
     return json.dumps(config, indent=2) + "\n"
+
+
+def config_with_quantization(text: str, settings: Mapping[str, Any]) -> str:
+    """Return the ``config.json`` of weights that were quantized."""
+    return json.dumps({**json.loads(text), "quantization_config": settings}, indent=2) + "\n"
 
 
 def config_in_dtype(text: str, dtype: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, SourceError
 from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
-from .packed_format import PackedFormat, Part, Rows
+from .packed_format import PackedFormat, Part, Rows, in_bands
 from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, matrix, require_owners
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)$")
@@ -92,6 +92,8 @@ class Bnb4Bit(PackedFormat):
     is_of_linear_layers = True
     has_backward = True
     can_be_joined = True
+    packers = ("bitsandbytes",)
+    skips = "llm_int8_skip_modules"
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
@@ -120,6 +122,21 @@ class Bnb4Bit(PackedFormat):
         factors = block_factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
         values = tensors["*.quant_map"].float()[codes.int()]
         return (values * factors).to(blocks.dtype).reshape(held.local_shape)
+
+    def schemes(self, dtype: str) -> Mapping[str, Mapping[str, Any]]:
+        """See ``PackedFormat``."""
+        four_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        return {
+            "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, **four_bits},
+            "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        }
+
+    def packed(self, weight: Tensor, quantizer: Any) -> dict[str, Tensor]:
+        """See ``PackedFormat``."""
+        settings = quantizer.quantization_config
+        if settings.load_in_8bit:
+            return _packed_in_8_bits(weight)
+        return _packed_in_4_bits(weight, settings.bnb_4bit_quant_type)
 
     def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
         """Check that the quantization state is the one of a weight of this shape."""
@@ -196,6 +213,32 @@ class Bnb8Bit(PackedFormat):
         values = part.tensors["*"]
         weight = Int8Params(values, requires_grad=False, CB=values, SCB=part.tensors["SCB"])
         module._parameters[attribute] = weight
+
+
+def _packed_in_4_bits(weight: Tensor, kind: str) -> dict[str, Tensor]:
+    """Return codes, factors that are not nested, and the state."""
+    from bitsandbytes import functional  # an optional library
+
+    def pack(rows: Tensor) -> dict[str, Tensor]:
+        codes, state = functional.quantize_4bit(rows, quant_type=kind)
+        return {"*": codes, "*.absmax": state.absmax}
+
+    _, form = functional.quantize_4bit(weight.to("meta"), quant_type=kind)
+    stored = in_bands(weight, form.blocksize, pack)  # so many rows are full blocks
+    form.code = functional.get_4bit_type(kind, device="cpu")
+    rest = {f"*.{name}": tensor for name, tensor in form.as_dict(packed=True).items()}
+    return {**rest, **stored}
+
+
+def _packed_in_8_bits(weight: Tensor) -> dict[str, Tensor]:
+    """Return integers and the factors of their rows; the library rounds the weight to float16 before."""
+    from bitsandbytes import functional  # an optional library
+
+    def pack(rows: Tensor) -> dict[str, Tensor]:
+        values, factors, _ = functional.int8_vectorwise_quant(rows.to(torch.float16))
+        return {"*": values, "SCB": factors}
+
+    return {**in_bands(weight, 1, pack), "weight_format": torch.tensor(0, dtype=torch.uint8)}
 
 
 def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> Tensor:

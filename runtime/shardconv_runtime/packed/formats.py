@@ -62,6 +62,17 @@ def format_of_checkpoint(
     return QUANT_METHODS[method].configured({**read, "quant_method": method}, where)
 
 
+def settings_of_scheme(scheme: str, dtype: str) -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of a scheme in which some format packs plain weights."""
+    return next(settings[scheme] for each in FORMATS if scheme in (settings := each.schemes(dtype)))
+
+
+def can_pack(settings: Mapping[str, Any]) -> bool:
+    """Return whether plain weights can be quantized in the format of a checkpoint."""
+    method = quant_method(settings)
+    return method in QUANT_METHODS and bool(QUANT_METHODS[method].schemes("float32"))
+
+
 def scales_tokens(settings: Mapping[str, Any]) -> bool:
     """Return whether each token's activations are scaled by a factor from that token.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
 from .number_formats import as_factors, check_exponents
-from .packed_format import PackedFormat, Part, fill_as_stored
+from .packed_format import PackedFormat, Part, fill_as_stored, in_bands
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -56,6 +56,7 @@ class Fp8(PackedFormat):
     quantizer = "fp8"
     on_gpus_only = True
     can_be_joined = True
+    skips = "modules_to_not_convert"
 
     block: tuple[int, int] | None = None
     """Rows and columns of a block; None if a matrix has one factor."""
@@ -108,6 +109,16 @@ class Fp8(PackedFormat):
         """Compute values times factors in float32, as transformers does."""
         stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
         return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)
+
+    def schemes(self, dtype: str) -> Mapping[str, Mapping[str, Any]]:
+        """See ``PackedFormat``."""
+        return {"fp8": {"quant_method": "fp8"}}
+
+    def packed(self, weight: Tensor, quantizer: Any) -> dict[str, Tensor]:
+        """Compute values and factors by transformers; it leaves other sizes than full blocks plain."""
+        operation = quantizer.get_quantize_ops()
+        step = 1 if self.block is None or weight.dim() > 2 else self.block[0]
+        return in_bands(weight, step, lambda rows: operation.convert({"*": rows}))
 
     def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
         """See ``PackedFormat``."""

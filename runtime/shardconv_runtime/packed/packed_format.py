@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -60,6 +60,10 @@ class PackedFormat:
     """Whether plain modules hold the packed tensors."""
     is_of_linear_layers: ClassVar[bool] = False
     """Whether it stores weights of linear layers only, as (out, in)."""
+    packers: ClassVar[tuple[str, ...]] = ()
+    """The packages beside transformers that ``packed`` calls, by their names on pip."""
+    skips: ClassVar[str] = ""
+    """The setting with the names of modules that stay plain."""
     can_be_joined: ClassVar[bool] = False
     """Whether weights of one input can be joined by their rows, see ``rows``."""
 
@@ -78,6 +82,26 @@ class PackedFormat:
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Return the local weight, from local stored tensors, in the dtype of the library's result."""
+        raise NotImplementedError
+
+    def schemes(self, dtype: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the schemes in which it packs plain weights, and their ``quantization_config``.
+
+        Args:
+            dtype: the dtype of the plain model.
+        """
+        return {}
+
+    def packed(self, weight: Tensor, quantizer: Any) -> dict[str, Tensor]:
+        """Return the stored tensors of a plain weight, as the format's library computes them.
+
+        Args:
+            weight: on the CPU; or on meta, and so are then the results that depend on its values.
+            quantizer: transformers' quantizer of one of the ``schemes``.
+
+        Returns:
+            Stored tensors by their names in a packing; only the weight if the library leaves it plain.
+        """
         raise NotImplementedError
 
     def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
@@ -126,6 +150,30 @@ class PackedFormat:
             else:
                 return None
         return rows
+
+
+BAND_VALUES = 2**20
+"""Values that are packed together; libraries need about 20 bytes for each."""
+
+
+def in_bands(weight: Tensor, step: int, pack: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pack a weight some rows at a time, since libraries compute all of a tensor in float32.
+
+    Args:
+        step: rows that cannot be packed apart from each other.
+        pack: returns stored tensors whose first dim runs along the rows.
+    """
+    count = max(BAND_VALUES // math.prod(weight.shape[1:]) // step, 1) * step
+    if weight.is_meta or len(weight) <= count:
+        return pack(weight)
+    forms = pack(weight.to("meta"))
+    stored = {part: torch.empty(form.shape, dtype=form.dtype) for part, form in forms.items()}
+    ends = dict.fromkeys(stored, 0)
+    for band in torch.split(weight, count):
+        for part, tensor in pack(band).items():
+            stored[part][ends[part] : ends[part] + len(tensor)] = tensor
+            ends[part] += len(tensor)
+    return stored
 
 
 def fill_as_stored(module: nn.Module, attribute: str, tensors: Mapping[str, Tensor]) -> None:

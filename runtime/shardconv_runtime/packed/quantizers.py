@@ -83,14 +83,18 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
         raise PlanError(
             f"the weights are packed by {packing.method}, and config.json says {method}; convert again"
         )
-    missing = [name for name in packed_format.packages if not _is_installed(name)]
-    if missing:
+    if missing := missing_packages(packed_format.packages):
         raise MissingPackageError(
             f"computing with weights quantized with {packing.method} needs {' and '.join(missing)} "
             f"({packed_format.why}): pip install {' '.join(missing)}; or {_INSTEAD}"
         )
     if packed_format.on_gpus_only and quantized.device.type == "cpu":
         raise PlanError(f"weights quantized with {method} need a GPU, and this is a cpu device; {_INSTEAD}")
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """Return the packages that are not installed."""
+    return [name for name in names if not _is_installed(name)]
 
 
 def _is_installed(package: str) -> bool:

@@ -1,0 +1,257 @@
+"""Quantize weights while they are copied: each one is computed when it is written.
+
+transformers' quantizer of the format chooses the weights, and the format's library computes their stored
+tensors from whole weights. So these do not depend on tp, and are the ones that transformers makes when it
+quantizes the model while it loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from shardconv_runtime.checkpoint.copying import read_tensor
+from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, cast, from_leaf
+from shardconv_runtime.checkpoint.quantized import PackedWeight, PackedWeights
+from shardconv_runtime.checkpoint.resolve import ModelSpec
+from shardconv_runtime.errors import MissingPackageError, SourceError, brief
+from shardconv_runtime.files.manifest import FileEntry
+from shardconv_runtime.files.model_config import CONFIG
+from shardconv_runtime.files.small_files import config_with_quantization, entry_of
+from shardconv_runtime.format.header import dtype_name
+from shardconv_runtime.format.names import natural_key
+from shardconv_runtime.format.plan import Packing
+from shardconv_runtime.format.stored_layout import granularity, tensor_name
+from shardconv_runtime.packed.formats import format_of_checkpoint
+from shardconv_runtime.packed.packed_format import PackedFormat
+from shardconv_runtime.packed.quantizers import missing_packages
+from shardconv_runtime.parallel.meta_model import build_model
+from torch import Tensor, nn
+
+from .writing.writer import Origin
+
+Weights = Mapping[str, LazyTensor | PackedWeight]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModel:
+    """A model that is quantized when it is written.
+
+    Attributes:
+        spec: the model as one whose checkpoint is quantized.
+        settings: its ``quantization_config``.
+        weights: its global weights, packed or not, by FQN.
+        notes: about layers that stay plain although the format packs such layers.
+    """
+
+    spec: ModelSpec
+    settings: Mapping[str, Any]
+    weights: Weights
+    notes: tuple[str, ...]
+
+
+def quantized_model(spec: ModelSpec, weights: Weights, settings: Mapping[str, Any]) -> QuantizedModel:
+    """Return a model with the weights packed that transformers would pack while loading it.
+
+    Args:
+        weights: its plain weights, global, by FQN.
+        settings: the ``quantization_config``; it may leave out defaults.
+
+    Raises:
+        MissingPackageError: the library of the format is not installed.
+        SourceError: the format cannot pack the weights of this model.
+    """
+    packed_format = format_of_checkpoint(settings, spec.name)
+    if missing := missing_packages(packed_format.packers):
+        raise MissingPackageError(
+            f"weights are quantized ({settings['quant_method']}) by {' and '.join(missing)}, which is not "
+            f"installed: pip install {' '.join(missing)}"
+        )
+    chosen = _chosen(spec, settings)
+    packed = _packed(spec, packed_format, chosen, weights)
+    notes: tuple[str, ...] = ()
+    if not packed:
+        raise SourceError(
+            f"no weight of {spec.name} consists of full blocks of {packed_format.method}; choose another "
+            "--quantize"
+        )
+    if plain := chosen.dtypes.keys() - packed.keys():
+        owners = sorted({name.rpartition(".")[0] for name in plain}, key=natural_key)
+        shape = list(weights[next(name for name in chosen.dtypes if name in plain)].shape)
+        others = f" and {len(owners) - 1} others" if owners[1:] else ""
+        notes = (
+            f"{owners[0]} {shape}{others} are not quantized: they are not made of full blocks of the format",
+        )
+        skipped = sorted({*chosen.skipped, *owners}, key=natural_key)
+        chosen = _chosen(spec, {**chosen.settings, packed_format.skips: skipped})
+        packed = {name: packed[name] for name in chosen.dtypes}
+    return QuantizedModel(
+        replace(spec, quantization=chosen.settings, dequantize=False),
+        chosen.settings,
+        {**weights, **packed},
+        notes,
+    )
+
+
+def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
+    """Return the origin of a model that is quantized when it is written."""
+
+    def copy(directory: Path) -> list[FileEntry]:
+        entries = [entry for entry in origin.copy_small_files(directory) if entry.path != CONFIG]
+        config = directory / CONFIG
+        text = config_with_quantization(config.read_text(encoding="utf-8"), model.settings)
+        config.write_text(text, encoding="utf-8")
+        return [*entries, entry_of(directory, Path(CONFIG))]
+
+    packers = format_of_checkpoint(model.settings, model.spec.name).packers
+    libraries = {name: metadata.version(name) for name in packers}
+    identity = {**origin.identity, "quantized": {**model.settings, **libraries}}
+    identify = origin.identify
+    return replace(
+        origin,
+        copy_small_files=copy,
+        identity=identity,
+        identify=None if identify is None else lambda: {**identify(), "quantized": identity["quantized"]},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The weights that transformers packs while it loads a model."""
+
+    quantizer: Any
+    settings: Mapping[str, Any]
+    """All settings, as in config.json."""
+    skipped: tuple[str, ...]
+    """Names of modules that stay plain."""
+    dtypes: Mapping[str, str]
+    """FQN of each such weight -> the dtype in which it is loaded."""
+
+
+def _chosen(spec: ModelSpec, settings: Mapping[str, Any]) -> _Chosen:
+    from transformers.quantizers import AutoHfQuantizer  # imports all quantizers, and their libraries
+
+    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
+    modules = dict(model.named_modules())
+    plain = dict(model.named_parameters(remove_duplicate=False))
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=False)
+        quantizer.preprocess_model(
+            model=model, dtype=getattr(torch, spec.dtype), device_map={"": "cpu"}, checkpoint_files=None
+        )
+    except Exception as error:  # each quantizer has its own errors
+        raise SourceError(
+            f"transformers cannot quantize {spec.model_class.__name__} of {spec.name} "
+            f"({settings['quant_method']}): {brief(error)}; choose another --quantize"
+        ) from error
+    present = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {name for name, module in model.named_modules() if modules.get(name) is not module}
+    for name, parameter in plain.items():
+        fqn = name.rpartition(".")[0]
+        owner = modules[fqn]
+        is_matrix_of_other = parameter.dim() == 2 and not isinstance(owner, nn.Linear)  # perhaps as (in, out)
+        if name not in present or (
+            fqn in replaced and (is_matrix_of_other or present[name].shape != parameter.shape)
+        ):
+            raise SourceError(
+                f"{name} {list(parameter.shape)} of {spec.name} belongs to a {type(owner).__name__}, whose "
+                f"weights transformers does not quantize as they are ({settings['quant_method']}); choose "
+                "another --quantize"
+            )
+    names = [name for name in plain if quantizer.param_needs_quantization(model, name)]
+    if not names:
+        raise SourceError(
+            f"{spec.model_class.__name__} of {spec.name} has no weight that transformers quantizes "
+            f"({settings['quant_method']}); leave out --quantize"
+        )
+    said = json.loads(json.dumps(quantizer.quantization_config.to_dict()))
+    dtypes = {name: dtype_name(plain[name].dtype) for name in names}
+    return _Chosen(quantizer, said, tuple(quantizer.modules_to_not_convert), dtypes)
+
+
+def _packed(
+    spec: ModelSpec, packed_format: PackedFormat, chosen: _Chosen, weights: Weights
+) -> dict[str, PackedWeight]:
+    """Return the chosen weights, without those that cannot be packed for their sizes."""
+    library = _Library(packed_format, chosen.quantizer)
+    stored: dict[str, LazyTensor] = {}
+    plain: dict[str, LazyTensor] = {}
+    for name, dtype in chosen.dtypes.items():
+        weight = weights[name]
+        assert isinstance(weight, LazyTensor), "the source is not quantized"
+        loaded = cast(weight, dtype)
+        assert loaded is not None, "transformers casts a weight once"
+        parts = library.stored_tensors(name, loaded)
+        if len(parts) > 1:
+            stored |= parts
+            plain[name] = weight
+    found = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
+    packed = {name: found.of(name, found.plain[name]) for name in plain}
+    return {n: p for n, p in packed.items() if p is not None and not _is_divided(p.packing, plain[n])}
+
+
+def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
+    """Return whether a block of a weight would span several tensors of the checkpoint.
+
+    transformers saves these apart. The rows of a matrix that is computed in parts are no such tensors.
+    """
+    steps = list(granularity(packing, len(weight.shape)))
+    for tensor in packing.tensors:
+        for index, dim in enumerate(tensor.dims if len(tensor.dims) == len(steps) else ()):
+            if dim.of is None:  # one block
+                steps[index] = weight.shape[index]
+    pieces = [p for p in weight.pieces if isinstance(p.leaf, FileLeaf) or len(weight.shape) > 2]
+    return any(
+        start % step or ((start + extent) % step and start + extent != size)
+        for piece in pieces
+        for start, extent, size, step in zip(piece.start, piece.shape, weight.shape, steps, strict=True)
+    )
+
+
+class _Library:
+    """Computes the stored tensors of a weight, and keeps them: they are written one after another."""
+
+    def __init__(self, packed_format: PackedFormat, quantizer: Any) -> None:
+        self._format = packed_format
+        self._quantizer = quantizer
+        self._lock = threading.Lock()
+        self._name = ""
+        self._last: dict[str, Tensor] = {}
+
+    def stored_tensors(self, name: str, weight: LazyTensor) -> dict[str, LazyTensor]:
+        """Return the stored tensors of a weight, not computed, by their names in a checkpoint."""
+        form = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype), device="meta")
+        try:
+            parts = self._format.packed(form, self._quantizer)
+        except Exception as error:  # each library has its own errors
+            raise SourceError(
+                f"{name}, {weight.dtype} {list(weight.shape)}, cannot be quantized: {brief(error)}; choose "
+                "another --quantize, or another --dtype"
+            ) from error
+        stored = {}
+        for part, tensor in parts.items():
+            compute = partial(self._part, name, weight, part) if tensor.is_meta else partial(_itself, tensor)
+            leaf = ComputedLeaf(
+                f"{name}, quantized: {part}", compute, dtype_name(tensor.dtype), tensor.numel()
+            )
+            stored[tensor_name(name, part)] = from_leaf(leaf, tensor.shape)
+        return stored
+
+    def _part(self, name: str, weight: LazyTensor, part: str) -> Tensor:
+        with self._lock:
+            if name != self._name:
+                self._name, self._last = "", {}
+                self._last = self._format.packed(read_tensor(weight), self._quantizer)
+                self._name = name
+            return self._last[part]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
