@@ -31,6 +31,31 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
+class Quantizing:
+    """How weights are quantized while they are copied.
+
+    Attributes:
+        scheme: ``"fp8"``, ``"nf4"`` or ``"int8"``.
+        keep: patterns of modules that stay as they are, such as ``"model.layers.0.*"``, besides those that
+            transformers does not quantize.
+
+    Raises:
+        ShardconvError: there is no such scheme.
+    """
+
+    scheme: str
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_scheme(self.scheme)
+
+
+def quantizing(value: str | Quantizing | None) -> Quantizing | None:
+    """Return the value of an argument that may be a scheme alone."""
+    return Quantizing(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
 class ExampleInputs:
     """A call of the model that the user gives, to be traced in place of values that are made up."""
 

@@ -31,7 +31,7 @@ from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
 from shardconv_runtime.versions import tool_versions
 
-from .arguments import SolveOptions
+from .arguments import Quantizing, SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
 from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
 from .passes import solve_plan
@@ -61,14 +61,14 @@ class Weights:
         seed: the seed of a new model.
         keep_unused: also write the tensors that the model does not use.
         stream: read files on the Hub from there, without a download.
-        quantize: the scheme in which weights are packed; None: they stay as they are.
+        quantize: how weights are packed; None: they stay as they are.
     """
 
     random_init: bool
     seed: int
     keep_unused: bool
     stream: bool
-    quantize: str | None
+    quantize: Quantizing | None
 
 
 def convert_model(
@@ -118,8 +118,9 @@ def convert_model(
         origin = replace(origin, unused=checkpoint.unused)
         spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
     if weights.quantize is not None:
-        progress.stage(f"choosing the weights to quantize: {weights.quantize}")
-        model = quantized_model(spec, found, settings_of_scheme(weights.quantize, spec.dtype))
+        scheme, keep = weights.quantize.scheme, weights.quantize.keep
+        progress.stage(f"choosing the weights to quantize: {scheme}")
+        model = quantized_model(spec, found, settings_of_scheme(scheme, spec.dtype), keep)
         spec, found, origin = model.spec, model.weights, with_quantization(origin, model)
         notes += model.notes
     if options.example is not None:
@@ -197,7 +198,7 @@ def plan_model(
     options: SolveOptions,
     example: Example | None,
     progress: Progress,
-    quantize: str | None = None,
+    quantize: Quantizing | None = None,
 ) -> Plan:
     """Solve a model from its config, without weights; see ``convert.plan``."""
     options = _with_example(options, example)
@@ -213,7 +214,7 @@ def plan_model(
         _require_plain(spec)
         built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
         found = {name: zeros(dtype_name(t.dtype), t.shape) for name, t in stored_tensors(built)}
-        model = quantized_model(spec, found, settings_of_scheme(quantize, spec.dtype))
+        model = quantized_model(spec, found, settings_of_scheme(quantize.scheme, spec.dtype), quantize.keep)
         solved = solve_plan(model.spec, options, grains=grains_of(model.weights), progress=progress.stage)
         solved = replace(solved, notes=(*solved.notes, *model.notes))
         return _with_packings(model.spec, solved, model.weights)[0]

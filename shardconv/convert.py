@@ -19,13 +19,14 @@ from shardconv_runtime.keywords import Moved, checked_keywords
 from .arguments import (
     HUB_FIELDS,
     WRITING_FIELDS,
+    Quantizing,
     RandomInit,
     SolveOptions,
     Writing,
     parse_memory,
     parse_ranks,
     parse_size,
-    require_scheme,
+    quantizing,
 )
 from .reporting.progress import Progress, Silent
 from .writing.outputs import WriteOptions, prepared
@@ -49,7 +50,7 @@ def convert(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     random_init: bool | RandomInit = False,
-    quantize: str | None = None,
+    quantize: str | Quantizing | None = None,
     keep_unused: bool = False,
     check: bool = True,
     example_inputs: Example | None = None,
@@ -79,8 +80,8 @@ def convert(
         random_init: write the weights of a newly initialized model: True, or ``RandomInit(seed=...)``.
             ``model`` needs only a config.
         quantize: scheme in which weights of linear layers and experts are packed while they are copied:
-            ``"fp8"``, ``"nf4"`` or ``"int8"``. The stored tensors are those that transformers makes of the
-            unsharded model, for any ``tp``.
+            ``"fp8"``, ``"nf4"``, ``"int8"``, or ``Quantizing(scheme, keep=...)``. The stored tensors are
+            those that transformers makes of the unsharded model, for any ``tp``.
         keep_unused: keep the tensors of the checkpoint that the model does not use, for example
             multi-token-prediction layers, in a file that no rank reads. ``export`` writes them back.
         check: simulate the ranks in float64 and check the plan before anything is written.
@@ -102,8 +103,7 @@ def convert(
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     writing = writing or Writing()
-    if quantize is not None:
-        require_scheme(quantize)
+    packing = quantizing(quantize)
     initial = random_init if isinstance(random_init, RandomInit) else RandomInit()
     draws = bool(random_init)
     write_options = WriteOptions(
@@ -120,7 +120,7 @@ def convert(
     from .conversion import ModelSource, Weights, convert_model
 
     stream = writing.ranks is not None if writing.stream is None else writing.stream
-    weights = Weights(draws, initial.seed, keep_unused, stream, quantize)
+    weights = Weights(draws, initial.seed, keep_unused, stream, packing)
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
     return convert_model(
         source, outputs, options, weights, write_options, example_inputs, progress or Silent()
@@ -140,7 +140,7 @@ def plan(
     trust_remote_code: bool = False,
     pp: int = 1,
     stages: str = "",
-    quantize: str | None = None,
+    quantize: str | Quantizing | None = None,
     check: bool = False,
     example_inputs: Example | None = None,
     progress: Progress | None = None,
@@ -174,8 +174,7 @@ def plan(
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
-    if quantize is not None:
-        require_scheme(quantize)
+    packing = quantizing(quantize)
     if isinstance(model, (str, os.PathLike)):
         model_directory(model, need_weights=False)
     else:
@@ -184,7 +183,7 @@ def plan(
     from .conversion import ModelSource, plan_model
 
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
-    return plan_model(source, options, example_inputs, progress or Silent(), quantize)
+    return plan_model(source, options, example_inputs, progress or Silent(), packing)
 
 
 def plan_to_load(

@@ -7,9 +7,10 @@ quantizes the model while it loads it.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -21,7 +22,7 @@ from shardconv_runtime.checkpoint.copying import read_tensor
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, cast, from_leaf
 from shardconv_runtime.checkpoint.quantized import PackedWeight, PackedWeights
 from shardconv_runtime.checkpoint.resolve import ModelSpec
-from shardconv_runtime.errors import MissingPackageError, SourceError, brief
+from shardconv_runtime.errors import MissingPackageError, OptionError, SourceError, brief
 from shardconv_runtime.files.manifest import FileEntry
 from shardconv_runtime.files.model_config import CONFIG
 from shardconv_runtime.files.small_files import config_with_quantization, entry_of
@@ -57,12 +58,15 @@ class QuantizedModel:
     notes: tuple[str, ...]
 
 
-def quantized_model(spec: ModelSpec, weights: Weights, settings: Mapping[str, Any]) -> QuantizedModel:
+def quantized_model(
+    spec: ModelSpec, weights: Weights, settings: Mapping[str, Any], keep: Sequence[str] = ()
+) -> QuantizedModel:
     """Return a model with the weights packed that transformers would pack while loading it.
 
     Args:
         weights: its plain weights, global, by FQN.
         settings: the ``quantization_config``; it may leave out defaults.
+        keep: patterns of modules that stay plain, besides those that transformers leaves so.
 
     Raises:
         MissingPackageError: the library of the format is not installed.
@@ -75,6 +79,9 @@ def quantized_model(spec: ModelSpec, weights: Weights, settings: Mapping[str, An
             f"installed: pip install {' '.join(missing)}"
         )
     chosen = _chosen(spec, settings)
+    if kept := _kept(spec, chosen, keep):
+        skipped = sorted({*chosen.skipped, *kept}, key=natural_key)
+        chosen = _chosen(spec, {**chosen.settings, packed_format.skips: skipped})
     packed = _packed(spec, packed_format, chosen, weights)
     notes: tuple[str, ...] = ()
     if not packed:
@@ -120,6 +127,23 @@ def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
         identity=identity,
         identify=None if identify is None else lambda: {**identify(), "quantized": identity["quantized"]},
     )
+
+
+def _kept(spec: ModelSpec, chosen: _Chosen, patterns: Sequence[str]) -> set[str]:
+    """Return the modules of chosen weights that match a pattern."""
+    owners = {name.rpartition(".")[0] for name in chosen.dtypes}
+    kept: set[str] = set()
+    for pattern in patterns:
+        matches = fnmatch.filter(owners, pattern)
+        if not matches:
+            raise OptionError(
+                f"keep: {pattern!r} matches no module of {spec.name} whose weight would be quantized; there "
+                f"is for example {min(owners, key=natural_key)}"
+            )
+        kept |= set(matches)
+    if kept == owners:
+        raise OptionError("keep: the patterns match everything; leave out --quantize")
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ from .options import (
     print_complete,
     print_report,
     print_written,
-    quantize_option,
+    quantize_options,
+    quantizing_from,
     sequence_option,
     size_options,
     stage_options,
@@ -66,7 +67,7 @@ OLD_FORMATS = {"json": "plan", "tp_plan": "tp_plan", "shards": "shards"}
 @part_options("DST")
 @stream_option
 @initial_options
-@quantize_option
+@quantize_options
 @example_option
 @click.option("--no-check", is_flag=True, help="Skip the numerical check.")
 @json_option
@@ -104,6 +105,7 @@ def convert_command(
         "hub": hub_from(options),
         "writing": writing_from(options),
         "random_init": initial or False,
+        "quantize": quantizing_from(options),
     }
     with working(quiet, verbose) as progress:
         solved = convert(model, dst, tp, check=not no_check, progress=progress, **values, **options)
@@ -136,7 +138,7 @@ def convert_command(
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan to FILE."
 )
-@quantize_option
+@quantize_options
 @click.option("--check/--no-check", default=None, help="Check the plan numerically.  [default: only with -o]")
 @example_option
 @tokens_option
@@ -187,6 +189,7 @@ def plan_command(
     load = _load(tp, *(options.pop(name) for name in ("device_memory", "reserve", "context", "batch")))
     quiet, verbose = options.pop("quiet"), options.pop("verbose")
     options["hub"] = hub = hub_from(options)
+    options["quantize"] = quantizing_from(options)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:

@@ -28,6 +28,7 @@ from ..arguments import (
     HUB_FIELDS,
     SCHEMES,
     WRITING_FIELDS,
+    Quantizing,
     Writing,
     parse_memory,
     parse_size,
@@ -304,12 +305,28 @@ initial_options = together(
 )
 
 
-quantize_option = click.option(
-    "--quantize",
-    metavar="SCHEME",
-    callback=checked(optional(require_scheme)),
-    help=f"Quantize the weights of linear layers and experts: {', '.join(SCHEMES)}.  [default: as stored]",
+quantize_options = together(
+    click.option(
+        "--quantize",
+        metavar="SCHEME",
+        callback=checked(optional(require_scheme)),
+        help=f"Quantize weights of linear layers and experts: {', '.join(SCHEMES)}.  [default: as stored]",
+    ),
+    click.option(
+        "--keep",
+        metavar="PATTERN",
+        multiple=True,
+        help="With --quantize: modules that stay as they are, as 'model.layers.0.*'; several times.",
+    ),
 )
+
+
+def quantizing_from(options: dict[str, Any]) -> Quantizing | None:
+    """Return the value of these options, which are removed."""
+    scheme, keep = options.pop("quantize"), options.pop("keep")
+    if keep and scheme is None:
+        raise click.UsageError("--keep is for --quantize; add that, or leave it out")
+    return None if scheme is None else Quantizing(scheme, keep)
 
 
 def hub_options(argument: str) -> Callable[[Command], Command]:

@@ -15,14 +15,14 @@ import transformers
 from distributed import run_processes
 from safetensors.torch import load_file
 from shardconv_runtime.errors import MissingPackageError, OptionError, SourceError
-from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.packed import packed_format, quantizers
 from shardconv_runtime.packed.formats import FORMATS, settings_of_scheme
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import shardconv
-from shardconv.arguments import SCHEMES
+from shardconv.arguments import SCHEMES, Quantizing
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,6 +122,25 @@ def test_float8_has_the_bits_of_transformers_for_any_number_of_ranks(tmp_path: P
         shardconv.convert(exported, tmp_path / "twice", 2, quantize="fp8")
     shardconv.convert(exported, tmp_path / "twice", 2, quantize="fp8", dtype="bfloat16", check=False)
     assert json.loads((tmp_path / "twice/config.json").read_text())["quantization_config"]
+
+
+def test_more_modules_stay_as_they_are(tmp_path: Path) -> None:
+    source, first = saved(dense(), tmp_path), "model.layers.0.mlp.*"
+    names = [f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up")]
+    chosen = Quantizing("fp8", keep=(first,))
+    plan = shardconv.convert(source, tmp_path / "out", 2, quantize=chosen, check=False)
+    packings = {name: entry.packing for name, entry in parameter_plans(plan).items()}
+    assert not any(packings[f"{name}.weight"] for name in names)
+    assert packings["model.layers.0.self_attn.q_proj.weight"] is not None
+    exported = tmp_path / "exported"
+    shardconv.export(tmp_path / "out", exported, format="hf")
+    config = json.loads((exported / "config.json").read_text())["quantization_config"]
+    assert set(names) < set(config["modules_to_not_convert"])
+    library = transformers.FineGrainedFP8Config(modules_to_not_convert=sorted(["lm_head", *names]))
+    expected = by_transformers(transformers.LlamaForCausalLM, source, tmp_path, library)
+    require_equal(exported, expected)
+    with pytest.raises(OptionError, match=r"'model.layers.9.\*' matches no module"):
+        shardconv.plan(source, 2, quantize=Quantizing("fp8", keep=("model.layers.9.*",)))
 
 
 def test_verify_quantizes_the_source(tmp_path: Path) -> None:
