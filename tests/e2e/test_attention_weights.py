@@ -19,6 +19,8 @@ from torch.utils import _pytree
 
 import shardconv
 
+pytestmark = pytest.mark.usefixtures("other_attentions")
+
 IDS = torch.tensor([[1, 5, 100, 7, 50], [3, 2, 99, 0, 51]])
 
 

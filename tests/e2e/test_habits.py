@@ -14,6 +14,7 @@ import transformers
 from checkpoints import save_causal
 from distributed import run_processes
 from habits import HABITS, REFUSED, Place
+from plans_once import Solved
 from shardconv_runtime import ShardconvError
 from warm_compiler import warm_up
 
@@ -34,7 +35,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcom
     plain = save_causal(
         "gpt2", root / "gpt2", n_layer=1
     )  # a tied head, biases, embeddings that are summed, dropout
-    shardconv.convert(plain, root / "out", tp=2)
+    Solved.other_attentions = True  # attention weights are among the habits
+    try:
+        shardconv.convert(plain, root / "out", tp=2)
+    finally:
+        Solved.other_attentions = False
     unsharded = run_processes(1, all_unsharded, plain, root)[0]
     return unsharded, run_processes(2, all_on_rank, root / "out", plain, root)
 

@@ -6,7 +6,8 @@ changed solves anew, and so does one that is given a class of the tests' own.
 
 What ranks need beside their weights is measured for tests with the fixture ``measured`` alone: it is a third
 of the time, and nothing that comes after depends on it. For the same reason a plan is proven for the further
-implementations of attention for tests with the fixture ``other_attentions`` alone: a quarter of the time.
+implementations of attention and for attention weights, for tests with the fixture ``other_attentions`` alone:
+a third of the time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.converted import adaptation, new_solution
 from shardconv.planning.parameter_plans import Grains
 from shardconv.simulation import rank_simulation
-from shardconv.verifying import implementations
+from shardconv.verifying import implementations, proof
 
 SOLVER = (
     "shardconv.adapted_plan",
@@ -64,7 +65,7 @@ class Solved:
     measures: bool = False
     """Plans say how much memory ranks need, as they do for users."""
     other_attentions: bool = False
-    """Plans are proven for the further implementations of attention, as they are for users."""
+    """Plans are proven for the further implementations of attention, and attention weights, as for users."""
     solver: list[tuple[Mapping[str, Any], str, Any]]
     """The functions and constants of the solver: where each is, its name, and what it is."""
 
@@ -98,16 +99,20 @@ def _remembered(
 
 @contextmanager
 def _in_short() -> Iterator[None]:
-    """Prove nothing for the further implementations of attention, unless the test asks for them; and leave
-    the garbage of tiny models for later."""
+    """Prove nothing for the further implementations of attention and for attention weights, unless the test
+    asks for them; and leave the garbage of tiny models for later."""
     before = implementations.OTHERS, rank_simulation.collect_garbage
+    gathers = proof.planned_gathers, proof.proven_gathers
     rank_simulation.collect_garbage = lambda: None
     if not Solved.other_attentions:
         implementations.OTHERS = ()  # type: ignore[assignment]
+        proof.planned_gathers = lambda case: None
+        proof.proven_gathers = lambda case, *, gradients: None
     try:
         yield
     finally:
         implementations.OTHERS, rank_simulation.collect_garbage = before
+        proof.planned_gathers, proof.proven_gathers = gathers
 
 
 def _read(path: Path, tell: passes.Tell) -> Plan:
