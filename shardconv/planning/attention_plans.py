@@ -81,23 +81,24 @@ def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gath
     """Return the gathers of attention weights of a model with a plan.
 
     Args:
-        model: from ``returning_attentions``, on meta.
+        model: on meta.
 
     Returns:
-        None if the model does not run when it is asked for them, or needs other steps than the plan's.
+        None if the model returns none, does not run when it is asked for them, or needs other steps than the
+        plan's.
     """
+    returning = returning_attentions(model)
+    if returning is None:
+        return None
     modules = module_plans(plan)
     try:
-        plain, parts = _trace(_not_returning(model), inputs), _models(model)
-        folded = fold(_trace(model, asking(inputs)))
-        analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
+        plain, parts = _trace(_not_returning(returning), inputs), _models(returning)
+        folded = fold(_trace(returning, asking(inputs)))
+        analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), returning)
         usual = {(fqn, mark.ports) for fqn, mark in _returned(plain, parts)}
-        sources = {
-            mark.target: _source(folded.tape, mark)
-            for fqn, mark in _returned(folded.tape, parts)
-            if (fqn, mark.ports) not in usual
-        }
-        free = {tid for source in sources.values() for tid in source.passed}
+        returned = [mark for fqn, mark in _returned(folded.tape, parts) if (fqn, mark.ports) not in usual]
+        sources = _sources(folded.tape, returned)
+        free = {tid for source in sources for tid in source.passed}
         # Nothing is gathered for the weights alone, so that the rest is solved as without them.
         analysis = replace(
             analysis,
@@ -130,8 +131,7 @@ def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gath
             if _compared(steps_at(solution, event)) != planned:
                 return None
     gathers: dict[str, dict[str, AllGatherStep]] = {}
-    for source in sources.values():
-        mark = source.mark
+    for mark in (source.mark for source in sources):
         sharded = [
             (i, d) for i, d in enumerate(map(layouts.open_dim, analysis.dims[mark.target])) if axes_of(d)
         ]
@@ -177,15 +177,18 @@ class _Source:
     """The tensor at all marks from there on."""
 
 
-def _source(tape: Tape, mark: Mark) -> _Source:
+def _sources(tape: Tape, returned: Iterable[Mark]) -> list[_Source]:
     marks = {event.target: event for event in tape.events if isinstance(event, Mark)}
     # A module inside, such as a dropout, may return what the code around it still computes with.
     computed_with = {tid for event in tape.events if not isinstance(event, Mark) for tid in event.inputs}
-    passed = [mark.target]
-    while mark.source in marks and mark.source not in computed_with:
-        mark = marks[mark.source]
-        passed.append(mark.target)
-    return _Source(mark, (*passed, mark.source))
+    sources = []
+    for mark in returned:
+        passed = [mark.target]
+        while mark.source in marks and mark.source not in computed_with:
+            mark = marks[mark.source]
+            passed.append(mark.target)
+        sources.append(_Source(mark, (*passed, mark.source)))
+    return sources
 
 
 def _planned(entry: ModulePlan | None, mark: Mark) -> list[ModuleStep]:

@@ -21,28 +21,21 @@ from ..tracing.tape import starred
 from .proof_case import Case, simulate
 
 
-def planned_gathers(case: Case) -> Gathers | None:
-    """Return the gathers of attention weights; None if the model returns none, or other steps are needed."""
+def asked_case(case: Case, gathers: Gathers) -> Case:
+    """Return the case of a model that returns attention weights, with a plan that gathers them."""
     model = returning_attentions(case.model)
-    return attention_gathers(model, case.inputs, case.plan) if model is not None else None
+    assert model is not None, "there are gathers"
+    return case.with_model(model, with_attentions(case.plan, gathers))
 
 
-def proven_gathers(case: Case, *, gradients: bool) -> Gathers | None:
-    """Return the gathers with which ranks return the unsharded model's attention weights, and gradients.
-
-    Returns:
-        None if the model returns no attention weights, or the ranks would return others.
-    """
-    model, gathers = returning_attentions(case.model), planned_gathers(case)
-    if model is None or gathers is None:
-        return None
-    asked, inputs = case.with_model(model, with_attentions(case.plan, gathers)), asking(case.inputs)
+def are_right(case: Case, gathers: Gathers, *, gradients: bool) -> bool:
+    """Return whether ranks return the attention weights of the unsharded model, and their gradients."""
+    asked, inputs = asked_case(case, gathers), asking(case.inputs)
     try:
         simulate(asked, inputs, logits=Logits.GATHERED)
-        is_wrong = gradients and asked.simulation.wrong_gradient(inputs)
+        return not (gradients and asked.simulation.wrong_gradient(inputs))
     except ShardconvError:
-        return None
-    return None if is_wrong else gathers
+        return False
 
 
 def planned_attentions(
@@ -53,8 +46,7 @@ def planned_attentions(
     Args:
         model: without the layers that others represent, by ``folded``.
     """
-    returning = returning_attentions(model)
-    gathers = attention_gathers(returning, inputs, plan) if returning is not None else None
+    gathers = attention_gathers(model, inputs, plan)
     if gathers is None or _forms(gathers, proven) != _forms(proven, gathers):
         return plan
     return with_attentions(plan, {n: steps for fqn, steps in gathers.items() for n in folded.names(fqn)})

@@ -15,9 +15,9 @@ from shardconv_runtime.errors import ShardconvError
 
 from ..inputs.label_forms import loss_arguments
 from ..inputs.trace_inputs import TraceInputs
-from ..planning.attention_plans import Gathers, asking, returning_attentions
+from ..planning.attention_plans import Gathers, asking, attention_gathers
 from ..simulation.rank_simulation import Logits, Unprovable
-from .asked_attentions import planned_gathers, proven_gathers, with_attentions
+from .asked_attentions import are_right, asked_case
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
 from .implementations import EAGER, Wrong, other_kinds, with_implementations, wrong_eager, wrong_others
 from .labelled_calls import LabelsProof, prove_labels
@@ -86,14 +86,15 @@ class _Proof:
             self.tell("labels")
             labels = prove_labels(self.case, gradients=self.has_gradients and not problem)
         self.tell("other implementations and inputs")
-        gathers = planned_gathers(self.case) if self.case.plan.tp > 1 else None
+        plan = self.case.plan
+        gathers = attention_gathers(self.case.model, self.case.inputs, plan) if plan.tp > 1 else None
         shown = self._shown_at_once(gathers)
         if shown is None:
-            return self._one_by_one(loss, problem, labels)
+            return self._one_by_one(loss, problem, labels, gathers)
         case, inputs = shown
         is_new = loss or inputs is not self.case.inputs
         if is_new and not problem and self._wrong_gradient(inputs, case):
-            return self._one_by_one(loss, problem, labels)
+            return self._one_by_one(loss, problem, labels, gathers)
         self.attentions = gathers
         return self._proof(loss, problem, self.arguments, self._wrong_others(), labels)
 
@@ -124,9 +125,7 @@ class _Proof:
             return self.case, self.case.inputs
         shown = eager or self.case
         if gathers is not None:
-            returning = returning_attentions(shown.model)
-            assert returning is not None, "there are gathers"
-            shown = shown.with_model(returning, with_attentions(plan, gathers))
+            shown = asked_case(shown, gathers)
         given = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
         for usual in given:
             inputs = usual if gathers is None else asking(usual)
@@ -141,7 +140,7 @@ class _Proof:
             return (shown, inputs) if outcome.calls >= self.calls else None
         return None
 
-    def _one_by_one(self, loss: bool, problem: str, labels: LabelsProof) -> Proof:
+    def _one_by_one(self, loss: bool, problem: str, labels: LabelsProof, gathers: Gathers | None) -> Proof:
         """Compare each separately. With a loss, the gradients without one have not been compared yet."""
         self.tell("implementations and inputs one by one")
         simulate(self.case, logits=Logits.OWN)
@@ -150,8 +149,9 @@ class _Proof:
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)
         others = (*wrong, *self._wrong_others())
-        if self.case.plan.tp > 1 and ("attention", EAGER) not in [(each.kind, each.name) for each in wrong]:
-            self.attentions = proven_gathers(self.case, gradients=gradients)
+        is_wrong = ("attention", EAGER) in [(each.kind, each.name) for each in wrong]
+        if gathers is not None and not is_wrong and are_right(self.case, gathers, gradients=gradients):
+            self.attentions = gathers
         return self._proof(loss, problem, arguments, others, labels)
 
     def _proof(

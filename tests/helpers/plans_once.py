@@ -102,17 +102,16 @@ def _in_short() -> Iterator[None]:
     """Prove nothing for the further implementations of attention and for attention weights, unless the test
     asks for them; and leave the garbage of tiny models for later."""
     before = implementations.OTHERS, rank_simulation.collect_garbage
-    gathers = proof.planned_gathers, proof.proven_gathers
+    gathers = proof.attention_gathers
     rank_simulation.collect_garbage = lambda: None
     if not Solved.other_attentions:
         implementations.OTHERS = ()  # type: ignore[assignment]
-        proof.planned_gathers = lambda case: None
-        proof.proven_gathers = lambda case, *, gradients: None
+        proof.attention_gathers = lambda model, inputs, plan: None
     try:
         yield
     finally:
         implementations.OTHERS, rank_simulation.collect_garbage = before
-        proof.planned_gathers, proof.proven_gathers = gathers
+        proof.attention_gathers = gathers
 
 
 def _read(path: Path, tell: passes.Tell) -> Plan:

@@ -16,7 +16,7 @@ from .module_steps import ModuleStep
 from .names import compress
 from .plan import GradientPlan, ModulePlan, ParameterPlan, Plan, by_name, global_shape, parameter_plans
 
-_BEFORE = "resize the unsharded model, save it, and convert it again"
+BEFORE = "resize the unsharded model, save it, and convert it again"
 Shapes = Mapping[str, tuple[int, ...]]
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan)
 
@@ -31,7 +31,7 @@ class _Resizing:
         if not isinstance(dim, Leaf):
             raise RefusedCallError(
                 f"{where}: the vocabulary is laid out in several parts ({dim}), which cannot be resized on "
-                f"ranks; {_BEFORE}"
+                f"ranks; {BEFORE}"
             )
         return Leaf(self.after, dim.axes)
 
@@ -47,7 +47,7 @@ class _Resizing:
         where = entry.names[0]
         if any(override.value == self.before for override in entry.overrides):
             raise RefusedCallError(
-                f"{where}: the plan overrides an attribute with the size of the vocabulary; {_BEFORE}"
+                f"{where}: the plan overrides an attribute with the size of the vocabulary; {BEFORE}"
             )
         return replace(
             entry,
@@ -73,7 +73,7 @@ def resized_plan(plan: Plan, shapes: Shapes, owners: Collection[str], num_parame
     }
     if len(sizes) != 1:
         raise RefusedCallError(
-            f"the parameters of the vocabulary would change in several sizes: {sorted(sizes)}; {_BEFORE}"
+            f"the parameters of the vocabulary would change in several sizes: {sorted(sizes)}; {BEFORE}"
         )
     resizing = _Resizing(*sizes.pop())
     if resizing.after < plan.tp:
@@ -99,7 +99,7 @@ def resized_plan(plan: Plan, shapes: Shapes, owners: Collection[str], num_parame
             if size(getattr(step, "layout", Leaf(0))) == resizing.before:
                 raise RefusedCallError(
                     f"{entry.names[0]}: a step of the plan has as many positions as there are tokens, and "
-                    f"the module has no part of the vocabulary; {_BEFORE}"
+                    f"the module has no part of the vocabulary; {BEFORE}"
                 )
         return entry
 

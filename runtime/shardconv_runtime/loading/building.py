@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
 
 from ..adapters.adapter_set import AdapterSet
-from ..adapters.attaching import Adapter, Attached, attach
+from ..adapters.attaching import Adapter, attach
 from ..comm import agreement
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
@@ -34,10 +34,7 @@ from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParall
 from .packed_models import PackedParameters
 from .resized_vocabulary import attach_resizing
 from .stage_loading import OwnStages, Placeholders, place_of, tensors_of_stages
-from .transform import RankModel, ReadTensors, Tensors, Transform
-
-Stored = Callable[[Attached | None], Tensors]
-"""Yields a rank's tensors by their names in the model with the attached adapters."""
+from .transform import RankModel, ReadTensors, Stored, Tensors, Transform
 
 
 def transforms(

@@ -30,8 +30,9 @@ from ..parallel.refused_changes import refuse_method
 from ..saving.adapter_saving import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
-from .building import ModelBuilder, Stored
+from .building import ModelBuilder
 from .checked_source import unsharded
+from .transform import Stored
 
 _REFUSED = {
     "add_adapter": "call shardconv_runtime.add_adapter(model, config), which returns a model with both",

@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor
 from ..adapters.attaching import Attached
 from ..comm import agreement
 from ..comm.mesh import Launch
+from ..comm.rank_0 import share_rng_state
 from ..default_modes import in_default_modes
 from ..errors import InputsDifferError, RefusedCallError
 from ..files.small_files import copy_small_files, entry_of, files_to_copy
 from ..format import plan_json
 from ..format.plan import Plan, global_shape, local_shape, parameter_plans
-from ..format.resized_plan import Shapes, resized_plan
+from ..format.resized_plan import BEFORE, Shapes, resized_plan
 from ..loaded import Loaded, loaded, remember
 from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
@@ -37,13 +38,9 @@ from ..parallel.user_hooks import hook_of_user
 from ..saving.adapter_saving import held_boxes
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
 from .in_memory import CONFIG_FILES
-from .transform import Tensors
-
-Stored = Callable[[Attached | None], Tensors]
-"""Yields a rank's tensors."""
+from .transform import Stored
 
 METHOD = "resize_token_embeddings"
-_BEFORE = "resize the unsharded model, save it, and convert it again"
 
 
 def attach_resizing(model: nn.Module) -> None:
@@ -105,7 +102,7 @@ def resize_vocabulary(
     _on_rank_0(start, compute)
     for value in values.values():
         if start.group is not None:
-            dist.broadcast(value, dist.get_global_rank(start.group, 0), group=start.group)
+            dist.broadcast(value, group_src=0, group=start.group)
 
     checked = agreement.together(start, lambda: _source(source, change.plan, change.twin))
 
@@ -138,7 +135,7 @@ def _require_plain(model: nn.Module, source: Loaded, options: LoadOptions) -> No
     elif hook := hook_of_user(model):
         why = f"the module {hook} has a hook; register hooks afterwards"
     if why:
-        raise RefusedCallError(f"{METHOD}: {why}, or {_BEFORE}")
+        raise RefusedCallError(f"{METHOD}: {why}, or {BEFORE}")
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> 
     resize(other, False)
     after = _shapes(other)
     if before.keys() != after.keys():
-        raise RefusedCallError(f"{METHOD}: parameters of the model would come or go; {_BEFORE}")
+        raise RefusedCallError(f"{METHOD}: parameters of the model would come or go; {BEFORE}")
     shapes = {n: shape for n, shape in after.items() if shape != before[n] and n not in names}
     if not shapes:
         return twin, _Change({}, source.plan, twin)
@@ -227,7 +224,7 @@ def _gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
             if rank == source.rank
             else local.new_empty(local_shape(entry, plan.mesh, rank))
         )
-        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+        dist.broadcast(part, group_src=rank, group=group)
         for there, here in held_boxes(entry, plan.mesh, rank) if source.rank == 0 else ():
             full[there] = part[here]
     return full
@@ -235,23 +232,14 @@ def _gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
 
 def _on_rank_0(start: Launch, compute: Callable[[], None]) -> None:
     """Call a function on rank 0; ranks with the same state of random numbers have the same one afterwards."""
-    before = _random_states(start.device)
+    is_cuda = start.device.type == "cuda"
+    before = [torch.get_rng_state(), *([torch.cuda.get_rng_state(start.device)] if is_cuda else [])]
+    states = agreement.exchange(start, [state.numpy().tobytes() for state in before])
     agreement.together(start, compute if start.rank == 0 else lambda: None, agreement.DOWNLOAD_TIMEOUT_S)
-    of_rank_0 = agreement.exchange(
-        start, (before, _random_states(start.device)) if start.rank == 0 else None
-    )[0]
-    assert of_rank_0 is not None, "it is what rank 0 has sent"
-    if before == of_rank_0[0]:
-        torch.set_rng_state(torch.frombuffer(bytearray(of_rank_0[1][0]), dtype=torch.uint8))
-        for state in of_rank_0[1][1:]:
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), start.device)
-
-
-def _random_states(device: torch.device) -> list[bytes]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return [state.numpy().tobytes() for state in states]
+    has_other = states[start.rank if start.group is not None else 0] != states[0]
+    devices = [start.device] if is_cuda else []
+    with torch.random.fork_rng(devices, enabled=has_other):  # such a rank keeps its state
+        share_rng_state(start)
 
 
 def _resized_values(

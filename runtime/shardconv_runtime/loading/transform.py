@@ -24,6 +24,8 @@ from ..pp.stage_processes import StageProcesses
 
 Tensors = Generator[tuple[str, Tensor]]
 """Names and local tensors."""
+Stored = Callable[[Attached | None], Tensors]
+"""Yields a rank's tensors by their names in the model with the attached adapters."""
 ReadTensors = Callable[[Rows], Tensors]
 """Yields a process's local tensors, of those in the rows only these positions of the first dim."""
 
