@@ -7,10 +7,12 @@ front of them, a forward hook the outputs behind them.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import HookPlan, HookPort
 
-from ..dim_analysis.dim_trees import find, leaves
+from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.identities import mutated_arguments
 from ..tracing.tape import ALIAS_WRITE, Mark, Tape, starred
 from .gradients import sequence_leaves
@@ -24,6 +26,7 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
     # Logits are gathered in some calls only. A hook on a tensor whose gradient or part is converted gets a
     # copy of it, which lacks what code writes to the tensor later.
     logits, written = logits_region(solution), written_later(tape)
+    sequence = sequence_leaves(solution.analysis)
     sides: dict[tuple[str, bool], dict[str, HookPort] | None] = {}
     for event in tape.events:
         if not isinstance(event, Mark):
@@ -31,7 +34,7 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
         tid = event.target if event.is_output else event.source
         side = (solution.fqn(event), event.is_output)
         for name in event.ports:
-            port = None if tid in logits else _port(solution, tid, name)
+            port = None if tid in logits else _port(solution, tid, name, sequence)
             ports = sides.setdefault(side, {})
             is_refused = port is None or (tid in written and (port.grad_axes or port.sequence_axes))
             if ports is None or port is None or is_refused or ports.setdefault(name, port) != port:
@@ -47,14 +50,14 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
     )
 
 
-def _port(solution: Solution, tid: int, name: str) -> HookPort | None:
+def _port(solution: Solution, tid: int, name: str, sequence: Set[Node]) -> HookPort | None:
     """Return how a tensor is held at a port; None if ranks have parts of it that are not of the sequence."""
     analysis, assignment = solution.analysis, solution.layouts.assignment
     if tid not in analysis.dims:
         return None
     dims = analysis.dims[tid]
     sequence_axes: tuple[int, ...] = ()
-    if len(dims) > 1 and find(dims[1]) in sequence_leaves(analysis):
+    if len(dims) > 1 and find(dims[1]) in sequence:
         sequence_axes = tuple(sorted(assignment.axes(find(dims[1]))))
     others = dims[:1] + dims[2:] if sequence_axes else dims
     is_sharded = any(leaf.size > 1 and assignment.axes(leaf) for dim in others for leaf in leaves(dim))
