@@ -47,65 +47,45 @@ def _set_random_states(states: tuple[Tensor, HostStates]) -> None:
     set_host_states(states[1])
 
 
-class _Turns:
-    """Let one thread run at a time, until it waits for others.
+class _Schedule:
+    """Let one thread run at a time, until it waits for others, and combine what ranks hand in.
 
-    The thread that is furthest behind among the ones that can run gets its turn; threads report their
-    positions. All start from the caller's random states, like ranks with the same seed. torch, numpy and
-    Python have one random state each for all threads, so these are exchanged when a thread's turn begins and
-    ends.
+    The thread that is furthest behind among the ones that can run is next; threads report their positions.
+    Each is woken by a condition of its own, when it is to run.
+
+    All start from the caller's random states, like ranks with the same seed. torch, numpy and Python have one
+    random state each for all threads, so these are exchanged where one thread hands on to another.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        self._changed = threading.Condition()
-        self._is_taken = False
-        self._waiting = dict.fromkeys(numbers, 0)
-        """Position of each thread that waits for its turn, or has not begun."""
+        self._lock = threading.Lock()
+        self._positions = dict.fromkeys(numbers, 0)
+        self._wakes = {number: threading.Condition(self._lock) for number in self._positions}
+        self._ready = set(self._positions)
+        self._running: int | None = None
+        self._meetings: dict[tuple[object, ...], _Meeting] = {}
+        self._in_meetings: dict[int, tuple[_Meeting, tuple[int, ...]]] = {}
+        """Number of a thread that waits in a meeting -> the meeting and its members."""
+        self._gone: set[int] = set()
+        self._failed = False
         self._start = _random_states()
-        self._states: dict[int, tuple[Tensor, HostStates]] = {}
+        with self._lock:
+            self._choose()
 
-    def begin(self, number: int, position: int) -> None:
-        """Wait until no other thread runs, and no thread that is further behind is ready to run."""
-        with self._changed:
-            self._wait(number, position)
-        _set_random_states(self._states.get(number, self._start))
-
-    def end(self, number: int) -> None:
-        """Let another thread run."""
-        self._states[number] = _random_states()
-        with self._changed:
-            self._is_taken = False
-            self._changed.notify_all()
+    def begin(self, number: int) -> None:
+        """Wait for the first turn of a thread."""
+        with self._lock:
+            self._await_turn(number)
+            _set_random_states(self._start)
 
     def wait(self, number: int, position: int) -> None:
         """Let threads that are further behind run, until they wait for something else."""
-        self._states[number] = _random_states()
-        with self._changed:
-            self._is_taken = False
-            self._wait(number, position)
-        _set_random_states(self._states[number])
-
-    def _wait(self, number: int, position: int) -> None:
-        self._waiting[number] = position
-        self._changed.notify_all()
-        self._changed.wait_for(
-            lambda: (
-                not self._is_taken
-                and number == min(self._waiting, key=lambda number: (self._waiting[number], number))
-            )
-        )
-        del self._waiting[number]
-        self._is_taken = True
-
-
-class _Board:
-    """Collectives of threads, guarded by one lock. The last rank of a collective computes for all."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._meetings: dict[tuple[object, ...], _Meeting] = {}
-        self._gone: set[int] = set()
-        self._failed = False
+        with self._lock:
+            self._positions[number] = max(self._positions[number], position)
+            self._ready.add(number)
+            self._hand_on(number)
+            if self._failed:
+                raise _Stopped
 
     def meet(
         self,
@@ -116,8 +96,11 @@ class _Board:
         kind: str,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:
-        """Submit ``x``, wait for the other ``members``, and return a copy of the result."""
-        with self._changed:
+        """Submit ``x``, wait for the other ``members``, and return a copy of the result.
+
+        The last rank of a collective computes for all.
+        """
+        with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.tensors[rank] = x
             meeting.kinds.add((kind, tuple(x.shape), x.dtype))
@@ -128,54 +111,68 @@ class _Board:
                     raise RanksDisagree(f"ranks {members} meet in different collectives: {kinds}")
                 meeting.result = combine([meeting.tensors[member] for member in members])
                 del self._meetings[key]
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: meeting.result is not None or self._is_lost(meeting, members))
-            if meeting.result is not None:
-                return meeting.result.clone()
-            if self._failed:
-                raise _Stopped
-            raise RanksDisagree(f"rank {rank} waits in {kind} for ranks {members}, of which one has ended")
+                self._release(members)
+                self._ready.add(rank)
+                self._hand_on(rank, goes_on=True)
+            elif not self._is_lost(meeting, members):
+                self._in_meetings[rank] = meeting, members
+                self._hand_on(rank)
+            if meeting.result is None:
+                if self._failed:
+                    raise _Stopped
+                raise RanksDisagree(
+                    f"rank {rank} waits in {kind} for ranks {members}, of which "
+                    "one has ended or waits for others"
+                )
+        return meeting.result.clone()
 
-    def leave(self, rank: int, failed: bool) -> None:
+    def leave(self, number: int, failed: bool) -> None:
         """End this thread's part, so that other threads stop waiting for it."""
-        with self._changed:
-            self._gone.add(rank)
+        with self._lock:
+            self._gone.add(number)
             self._failed |= failed
-            self._changed.notify_all()
-
-    def require_going_on(self) -> None:
-        """Stop this thread if another one has failed."""
-        with self._changed:
-            if self._failed:
-                raise _Stopped
+            self._release([n for n, place in self._in_meetings.items() if self._is_lost(*place)])
+            self._choose()
 
     def _is_lost(self, meeting: _Meeting, members: tuple[int, ...]) -> bool:
         return self._failed or any(m in self._gone and m not in meeting.tensors for m in members)
 
+    def _release(self, numbers: Iterable[int]) -> None:
+        """Let threads that wait in meetings run on."""
+        self._ready.update(number for number in numbers if self._in_meetings.pop(number, None))
+
+    def _hand_on(self, number: int, goes_on: bool = False) -> None:
+        """Wait until it is this thread's turn again; it ``goes_on`` if no other one is further behind."""
+        self._choose(number if goes_on else None)
+        if self._running != number:
+            states = _random_states()
+            self._await_turn(number)
+            _set_random_states(states)
+
+    def _choose(self, preferred: int | None = None) -> None:
+        if not self._ready:  # threads wait for each other, and real processes would for ever
+            self._release(sorted(self._in_meetings)[:1])
+        order = {number: (self._positions[number], number != preferred, number) for number in self._ready}
+        self._running = min(order, key=order.__getitem__, default=None)
+        if self._running is not None:
+            self._ready.remove(self._running)
+            self._wakes[self._running].notify()
+
+    def _await_turn(self, number: int) -> None:
+        self._wakes[number].wait_for(lambda: self._running == number)
+
 
 class Turn:
-    """The right of one thread to run."""
+    """The part of one thread in a run."""
 
-    def __init__(self, number: int, board: _Board, turns: _Turns) -> None:
+    def __init__(self, number: int, schedule: _Schedule) -> None:
         self.number = number
         """The rank, or ``BESIDE``."""
-        self._board = board
-        self._turns = turns
-        self._position = 0
-
-    def begin(self) -> None:
-        """Wait for the turn."""
-        self._turns.begin(self.number, self._position)
-
-    def end(self) -> None:
-        """End the turn."""
-        self._turns.end(self.number)
+        self.schedule = schedule
 
     def wait_for_others(self, position: int) -> None:
         """Report the position of this thread; threads that are further behind run first."""
-        self._position = max(self._position, position)
-        self._turns.wait(self.number, self._position)
-        self._board.require_going_on()
+        self.schedule.wait(self.number, position)
 
 
 class ThreadCommunicator(Communicator):
@@ -187,10 +184,9 @@ class ThreadCommunicator(Communicator):
     turn: Turn
     """The turn of this rank in the current run."""
 
-    def begin(self, board: _Board, turn: Turn) -> None:
+    def begin(self, turn: Turn) -> None:
         """Take part in a run."""
         self.turn = turn
-        self._board = board
         self._rounds: dict[tuple[int, ...], int] = {}
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -205,11 +201,7 @@ class ThreadCommunicator(Communicator):
         members = self.group(axes)
         self._rounds[members] = self._rounds.get(members, 0) + 1
         key = (members, self._rounds[members])
-        self.turn.end()
-        try:
-            return self._board.meet(key, self.rank, members, x, kind, combine)
-        finally:
-            self.turn.begin()
+        return self.turn.schedule.meet(key, self.rank, members, x, kind, combine)
 
 
 class MetaCommunicator(Communicator):
@@ -248,29 +240,28 @@ def run_ranks(
     """
     num_ranks = torch.Size(mesh).numel()
     numbers = range(num_ranks) if beside is None else range(BESIDE, num_ranks)
-    board, turns = _Board(), _Turns(numbers)
+    schedule = _Schedule(numbers)
     ranks = ranks or communicators(mesh)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(turn: Turn) -> None:
-        turn.begin()
+        schedule.begin(turn.number)
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 if turn.number != BESIDE:
-                    ranks[turn.number].begin(board, turn)
+                    ranks[turn.number].begin(turn)
                     results[turn.number] = function(ranks[turn.number])
                 elif beside is not None:
                     beside(turn)
         except BaseException as error:
             errors[turn.number] = error
         finally:
-            turn.end()
-            board.leave(turn.number, failed=turn.number in errors)
+            schedule.leave(turn.number, failed=turn.number in errors)
 
     threads = [
-        threading.Thread(target=run, args=(Turn(number, board, turns),), daemon=True) for number in numbers
+        threading.Thread(target=run, args=(Turn(number, schedule),), daemon=True) for number in numbers
     ]
     for thread in threads:
         thread.start()
