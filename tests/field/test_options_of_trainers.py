@@ -180,18 +180,34 @@ def refusals(models: Path, output: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of one process, of two ranks, and of two replicas of two ranks."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and its converted directory."""
     root = tmp_path_factory.mktemp("options")
     shardconv.convert(save_causal("llama", root / "plain"), root / "out", tp=2)
-    alone = run_processes(1, run_all, root, root / "alone", False)[0]
-    return alone, {n: run_processes(n, run_all, root, root / str(n), True) for n in (2, 4)}
+    return root
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_results_are_those_of_one_process(num_ranks: int, outcomes: Any) -> None:
-    alone, ranks = outcomes
-    for found in ranks[num_ranks]:
+@pytest.fixture(scope="module")
+def alone(models: Path) -> Any:
+    """The results of one process."""
+    return run_processes(1, run_all, models, models / "alone", False)[0]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(models: Path) -> Any:
+    """The results of two ranks."""
+    return run_processes(2, run_all, models, models / "2", True)
+
+
+@pytest.fixture(scope="module")
+def of_two_replicas(models: Path) -> Any:
+    """The results of two replicas of two ranks."""
+    return run_processes(4, run_all, models, models / "4", True)
+
+
+@pytest.mark.parametrize("fixture", ["of_two_ranks", pytest.param("of_two_replicas", marks=pytest.mark.slow)])
+def test_results_are_those_of_one_process(fixture: str, alone: Any, request: pytest.FixtureRequest) -> None:
+    for found in request.getfixturevalue(fixture):
         for name, got in found.items():
             if name == "refused":
                 continue
@@ -206,8 +222,8 @@ def test_results_are_those_of_one_process(num_ranks: int, outcomes: Any) -> None
     assert alone["sequence to sequence"]["rows"] == [7.0, 7.0]
 
 
-def test_options_that_would_be_wrong_are_refused_by_name(outcomes: Any) -> None:
-    for found in outcomes[1][2]:
+def test_options_that_would_be_wrong_are_refused_by_name(of_two_ranks: Any) -> None:
+    for found in of_two_ranks:
         assert found["refused"].keys() == {*REFUSED, "accelerator_config"}
         assert all(name.split("_config")[0] in text for name, text in found["refused"].items())
 
