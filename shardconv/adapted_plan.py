@@ -66,10 +66,10 @@ class AdaptedModel:
                 f"with the adapter, the ranks would form a mesh {plan.mesh}, and without it they form "
                 f"{self.base.mesh}; leave out layers of its target modules"
             )
-        given = self.given
+        solution = self.given
         for name, entry in parameter_plans(plan).items():
-            if name in self.attached.base_names and name not in given.unread:
-                _require_kept(name, given.parameters[name], entry)
+            if name in self.attached.base_names and name not in solution.unread:
+                _require_kept(name, solution.parameters[name], entry)
         return inference_only(plan, self.attached.not_trained) if self.attached.not_trained else plan
 
     def with_copied_modules(self, plan: Plan) -> Plan:
@@ -103,13 +103,13 @@ class AdaptedModel:
 
     def stored(self, plan: Plan) -> Plan:
         """Return the plan with the model's parameters stored as they were: layouts, packing and dtypes."""
-        given = self.given.parameters
+        layouts = self.given.parameters
 
         def kept(name: str, entry: ParameterPlan) -> ParameterPlan:
-            if name not in self.attached.base_names or name not in given:
+            if name not in self.attached.base_names or name not in layouts:
                 return entry
-            _require_kept(name, given[name], entry)
-            return replace(entry, dtype=given[name].dtype, packing=given[name].packing)
+            _require_kept(name, layouts[name], entry)
+            return replace(entry, dtype=layouts[name].dtype, packing=layouts[name].packing)
 
         plan = self.with_copied_modules(plan)
         entries = parameter_plans(plan).items()
@@ -127,12 +127,12 @@ def _require_kept(name: str, old: ParameterPlan, new: ParameterPlan) -> None:
 
 def _extended(entries: tuple[_Entry, ...], pairs: Mapping[str, str]) -> tuple[_Entry, ...]:
     """Copy the entries of the first modules of pairs to the second ones."""
-    found = by_name("entries", entries)
-    for name, entry in list(found.items()):
+    modules = by_name("entries", entries)
+    for name, entry in list(modules.items()):
         for ours, theirs in pairs.items():
             if name == ours or name.startswith(f"{ours}."):
-                found[theirs + name[len(ours) :]] = entry
-    return _joined(found.items())
+                modules[theirs + name[len(ours) :]] = entry
+    return _joined(modules.items())
 
 
 def _joined(entries: Iterable[tuple[str, _Entry]]) -> tuple[_Entry, ...]:

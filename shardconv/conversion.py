@@ -97,7 +97,7 @@ def convert_model(
     if options.example is not None:
         example_call(options.example, spec.config)  # refused now, and not after the weights were found
     notes: list[str] = []
-    found: Mapping[str, LazyTensor | PackedWeight]
+    stored_weights: Mapping[str, LazyTensor | PackedWeight]
     if weights.random_init:
         seed = weights.seed
         if has_weights(spec):
@@ -108,7 +108,7 @@ def convert_model(
             origin, source=initialized_source(origin.source, seed), identity=identity, identify=None
         )
         progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")
-        found = dict(initial_weights(spec, seed))
+        stored_weights = dict(initial_weights(spec, seed))
     else:
         origin = origin_of(spec)
         progress.stage("finding the weights in the checkpoint")
@@ -116,12 +116,12 @@ def convert_model(
         notes += told_left_out(files_left_out(spec))
         checkpoint = lazy_weights(spec, notes.append, with_unused=weights.keep_unused)
         origin = replace(origin, unused=checkpoint.unused)
-        spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
+        spec, stored_weights = replace(spec, tied=checkpoint.tied), checkpoint.tensors
     if weights.quantize is not None:
         scheme, keep = weights.quantize.scheme, weights.quantize.keep
         progress.stage(f"choosing the weights to quantize: {scheme}")
-        model = quantized_model(spec, found, settings_of_scheme(scheme, spec.dtype), keep)
-        spec, found, origin = model.spec, model.weights, with_quantization(origin, model)
+        model = quantized_model(spec, stored_weights, settings_of_scheme(scheme, spec.dtype), keep)
+        spec, stored_weights, origin = model.spec, model.weights, with_quantization(origin, model)
         notes += model.notes
     if options.example is not None:
         origin = with_example(origin, options.example, spec.config)
@@ -129,11 +129,13 @@ def convert_model(
         progress.stage(f"note: {note}")
     solved = None if weights.random_init else _plan_of_complete(outputs, spec, options, notes)
     if solved is None:
-        solved = solve_plan(spec, options, grains=grains_of(found), progress=progress.stage)
+        solved = solve_plan(spec, options, grains=grains_of(stored_weights), progress=progress.stage)
         solved = replace(solved, notes=(*solved.notes, *notes))
-        solved, tensors = _with_packings(spec, solved, found)
+        solved, tensors = _with_packings(spec, solved, stored_weights)
     else:
-        tensors = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))[1]
+        tensors = flatten(solved, select(spec, stored_weights, parameter_plans(solved).keys(), solved.tied))[
+            1
+        ]
 
     def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
@@ -213,8 +215,8 @@ def plan_model(
     if quantize is not None:
         _require_plain(spec)
         built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
-        found = {name: zeros(dtype_name(t.dtype), t.shape) for name, t in stored_tensors(built)}
-        model = quantized_model(spec, found, settings_of_scheme(quantize.scheme, spec.dtype), quantize.keep)
+        tensors = {name: zeros(dtype_name(t.dtype), t.shape) for name, t in stored_tensors(built)}
+        model = quantized_model(spec, tensors, settings_of_scheme(quantize.scheme, spec.dtype), quantize.keep)
         solved = solve_plan(model.spec, options, grains=grains_of(model.weights), progress=progress.stage)
         solved = replace(solved, notes=(*solved.notes, *model.notes))
         return _with_packings(model.spec, solved, model.weights)[0]

@@ -42,18 +42,18 @@ class FewestRanks:
 
 def smallest_tp(solve: Solve, load: Workload) -> FewestRanks:
     """Return the smallest number of ranks, a power of two, on which the workload fits."""
-    found = [_tried(solve, 1, load)]
+    trials = [_tried(solve, 1, load)]
     # Begin where weights that are sharded evenly fit.
     tp, free = 2, load.device_bytes - load.reserve_bytes
-    while found[0].needs is not None and tp < MAX_TP and found[0].needs.weights > tp * free:
+    while trials[0].needs is not None and tp < MAX_TP and trials[0].needs.weights > tp * free:
         tp *= 2
-    while not found[-1].is_enough and tp <= MAX_TP:
-        found.append(_tried(solve, tp, load))
+    while not trials[-1].is_enough and tp <= MAX_TP:
+        trials.append(_tried(solve, tp, load))
         tp *= 2
-    chosen = found[-1]
+    chosen = trials[-1]
     if chosen.plan is None or not chosen.is_enough:
-        raise ShardconvError(_nothing_fits(found, load))
-    tried = {each.tp: each for each in found}
+        raise ShardconvError(_nothing_fits(trials, load))
+    tried = {each.tp: each for each in trials}
     neighbors = [n for n in (chosen.tp // 2, chosen.tp, 2 * chosen.tp) if 1 <= n <= MAX_TP]
     return FewestRanks(chosen.plan, chosen, tuple(tried.get(n) or _tried(solve, n, load) for n in neighbors))
 

@@ -223,17 +223,17 @@ class NumericCheck:
     def case(self, plan: Plan) -> Case:
         """Return the case that is simulated for a plan: the plan translated to the smaller model."""
         skipped = planned_alike(plan, self.bypassed)
-        known = self._small.get(frozenset(skipped))
-        if known is None:
-            known = self._small[frozenset(skipped)] = self._shrunk(plan, skipped)
-        return next(islice(other_numbers(known.case(plan)), self._numbers, None))[1]
+        case = self._small.get(frozenset(skipped))
+        if case is None:
+            case = self._small[frozenset(skipped)] = self._shrunk(plan, skipped)
+        return next(islice(other_numbers(case.case(plan)), self._numbers, None))[1]
 
     def _shrunk(self, plan: Plan, skipped: Mapping[str, Bypass]) -> _Shrunk:
         """Find the smaller model for a plan, with fewer positions if it has many and that is possible."""
         shrinking = Shrinking.of(self.full, plan.tp, skipped)
-        found = None if shrinking.has_many_positions else _shrink(plan, shrinking, self._complete)
-        if found is not None and not shrinking.is_much(found.small.shapes):
-            return found
+        small = None if shrinking.has_many_positions else _shrink(plan, shrinking, self._complete)
+        if small is not None and not shrinking.is_much(small.small.shapes):
+            return small
         fewer = self._fewer()
         if fewer is not None:
             full, bypassed = fewer
@@ -244,7 +244,7 @@ class NumericCheck:
                     return smaller
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
-        return found or _shrink(plan, shrinking, self._complete)
+        return small or _shrink(plan, shrinking, self._complete)
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """Return the case of a plan; None if even the smaller model is too large."""

@@ -241,9 +241,9 @@ class _Run:
         """Return the same model, with the modules that are not called in training."""
         shown_by = partial(stand_in, stand_ins=self.folded.representatives())
         model = bypassed_copy(self.model, self.bypasses)
-        found = not_in_training(self.tape, model, self.inputs, shown_by)
-        short = replace(self.folded.tape, not_in_training=found)
-        tape = replace(self.tape, not_in_training=found)
+        reason = not_in_training(self.tape, model, self.inputs, shown_by)
+        short = replace(self.folded.tape, not_in_training=reason)
+        tape = replace(self.tape, not_in_training=reason)
         return replace(self, tape=tape, folded=replace(self.folded, tape=short))
 
 
@@ -256,7 +256,7 @@ def _solved_run(
     with_fewer_positions: Callable[[], Source | None],
 ) -> Plan:
     model, inputs, tape, adapted = run.model, run.inputs, run.tape, run.adapted
-    given = adapted.given if adapted is not None else None
+    given_layouts = adapted.given if adapted is not None else None
     tell("solving")
     traced = folded = run.folded
     if options.experts == "ep":
@@ -270,7 +270,9 @@ def _solved_run(
     analysis = replace(analysis, read_elsewhere={**analysis.read_elsewhere, **in_training})
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = run.bypasses
-    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, grains, given, bypassed)
+    problem = PlanProblem(
+        spec, options, model, inputs, folded, analysis, experts, grains, given_layouts, bypassed
+    )
     plan, solution = plain_form(problem)
     if adapted is not None:
         plan = adapted.planned(plan)

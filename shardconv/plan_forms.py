@@ -253,12 +253,12 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
         result = _attempt(problem.with_calls_alike(ruled_out.alike), ruled_out, pins)
         return layers.widened(result) if isinstance(result, Conflict) else result
 
-    found, ruled_out = in_rounds(attempt, forbidden)
-    if found is None:
+    form, ruled_out = in_rounds(attempt, forbidden)
+    if form is None:
         raise SolveError(
             f"no plan was found in {MAX_ROUNDS} rounds; the last conflict: {ruled_out.last_reason()}"
         )
-    return found
+    return form
 
 
 def _attempt(
@@ -278,8 +278,8 @@ def _attempt(
         notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
         plan = replace(plan, experts="ep", notes=notes)
     fused = replace(plan, fused=fused_plans(plan, problem.model, solution.folded))
-    found = _retraced(problem, fused, solution)
-    return found if isinstance(found, Conflict) else (found, solution)
+    refusal = _retraced(problem, fused, solution)
+    return refusal if isinstance(refusal, Conflict) else (refusal, solution)
 
 
 def _retraced(problem: PlanProblem, plan: Plan, solution: Solution) -> Plan | Conflict:
@@ -348,19 +348,19 @@ def with_sequence_form(
         raise no_sequence_form(problem, "it takes no token ids, or several at a position")
 
     def attempt(ruled_out: RuledOut) -> Plan | Conflict | None:
-        found = _sequence_attempt(
+        outcome = _sequence_attempt(
             problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out, staged
         )
-        if not isinstance(found, Conflict):
-            return found
-        if not found.nodes and not found.several_calls_of:
-            raise no_sequence_form(problem, found.where)
-        return _of_sequence_alone(found, sequence)
+        if not isinstance(outcome, Conflict):
+            return outcome
+        if not outcome.nodes and not outcome.several_calls_of:
+            raise no_sequence_form(problem, outcome.where)
+        return _of_sequence_alone(outcome, sequence)
 
-    found, ruled_out = in_rounds(attempt, problem.forbidden())
-    if found is None:
+    form, ruled_out = in_rounds(attempt, problem.forbidden())
+    if form is None:
         raise no_sequence_form(problem, ruled_out.last_reason() or "no activation would gain by it")
-    return found
+    return form
 
 
 def no_sequence_form(problem: PlanProblem, why: str) -> SolveError:
@@ -400,17 +400,17 @@ def _sequence_attempt(
     plan = replace(plan, training=replace(training, sequence=sequence))
     if staged is not None:
         plan = staged.with_sequence_stages(plan, solution)
-    given = solution.layouts, problem.model, problem.inputs, problem.bypassed
-    return retrace(of_sequence(plan), *given) or plan
+    layouts = solution.layouts, problem.model, problem.inputs, problem.bypassed
+    return retrace(of_sequence(plan), *layouts) or plan
 
 
 def _of_sequence_alone(conflict: Conflict, sequence: Collection[Node]) -> Conflict:
     """Blame a conflict only on the sequence, if this is among its dims. Other dims worked in the plain
     form."""
     blamed = [find(x) for node in conflict.nodes for x in leaves(node)]
-    own = tuple(dict.fromkeys(x for x in blamed if x in sequence))
-    others = tuple(_of_sequence_alone(other, sequence) for other in conflict.others)
-    return replace(conflict, nodes=own or conflict.nodes, others=others)
+    blamed_leaves = tuple(dict.fromkeys(x for x in blamed if x in sequence))
+    nested = tuple(_of_sequence_alone(other, sequence) for other in conflict.others)
+    return replace(conflict, nodes=blamed_leaves or conflict.nodes, others=nested)
 
 
 def _stored_alike(
@@ -425,11 +425,11 @@ def _stored_alike(
     unread = frozenset[str]() if problem.given is None else problem.given.unread
     out = []
     for name, entry in by_name("parameters", tuple(parameters)).items():
-        known = stored[name]
+        first_entry = stored[name]
         if name in unread:
-            entry = known
-        if entry.dims != known.dims or not set(entry.partial) <= set(known.partial):
+            entry = first_entry
+        if entry.dims != first_entry.dims or not set(entry.partial) <= set(first_entry.partial):
             raise no_sequence_form(problem, f"{name} would have to be stored in another way")
-        grad_axes = tuple(a for a in entry.grad_axes if a not in known.partial)
-        out.append(replace(entry, names=(name,), partial=known.partial, grad_axes=grad_axes))
+        grad_axes = tuple(a for a in entry.grad_axes if a not in first_entry.partial)
+        out.append(replace(entry, names=(name,), partial=first_entry.partial, grad_axes=grad_axes))
     return out

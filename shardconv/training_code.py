@@ -107,9 +107,9 @@ def _events_only_in(tape: Tape, other: Tape) -> Iterator[Event]:
 
 def _compared(tape: Tape, other: Tape) -> list[tuple[str, int, int, int, int]]:
     """Compare the events of two tapes in order; see ``SequenceMatcher.get_opcodes``."""
-    events, others = ([_key(t, event) for event in t.events] for t in (tape, other))
-    found = SequenceMatcher(None, events, others, autojunk=False).get_opcodes()
-    return [(tag, i, i_end, j, j_end) for tag, i, i_end, j, j_end in found]
+    events, other_events = ([_key(t, event) for event in t.events] for t in (tape, other))
+    opcodes = SequenceMatcher(None, events, other_events, autojunk=False).get_opcodes()
+    return [(tag, i, i_end, j, j_end) for tag, i, i_end, j, j_end in opcodes]
 
 
 def _key(tape: Tape, event: Event) -> tuple[str, object]:

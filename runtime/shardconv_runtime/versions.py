@@ -20,8 +20,8 @@ CONVERTER = "shardconv_runtime.converter"
 
 def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
     """Return a function of the converter, which is its own distribution and may be missing."""
-    for found in entry_points(group=CONVERTER, name=name):
-        return found.load()
+    for entry_point in entry_points(group=CONVERTER, name=name):
+        return entry_point.load()
     raise MissingPackageError(
         f"{purpose}, which needs the package shardconv; install it from the repository that "
         f"shardconv-runtime came from (pip install .){remedy}"

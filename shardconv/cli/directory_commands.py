@@ -201,9 +201,9 @@ def verify_command(src: str, as_json: bool, quiet: bool, verbose: bool, **option
         with working(quiet, verbose) as progress:
             if of_engine:
                 state = verify_state(src, progress=progress)
-                found = Verified(state.num_files, state.num_bytes, state.remarks)
+                verified = Verified(state.num_files, state.num_bytes, state.remarks)
             else:
-                found = verify(src, hub=hub_from(options), progress=progress, **options)
+                verified = verify(src, hub=hub_from(options), progress=progress, **options)
     except DamagedError as error:
         if as_json:
             print_report(
@@ -217,15 +217,15 @@ def verify_command(src: str, as_json: bool, quiet: bool, verbose: bool, **option
             src,
             True,
             (),
-            tuple(found.remarks),
-            found.num_files,
-            found.num_bytes,
-            found.num_tensors,
-            numerics_record(found.numerics),
+            tuple(verified.remarks),
+            verified.num_files,
+            verified.num_bytes,
+            verified.num_tensors,
+            numerics_record(verified.numerics),
         )
         print_report(report)
     elif not quiet:
-        for line in describe(src, found, options["against"]):
+        for line in describe(src, verified, options["against"]):
             click.echo(line)
     return 0
 
@@ -271,9 +271,9 @@ def reshard_command(
     """
     sequence_parallel = options["sequence_parallel"]
     if in_place:
-        given = {"DST": dst, "--tp": tp, "--pp": options["pp"] > 1, "--stages": options["stages"]}
-        given |= {"--ranks": options["ranks"], "--overwrite": options["overwrite"]}
-        for name in (name for name, value in given.items() if value):
+        options_of_target = {"DST": dst, "--tp": tp, "--pp": options["pp"] > 1, "--stages": options["stages"]}
+        options_of_target |= {"--ranks": options["ranks"], "--overwrite": options["overwrite"]}
+        for name in (name for name, value in options_of_target.items() if value):
             raise click.UsageError(f"--in-place keeps the ranks and the files of SRC; leave out {name}")
         with working(quiet, verbose) as progress:
             solved = replan(

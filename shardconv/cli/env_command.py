@@ -68,8 +68,8 @@ def _version(package: str) -> str | None:
 def _nccl_version() -> str:
     import torch  # see below
 
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, found))
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
 
 
 def environment() -> EnvReport:
@@ -80,8 +80,8 @@ def environment() -> EnvReport:
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
-            gpus.append(GpuReport(found.name, found.total_memory))
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append(GpuReport(properties.name, properties.total_memory))
     backends = ("gloo", "nccl", "mpi", "xccl")
     packages: Mapping[str, str | None] = {"shardconv": __version__} | {
         name: _version(name) for name in PACKAGES
@@ -111,24 +111,24 @@ def env_command(as_json: bool, quiet: bool, verbose: bool) -> None:
       shardconv env
     """
     with working(quiet, verbose):
-        found = environment()
+        environment_rows = environment()
     if as_json:
-        print_report(found)
+        print_report(environment_rows)
         return
-    gpus = [f"{gpu.name}, {human_bytes(gpu.num_bytes)}" for gpu in found.gpus]
+    gpus = [f"{gpu.name}, {human_bytes(gpu.num_bytes)}" for gpu in environment_rows.gpus]
     rows = [
-        ("python", found.python),
-        ("platform", found.platform),
-        ("cpus", f"{found.num_cpus}, {human_bytes(found.memory_bytes)} of memory"),
-        *((name, version) for name, version in found.packages.items() if version is not None),
-        ("backends", ", ".join(found.backends)),
-        ("cuda", found.cuda or "torch is built without it"),
+        ("python", environment_rows.python),
+        ("platform", environment_rows.platform),
+        ("cpus", f"{environment_rows.num_cpus}, {human_bytes(environment_rows.memory_bytes)} of memory"),
+        *((name, version) for name, version in environment_rows.packages.items() if version is not None),
+        ("backends", ", ".join(environment_rows.backends)),
+        ("cuda", environment_rows.cuda or "torch is built without it"),
         *((f"gpu {index}", gpu) for index, gpu in enumerate(gpus)),
-        *found.variables.items(),
+        *environment_rows.variables.items(),
     ]
     for name, value in rows:
         click.echo(f"{name:<20}{value}")
-    missing = [name for name, version in found.packages.items() if version is None]
+    missing = [name for name, version in environment_rows.packages.items() if version is None]
     click.echo(f"{'not installed':<20}{', '.join(missing)}")
 
 

@@ -134,8 +134,8 @@ def export_command(
         raise click.UsageError(f"--format {chosen} writes a directory; give DST")
     if experts != "tp":
         raise click.UsageError("--experts is for the plan of a model that is not converted")
-    given = {name for name, value in options.items() if value not in (None, False)}
-    for name in sorted(given - _OPTIONS[chosen]):
+    set_options = {name for name, value in options.items() if value not in (None, False)}
+    for name in sorted(set_options - _OPTIONS[chosen]):
         raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {chosen}")
     if chosen == VLLM:
         if options["tp"] is None:
@@ -146,21 +146,21 @@ def export_command(
         values = {name: value for name, value in options.items() if name in _OPTIONS[chosen]}
         if chosen == VLLM:
             values |= {"hub": hub_from(values), "writing": writing_from(values)}
-        found = export(src, dst, chosen, progress=progress, **values)
+        exported = export(src, dst, chosen, progress=progress, **values)
     if as_json:
-        sizes = (found.num_tensors, found.num_files, found.num_bytes)
-        numbers = (*sizes, found.is_complete, found.was_complete)
+        sizes = (exported.num_tensors, exported.num_files, exported.num_bytes)
+        numbers = (*sizes, exported.is_complete, exported.was_complete)
         print_report(records.ExportReport(dst, chosen, *numbers))
     elif quiet:
         return
-    elif found.was_complete:
+    elif exported.was_complete:
         print_complete(dst)
-    elif isinstance(found, StateExport):
-        if found.is_complete:
-            _print_state(dst, found, options["tp"])
+    elif isinstance(exported, StateExport):
+        if exported.is_complete:
+            _print_state(dst, exported, options["tp"])
     else:
-        files = _files(found.num_files)
-        click.echo(f"{dst}: {found.num_tensors} tensors in {files}, {human_bytes(found.num_bytes)}")
+        files = _files(exported.num_files)
+        click.echo(f"{dst}: {exported.num_tensors} tensors in {files}, {human_bytes(exported.num_bytes)}")
 
 
 def _export_text(

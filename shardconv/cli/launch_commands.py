@@ -60,8 +60,8 @@ def num_ranks(source: str, tp: int | None) -> tuple[int, str]:
 
     if tp is not None:
         return tp, f"{source} is not converted"
-    if found := num_gpus():
-        return found, f"{source} is not converted, and this machine has so many GPUs; choose with --tp"
+    if gpus := num_gpus():
+        return gpus, f"{source} is not converted, and this machine has so many GPUs; choose with --tp"
     return DEFAULT_CPU_RANKS, f"{source} is not converted, and this machine has no GPU; choose with --tp"
 
 

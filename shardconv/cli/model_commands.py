@@ -120,13 +120,13 @@ def convert_command(
         print_written(dst, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
     elif (Path(dst) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
-        held = human_bytes(max(summary.rank_bytes))
-        if held != human_bytes(min(summary.rank_bytes)):
-            held = f"at most {held}"
+        largest_rank = human_bytes(max(summary.rank_bytes))
+        if largest_rank != human_bytes(min(summary.rank_bytes)):
+            largest_rank = f"at most {largest_rank}"
         drawn = ""
         if initial:
             drawn = f", initialized at random with seed {initial.seed}"
-        print_written(dst, f"{held} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
+        print_written(dst, f"{largest_rank} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
 
 
 @click.command("plan")
@@ -247,14 +247,16 @@ def _about_positions(
 
 def _candidates(choice: FewestRanks) -> list[CandidateReport]:
     """Return the numbers of ranks that were tried, for a report."""
-    found = []
+    candidates = []
     for each in choice.candidates:
         needed = each.needs
         sizes: tuple[int | None, ...] = (None,) * 4
         if needed is not None:
             sizes = (needed.weights, needed.cache, needed.activations, needed.total)
-        found.append(CandidateReport(each.tp, each is choice.chosen, each.is_enough, each.problem, *sizes))
-    return found
+        candidates.append(
+            CandidateReport(each.tp, each is choice.chosen, each.is_enough, each.problem, *sizes)
+        )
+    return candidates
 
 
 def _choice_text(choice: FewestRanks) -> str:
@@ -269,17 +271,19 @@ def _load(
 ) -> Workload | None:
     """Return the workload and the device that the options describe; None if no device was named."""
     if device_memory is None:
-        given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
-        for option in (name for name, value in given.items() if value):
+        options = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
+        for option in (name for name, value in options.items() if value):
             raise click.UsageError(f"{option} needs --device-memory, for example --device-memory 80GB")
         return None
     if batch is not None and context is None:
         raise click.UsageError("--batch needs --context: the tokens of each sequence")
-    kept = RESERVE if reserve is None else parse_size(reserve)
+    reserved = RESERVE if reserve is None else parse_size(reserve)
     size = parse_size(device_memory)
-    if kept >= size:
-        raise click.UsageError(f"--reserve {kept:,} bytes leaves nothing of --device-memory {size:,} bytes")
-    return Workload(size, kept, context, batch or 1)
+    if reserved >= size:
+        raise click.UsageError(
+            f"--reserve {reserved:,} bytes leaves nothing of --device-memory {size:,} bytes"
+        )
+    return Workload(size, reserved, context, batch or 1)
 
 
 def _smallest(

@@ -82,12 +82,12 @@ class RenamedOptions(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click."""
-        known = {option for parameter in self.params for option in parameter.opts}
+        names = {option for parameter in self.params for option in parameter.opts}
         renamed = []
         for arg in args:
             old, equals, value = arg.partition("=")
             new = RENAMED.get(old)
-            if new in known and old not in known:
+            if new in names and old not in names:
                 click.echo(f"{old} is now called {new}", err=True)
                 arg = f"{new}{equals}{value}"
             renamed.append(arg)
@@ -439,8 +439,8 @@ def opened(source: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
         from shardconv_runtime.files.library_logging import without_hub_logging
 
         with without_hub_logging():
-            found = find_all(source, Hub(**hub), tp)
-        parts = [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in found]
+            published = find_all(source, Hub(**hub), tp)
+        parts = [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in published]
     else:
         directories = _directories(Path(source), tp)
         manifests = [read_manifest(directory) for directory in directories]

@@ -58,8 +58,8 @@ def adapt(
     """
     root, target = Path(out), Path(out_adapter)
     directory = next(iter(stage_directories(root)), root)
-    found = manifest.read(directory)
-    base = manifest.read_plan(directory, found)
+    manifest_of_base = manifest.read(directory)
+    base = manifest.read_plan(directory, manifest_of_base)
     if base.stages is not None:
         if directory == root:
             raise SourceError(f"{out} is a stage of {base.stages.count}; name the directory of all of them")
@@ -72,7 +72,7 @@ def adapt(
     from .adaptation import BaseModel, adapt_model
 
     tell = (progress or Silent()).stage
-    model = BaseModel(root, directory, base, found.source.name)
+    model = BaseModel(root, directory, base, manifest_of_base.source.name)
     return adapt_model(model, adapter, target, seed, check=check, tell=tell)
 
 

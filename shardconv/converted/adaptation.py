@@ -79,16 +79,16 @@ def adapt_model(
         scratch.mkdir()
         remarks = _copy(Path(adapter), scratch, config) if is_saved else ()
         if is_saved:
-            given = Adapter(config, os.fspath(scratch), seed, os.fspath(adapter))
+            adapter_value = Adapter(config, os.fspath(scratch), seed, os.fspath(adapter))
         else:
-            given = Adapter(config, None, seed)
-        plan = planned(base.directory, base.plan, given, check=check, tell=tell)
+            adapter_value = Adapter(config, None, seed)
+        plan = planned(base.directory, base.plan, adapter_value, check=check, tell=tell)
         plan = replace(plan, notes=(*plan.notes, *remarks))
         if not is_saved:
             tell("initializing the adapter")
             spec = planned_spec(base.directory, base.plan)
             model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
-            attached = attach(model, {DEFAULT: given}, trainable=True)
+            attached = attach(model, {DEFAULT: adapter_value}, trainable=True)
             tensors = dict(attached.tensors)
             if attached.copies:  # copies of modules begin with the weights of the model
                 converted = read(base.root)
@@ -164,8 +164,8 @@ def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
     names = _names_of_peft(tensors, config)
     changed = next(((old, new) for old, new in names.items() if old != new), None)
     if changed is not None or not (target / WEIGHTS_NAME).is_file():
-        own = {names[name]: tensor.clone().contiguous() for name, tensor in tensors.items()}
-        save_file(own, target / WEIGHTS_NAME, metadata={"format": "pt"})
+        renamed = {names[name]: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        save_file(renamed, target / WEIGHTS_NAME, metadata={"format": "pt"})
     if changed is None:
         return ()
     return (f"the adapter's names are read as peft would have saved them: {changed[0]} is {changed[1]}",)
@@ -177,12 +177,14 @@ def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
     Trainers that save a state dict themselves leave them in, and peft then initializes a new adapter, with a
     warning.
     """
-    found: Mapping[str, str] = {name: name for name in names}
+    peft_names: Mapping[str, str] = {name: name for name in names}
     if wrapped_name(names) is not None or any(f".{_OUTERMOST}" in name for name in names):
         candidates = without_wrappers(names)
-        found = next((c for c in candidates if all(n.startswith(_OUTERMOST) for n in c.values())), found)
+        peft_names = next(
+            (c for c in candidates if all(n.startswith(_OUTERMOST) for n in c.values())), peft_names
+        )
     prefix = peft().mapping.PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
     if not prefix:
-        return found
+        return peft_names
     own_name = re.compile(rf"(\.{re.escape(prefix)}[^.]*)\.{DEFAULT}(?=\.|$)")
-    return {old: own_name.sub(r"\1", new) for old, new in found.items()}
+    return {old: own_name.sub(r"\1", new) for old, new in peft_names.items()}

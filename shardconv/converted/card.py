@@ -33,11 +33,11 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
     """
     carried: dict[str, Any] = {}
     if base_card is not None:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         with suppress(Exception):  # of the YAML library, or the client's, about someone else's card
             base: Any = ModelCard(base_card, ignore_metadata_errors=True).data
-            found = base.to_dict()
-        carried = {key: found[key] for key in CARRIED if found.get(key)}
+            fields = base.to_dict()
+        carried = {key: fields[key] for key in CARRIED if fields.get(key)}
     bases = sorted({v.manifest.source.name for v in variants if _HUB_ID.fullmatch(v.manifest.source.name)})
     data: Any = ModelCardData(
         base_model=bases[0] if len(bases) == 1 else bases or None,
@@ -116,7 +116,7 @@ def _variants(variants: Sequence[Published]) -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|---|---|"
     for variant in variants:
         plan, summary = variant.plan, summarize(variant.plan)
-        total = sum(entry.num_bytes for found in variant.manifests for entry in found.files)
+        total = sum(entry.num_bytes for each in variant.manifests for entry in each.files)
         cells = (
             variant.path,
             str(_num_ranks(variant)),
@@ -203,13 +203,13 @@ def merged(existing: str | None, card: str) -> str:
     if existing is None:
         return _with_metadata(metadata, f"\n{section}\n")
     try:
-        found = ModelCard(existing, ignore_metadata_errors=True)
+        old_card = ModelCard(existing, ignore_metadata_errors=True)
     except Exception as error:  # of the YAML library, or the client's
         raise SourceError(
             "the README.md on the Hub begins with metadata that cannot be read; correct it there, between "
             "the lines ---"
         ) from error
-    before: dict[str, Any] = found.data.to_dict()  # type: ignore[no-untyped-call]
+    before: dict[str, Any] = old_card.data.to_dict()  # type: ignore[no-untyped-call]
     after = dict(before)
     for key, value in metadata.items():
         old = after.get(key)
@@ -217,13 +217,13 @@ def merged(existing: str | None, card: str) -> str:
             after[key] = value
         elif isinstance(old, list) and isinstance(value, list):
             after[key] = [*old, *(item for item in value if item not in old)]
-    text = found.text
-    if own := _OWN.search(text):
-        body = text[: own.start()] + section + text[own.end() :]
+    text = old_card.text
+    if generated := _OWN.search(text):
+        body = text[: generated.start()] + section + text[generated.end() :]
     else:
         body = f"{text.rstrip()}\n\n{section}\n" if text.strip() else f"\n{section}\n"
     if after == before:
-        return existing[: len(existing) - len(found.text)] + body
+        return existing[: len(existing) - len(old_card.text)] + body
     return _with_metadata(after, body)
 
 

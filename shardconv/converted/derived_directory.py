@@ -77,9 +77,9 @@ def require_trusted(out: str | os.PathLike[str], plan: Plan, *, trust_remote_cod
 
 def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
     """Open a converted directory."""
-    found = shards.read(Path(out).expanduser())
-    require_trusted(out, found.plan, trust_remote_code=trust_remote_code)
-    return found
+    converted = shards.read(Path(out).expanduser())
+    require_trusted(out, converted.plan, trust_remote_code=trust_remote_code)
+    return converted
 
 
 def spec_of(found: Converted) -> ModelSpec:
@@ -179,15 +179,15 @@ def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
 def _run(piece: StridedBox, tensor: LazyTensor) -> int:
     """Return the number of elements of a piece that are adjacent in the tensor."""
     run = 1
-    for held, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
-        run *= held
-        if held != extent:
+    for piece_size, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
+        run *= piece_size
+        if piece_size != extent:
             break
     return run
 
 
 def _is_in_order(piece: StridedBox) -> bool:
-    strides = [stride for stride, held in zip(piece.strides, piece.shape, strict=True) if held > 1]
+    strides = [stride for stride, size in zip(piece.strides, piece.shape, strict=True) if size > 1]
     return isinstance(piece.leaf, FileLeaf) and strides == sorted(strides, reverse=True)
 
 

@@ -68,7 +68,7 @@ class Findings:
 def open_contents(directory: Path) -> Contents:
     """Read the manifest and the plan."""
     try:
-        found = manifest.read(directory)
+        stored_manifest = manifest.read(directory)
         is_intact = manifest.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
     except NotConvertedError:
         raise
@@ -77,12 +77,12 @@ def open_contents(directory: Path) -> Contents:
         raise CheckpointError(f"{error}{remedy}") from error
     problems = [] if is_intact else [f"{MANIFEST_NAME}: was changed since it was written, by its sha256"]
     try:
-        plan = manifest.read_plan(directory, found)
+        plan = manifest.read_plan(directory, stored_manifest)
     except (CheckpointError, PlanError) as error:
         reason = str(error).removeprefix(f"{directory}: ")
         reason = reason if reason.startswith(PLAN_NAME) else f"{PLAN_NAME}: {reason}"
-        return Contents(directory, found, None, (*problems, reason))
-    return Contents(directory, found, plan, tuple(problems))
+        return Contents(directory, stored_manifest, None, (*problems, reason))
+    return Contents(directory, stored_manifest, plan, tuple(problems))
 
 
 def check(contents: Contents, progress: Progress) -> Findings:
@@ -98,9 +98,9 @@ def check(contents: Contents, progress: Progress) -> Findings:
         list(islice(_tensor_problems(contents, files), MAX_PROBLEMS)) if contents.plan is not None else []
     )
     strays, remarks = _others(contents)
-    own = [contents.directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
+    documents = [contents.directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
     num_bytes = sum(entry.num_bytes for entry in contents.manifest.files)
-    num_bytes += sum(path.stat().st_size for path in own if path.is_file())
+    num_bytes += sum(path.stat().st_size for path in documents if path.is_file())
     return Findings(
         tuple(map(one_line, [*contents.problems, *ordered, *tensors, *strays])),
         tuple(map(one_line, remarks)),
@@ -171,13 +171,13 @@ class _Files:
 
     def measure(self, advance: Advance) -> None:
         """Compare the checksums."""
-        for entry, found in checksums(self.located, advance).items():
-            if isinstance(found, CheckpointError):
-                self._problem(entry, str(found))
-            elif found != entry.checksum:
-                kind, _, digest = found.partition(":")
-                wanted = entry.checksum.partition(":")[2]
-                problem = f"is damaged: its checksum ({kind}) is {digest} and should be {wanted}"
+        for entry, checksum in checksums(self.located, advance).items():
+            if isinstance(checksum, CheckpointError):
+                self._problem(entry, str(checksum))
+            elif checksum != entry.checksum:
+                kind, _, digest = checksum.partition(":")
+                expected = entry.checksum.partition(":")[2]
+                problem = f"is damaged: its checksum ({kind}) is {digest} and should be {expected}"
                 self._damage(entry, self.located[entry], problem)
 
     def read_headers(self) -> None:
@@ -206,9 +206,9 @@ def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
     except CheckpointError:
         return ""
     layout = "" if contents.plan is None else layout_sha256(contents.plan)
-    wanted = manifest.shard_metadata(entry.rank, contents.manifest.tp, layout)
+    expected = manifest.shard_metadata(entry.rank, contents.manifest.tp, layout)
     rank, tp, its_layout = (str(metadata.get(f"shardconv.{key}"))[:64] for key in ("rank", "tp", "layout"))
-    if (rank, tp) != (wanted["shardconv.rank"], wanted["shardconv.tp"]):
+    if (rank, tp) != (expected["shardconv.rank"], expected["shardconv.tp"]):
         owner = "common/" if rank == "common" else f"rank {rank}"
         return f"; by its header it belongs to {owner} of {tp} ranks: it was swapped"
     if layout and its_layout != layout:
@@ -219,15 +219,15 @@ def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
 def _tensor_problems(contents: Contents, files: _Files) -> Iterator[str]:
     """Yield tensors that files of a rank lack, or have in another form, or should not have."""
     assert contents.plan is not None
-    own: dict[int | None, list[str]] = defaultdict(list)
+    problems_of_owner: dict[int | None, list[str]] = defaultdict(list)
     for entry in filter(is_shard, contents.manifest.files):
-        own[entry.rank].append(entry.path)
+        problems_of_owner[entry.rank].append(entry.path)
     stored = stored_plans(contents.plan)
     common = {name: entry for name, entry in stored.items() if is_common(entry)}
     sharded = {name: entry for name, entry in stored.items() if name not in common}
     for rank in (None, *range(contents.plan.tp)):
-        if not files.problems.keys() & set(own[rank]):
-            headers = {path: files.headers[path] for path in own[rank]}
+        if not files.problems.keys() & set(problems_of_owner[rank]):
+            headers = {path: files.headers[path] for path in problems_of_owner[rank]}
             yield from _owner_problems(contents.plan, rank, headers, common if rank is None else sharded)
 
 
@@ -239,21 +239,21 @@ def _owner_problems(
 ) -> Iterator[str]:
     """Yield the problems of the files of one rank, or of ``common/``."""
     where = manifest.COMMON_DIRECTORY if rank is None else manifest.rank_directory(rank, plan.tp)
-    held: dict[str, str] = {}
+    stored: dict[str, str] = {}
     for path, tensors in headers.items():
         for name, tensor in tensors.items():
-            if name in held:
-                yield f"{path}: holds {name}, and so does {held[name]}"
-            held[name] = path
+            if name in stored:
+                yield f"{path}: holds {name}, and so does {stored[name]}"
+            stored[name] = path
             if name not in expected:
                 yield f"{path}: holds {name}, which by the plan does not belong there"
                 continue
             entry = expected[name]
-            wanted = (STORED_NAME[entry.dtype], local_shape(entry, plan.mesh, rank or 0))
-            if (tensor.dtype, tensor.shape) != wanted:
+            planned = (STORED_NAME[entry.dtype], local_shape(entry, plan.mesh, rank or 0))
+            if (tensor.dtype, tensor.shape) != planned:
                 got = f"{tensor.dtype} {list(tensor.shape)}"
-                yield f"{path}: {name} is {got}, and by the plan {wanted[0]} {list(wanted[1])}"
-    yield from (f"{where}: no file holds {name}" for name in expected if name not in held)
+                yield f"{path}: {name} is {got}, and by the plan {planned[0]} {list(planned[1])}"
+    yield from (f"{where}: no file holds {name}" for name in expected if name not in stored)
 
 
 def _others(contents: Contents) -> tuple[list[str], list[str]]:
@@ -267,14 +267,14 @@ def _others(contents: Contents) -> tuple[list[str], list[str]]:
     def unlisted(error: OSError) -> None:
         remarks.append(f"{error.filename} cannot be listed ({error.strerror})")
 
-    known = {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in contents.manifest.files)}
-    unnamed = [path for path in _walk(contents.directory, unlisted) if path not in known]
+    named = {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in contents.manifest.files)}
+    unnamed = [path for path in _walk(contents.directory, unlisted) if path not in named]
     if (contents.directory / PARTIAL).exists():
         remarks.append(f"{PARTIAL} is there: a conversion to this directory was begun and is not finished")
-    others = [path for path in unnamed if not path.endswith(SHARD)]
-    if others:
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-        remarks.append(f"not in the manifest: {', '.join(others[:SHOWN])}{more}")
+    other_files = [path for path in unnamed if not path.endswith(SHARD)]
+    if other_files:
+        more = f" and {len(other_files) - SHOWN} more" if len(other_files) > SHOWN else ""
+        remarks.append(f"not in the manifest: {', '.join(other_files[:SHOWN])}{more}")
     strays = [path for path in unnamed if path.endswith(SHARD)]
     return [f"{path}: the manifest does not name it; move it away" for path in strays], remarks
 

@@ -51,17 +51,17 @@ def resharded(
     solved = solved_again(derived_directory.spec_of(found), found.plan, options, progress.stage)
     weights = derived_directory.weights_of(found)
     # The new plan needs all stored tensors, in their dtypes. Other versions might cast or leave some out.
-    wanted = stored_plans(solved)
+    planned = stored_plans(solved)
     first = dict(found.plan.tied)  # a tied tensor is kept under any of its names
-    kept = {first.get(name, name) for name in wanted if name in weights}
-    for name in sorted({*weights, *wanted}):
+    unchanged = {first.get(name, name) for name in planned if name in weights}
+    for name in sorted({*weights, *planned}):
         problem = ""
         if name not in weights:
             problem = "which is not there"
-        elif first.get(name, name) not in kept:
+        elif first.get(name, name) not in unchanged:
             problem = "which the model lacks in this environment"
-        elif name in wanted and weights[name].dtype != wanted[name].dtype:
-            problem = f"which is in {weights[name].dtype} there, and in {wanted[name].dtype} here"
+        elif name in planned and weights[name].dtype != planned[name].dtype:
+            problem = f"which is in {weights[name].dtype} there, and in {planned[name].dtype} here"
         if problem:
             raise PlanError(
                 f"{found.directory} cannot be resharded for {name}, {problem}; "
@@ -73,7 +73,7 @@ def resharded(
 
     # Weights that are interleaved on some rank of the new plan are read in bands.
     gathered_weights = dict[str, LazyTensor]()
-    for name, entry in wanted.items():
+    for name, entry in planned.items():
         lazy = weights[name]
         parts = (shard(entry, lazy, solved.mesh, rank) for rank in range(solved.tp))
         gathered_weights[name] = gathered(name, lazy) if any(map(is_interleaved, parts)) else lazy

@@ -115,8 +115,8 @@ def _dequantized(
         if all(stored in tensors for stored in names.values()):
             parts = {part: tensors[stored] for part, stored in names.items()}
             whole = WeightSlice.whole(global_shape(entry))
-            held = whole if rank is None else held_part(entry, converted.plan.mesh, rank)
-            weights[name] = dequantized_rows(name, entry.packing, parts, held, entry.dtype)
+            part_of_rank = whole if rank is None else held_part(entry, converted.plan.mesh, rank)
+            weights[name] = dequantized_rows(name, entry.packing, parts, part_of_rank, entry.dtype)
     return weights
 
 

@@ -111,32 +111,32 @@ class Changes:
 
 def is_there(item: Item, tree: Tree) -> bool:
     """Return whether the repository has a file at its path, with its content."""
-    found = tree.files.get(item.path)
-    if found is None or found.num_bytes != item.num_bytes:
+    remote = tree.files.get(item.path)
+    if remote is None or remote.num_bytes != item.num_bytes:
         return False
-    return found.sha256 == item.sha256 if found.sha256 else found.blob_id == item.blob_id()
+    return remote.sha256 == item.sha256 if remote.sha256 else remote.blob_id == item.blob_id()
 
 
 def compare(items: Sequence[Item], folder: str, tree: Tree) -> Changes:
     """Return the changes after which the repository has ``items``, and nothing else in ``folder``."""
     there = {item.path for item in items if is_there(item, tree)}
-    wanted = {item.path for item in items}
+    paths = {item.path for item in items}
     return Changes(
         tuple(item for item in items if item.path not in there),
         tuple(item for item in items if item.path in there),
-        tuple(path for path in tree.files if path.startswith(f"{folder}/") and path not in wanted),
+        tuple(path for path in tree.files if path.startswith(f"{folder}/") and path not in paths),
     )
 
 
 def new_bytes(items: Iterable[Item], tree: Tree) -> int:
     """Return the bytes of the contents that the repository does not have under any path, each counted
     once."""
-    known = {file.sha256 for file in tree.files.values() if file.sha256}
-    return sum({i.sha256: i.num_bytes for i in items if i.sha256 not in known}.values())
+    stored_hashes = {file.sha256 for file in tree.files.values() if file.sha256}
+    return sum({i.sha256: i.num_bytes for i in items if i.sha256 not in stored_hashes}.values())
 
 
 def breaks_manifest(changes: Changes, folder: str, tree: Tree) -> bool:
     """Return whether the changes of other files would make the manifest in ``folder`` wrong."""
-    own = f"{folder}/{MANIFEST_NAME}"
-    inside = [i.path for i in changes.send if i.path.startswith(f"{folder}/") and i.path != own]
-    return own in tree.files and bool(inside)
+    manifest_path = f"{folder}/{MANIFEST_NAME}"
+    inside = [i.path for i in changes.send if i.path.startswith(f"{folder}/") and i.path != manifest_path]
+    return manifest_path in tree.files and bool(inside)

@@ -42,8 +42,8 @@ THREADS = 4
 
 def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> dict[str, str]:
     """Return the sha256 (hex) of some files of a directory, by their paths in it."""
-    known = _HashCache(directory)
-    missing = [path for path in paths if known.get(path) is None]
+    cache = _HashCache(directory)
+    missing = [path for path in paths if cache.get(path) is None]
     if missing:
         with progress.bar("sha256", sum(paths[path] for path in missing)) as advance:
             lock = threading.Lock()
@@ -51,12 +51,12 @@ def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> di
             def read(path: str) -> None:
                 digest = sha256_of(directory / path)
                 with lock:
-                    known.put(path, digest)
+                    cache.put(path, digest)
                     advance(paths[path])
 
             with ThreadPoolExecutor(THREADS) as pool:
                 list(pool.map(read, missing))
-    return {path: known.get(path) or sha256_of(directory / path) for path in paths}
+    return {path: cache.get(path) or sha256_of(directory / path) for path in paths}
 
 
 class _HashCache:
@@ -74,8 +74,8 @@ class _HashCache:
         self._file = folder / f"{name}.json"
         self._entries: dict[str, list[object]] = {}
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(self._file.read_text())
-            self._entries = found if isinstance(found, dict) else {}
+            rows = json.loads(self._file.read_text())
+            self._entries = rows if isinstance(rows, dict) else {}
 
     def get(self, path: str) -> str | None:
         """Return the sha256, unless the file changed since it was read."""
@@ -112,9 +112,9 @@ class Pushing:
         # Every file of the directory, the manifest of each stage after its others.
         recorded: dict[str, str] = {}
         sizes: dict[str, int] = {}
-        for part, found in zip(self.own.folder.parts, self.own.manifests, strict=True):
+        for part, manifest_of_part in zip(self.own.folder.parts, self.own.manifests, strict=True):
             start = part.removeprefix(self._folder).lstrip("/")
-            for entry in found.files:
+            for entry in manifest_of_part.files:
                 path, (kind, digest) = join(start, entry.path), entry.checksum.split(":")
                 sizes[path] = entry.num_bytes
                 if kind == "sha256":
@@ -145,7 +145,7 @@ class Pushing:
         ]
         # Other numbers of ranks have separate, complete converted directories.
         read = [self._read(folder, tree) for folder in folders(tree.files) if folder != self.own.folder]
-        variants = sorted([self.own, *(found for found in read if found)], key=lambda v: v.folder)
+        variants = sorted([self.own, *(pushed for pushed in read if pushed)], key=lambda v: v.folder)
         existing = self._remote.text(README, tree)
         card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
         items.append(text_item(README, card))

@@ -98,11 +98,13 @@ def replan(
         plans.append(plan)
     # Nothing is written before all parts are checked. In each, the plan is replaced before the manifest.
     for part, plan in zip(parts, plans, strict=True):
-        found = part.manifest
+        part_manifest = part.manifest
         plan_sha256 = plan_json.write(plan, part.directory / manifest.PLAN_NAME)
-        numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with another plan
-        tools = {**found.tools, **tool_versions()}
-        renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
+        numerics = (
+            part_manifest.numerics if plan_sha256 == part_manifest.plan_sha256 else None
+        )  # measured with another plan
+        tools = {**part_manifest.tools, **tool_versions()}
+        renewed = replace(part_manifest, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
         manifest.write(renewed, part.directory)
     return new
 
@@ -200,15 +202,15 @@ def reshard(
     outputs = prepared(
         dst, pp, overwrite=writing.overwrite, source=src, options=write_options, settings={"tp": tp}
     )
-    found = derived_directory.read(src, trust_remote_code=trust_remote_code)
+    source = derived_directory.read(src, trust_remote_code=trust_remote_code)
     if not outputs.is_complete:
         require_intact(Path(src).expanduser(), progress or Silent())
 
     # torch and transformers are imported once the arguments are known to be right.
     from .new_solution import resharded
 
-    has_sequence_form = tp > 1 and derived_directory.has_sequence_form(found.plan)
+    has_sequence_form = tp > 1 and derived_directory.has_sequence_form(source.plan)
     options = SolveOptions(
-        tp, found.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=layers
+        tp, source.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=layers
     )
-    return resharded(found, outputs, options, write_options, progress or Silent())
+    return resharded(source, outputs, options, write_options, progress or Silent())

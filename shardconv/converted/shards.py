@@ -60,8 +60,8 @@ class Converted:
         for cell in product(*(part.items() for part in owned)):
             rank = sum(member for member, _ in cell)  # each member has coordinates only on axes of its dim
             tensor = self.tensors[rank][name]
-            for dim, (_, (held, _)) in enumerate(cell):
-                tensor = lazy.take(tensor, dim, held)
+            for dim, (_, (ranges_of_cell, _)) in enumerate(cell):
+                tensor = lazy.take(tensor, dim, ranges_of_cell)
             yield OwnedPart(rank, tensor, [positions for _, (_, positions) in cell])
 
     def weight(self, name: str, entry: ParameterPlan) -> LazyTensor:
@@ -79,14 +79,14 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
     A position that several ranks hold is taken from one of them.
     """
     members = group_of(mesh, axes_of(dim), 0)
-    found: dict[int, tuple[list[Range], list[Range]]] = {}
+    ranges_by_rank: dict[int, tuple[list[Range], list[Range]]] = {}
     done = 0
     for member, start, stop in gather_index(dim, mesh).pieces:
-        held, positions = found.setdefault(members[member], ([], []))
-        held.append((start, stop))
+        spans, positions = ranges_by_rank.setdefault(members[member], ([], []))
+        spans.append((start, stop))
         positions.append((done, done + stop - start))
         done += stop - start
-    return found
+    return ranges_by_rank
 
 
 def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
@@ -97,17 +97,17 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
         first = stages[0]  # every stage has the model's config and other small files
         tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
         for stage in stages:
-            for rank, held in stage.tensors.items():
-                tensors[rank].update(held)
+            for rank, tensors_of_rank in stage.tensors.items():
+                tensors[rank].update(tensors_of_rank)
         manifests = tuple(stage.manifest for stage in stages)
         return Converted(first.directory, first.manifest, first.plan, tensors, manifests)
-    found = _read(path, may_be_damaged)
-    if found.plan.stages is not None:
+    opened = _read(path, may_be_damaged)
+    if opened.plan.stages is not None:
         raise PlanError(
-            f"{path} is a stage of {found.plan.stages.count}, with only its own layers; name the directory "
+            f"{path} is a stage of {opened.plan.stages.count}, with only its own layers; name the directory "
             "that holds all stages"
         )
-    return found
+    return opened
 
 
 def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
@@ -121,15 +121,15 @@ def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
     if len(plans) > 1 or any(stage.manifest.source != source for stage in stages):
         raise DamagedError(f"{path} has stages of several conversions; convert again")
     plan = plans.pop()
-    found = []
+    converted = []
     for number, stage in enumerate(stages):
-        firsts = {held: name for name, held in held_names(plan, number).items()}
+        firsts = {stored: name for name, stored in held_names(plan, number).items()}
         tensors = {
-            rank: {firsts.get(name, name): tensor for name, tensor in held.items()}
-            for rank, held in stage.tensors.items()
+            rank: {firsts.get(name, name): tensor for name, tensor in stored.items()}
+            for rank, stored in stage.tensors.items()
         }
-        found.append(replace(stage, plan=plan, tensors=tensors))
-    return found
+        converted.append(replace(stage, plan=plan, tensors=tensors))
+    return converted
 
 
 def of_all_stages(plan: Plan) -> Plan:
@@ -140,18 +140,18 @@ def of_all_stages(plan: Plan) -> Plan:
 
 def _read(path: Path, may_be_damaged: bool) -> Converted:
     """Open one directory, of a model or of a stage."""
-    found = manifest.read(path)
-    plan = manifest.read_plan(path, found)
-    for rank in range(found.tp):
-        manifest.check_sizes(path, found, rank)
+    stored_manifest = manifest.read(path)
+    plan = manifest.read_plan(path, stored_manifest)
+    for rank in range(stored_manifest.tp):
+        manifest.check_sizes(path, stored_manifest, rank)
     layout = layout_sha256(plan)
     tensors: dict[int | None, dict[str, LazyTensor]] = {None: {}, **{rank: {} for rank in range(plan.tp)}}
-    for entry in found.files:
+    for entry in stored_manifest.files:
         if entry.path.endswith(".safetensors"):
             if entry.sample and not may_be_damaged:
                 check_sample(manifest.resolve(path, entry.path), entry.sample)
             file = manifest.resolve(path, entry.path)
-            checked = manifest.check_shard(file, entry.rank, found.tp, layout)
+            checked = manifest.check_shard(file, entry.rank, stored_manifest.tp, layout)
             shard = ShardFile(file, entry.num_bytes, checked)
             for name, tensor in shard.tensors.items():
                 if tensor.dtype not in TORCH_NAME:
@@ -166,10 +166,10 @@ def _read(path: Path, may_be_damaged: bool) -> Converted:
             stored = tensors[owner].get(name)
             expected = (planned.dtype, local_shape(planned, plan.mesh, owner or 0))
             if stored is None or (stored.dtype, stored.shape) != expected:
-                held = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
+                description = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
                 where = "common/" if owner is None else f"the files of rank {owner}"
                 raise DamagedError(
                     f"{path}: {where} should hold {name} as {expected[0]} {list(expected[1])}, "
-                    f"and hold {held}; copy the directory again, or convert the model again"
+                    f"and hold {description}; copy the directory again, or convert the model again"
                 )
-    return Converted(path, found, plan, tensors)
+    return Converted(path, stored_manifest, plan, tensors)

@@ -92,18 +92,18 @@ def read_reference(
         plain = replace(spec, tied=found_weights.tied)
         with suppress(SourceError):  # other weights than the plan's: the comparison says what is missing
             checkpoint = quantized_model(plain, checkpoint, quantization).weights
-    _, found = flatten(plan, checkpoint)
+    _, stored = flatten(plan, checkpoint)
     weights: dict[str, LazyTensor] = {}
     problems = []
     for name, entry in stored_plans(plan).items():
-        wanted = f"{list(global_shape(entry))} in the plan"
-        if name not in found:
-            problems.append(f"{name}: is not in {model}, and {wanted}")
-        elif found[name].shape != global_shape(entry):
-            problems.append(f"{name}: is {list(found[name].shape)} in {model}, and {wanted}")
+        described = f"{list(global_shape(entry))} in the plan"
+        if name not in stored:
+            problems.append(f"{name}: is not in {model}, and {described}")
+        elif stored[name].shape != global_shape(entry):
+            problems.append(f"{name}: is {list(stored[name].shape)} in {model}, and {described}")
         else:
-            weights[name] = as_planned(name, entry, found[name])
-    if spec.class_name != plan.model.class_name and len(weights) < len(found) / 2:
+            weights[name] = as_planned(name, entry, stored[name])
+    if spec.class_name != plan.model.class_name and len(weights) < len(stored) / 2:
         raise SourceError(
             f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
             "converted; name the model that it was converted from"
@@ -120,7 +120,7 @@ def read_reference(
         packing = entries[name].packing
         tied |= {alias} if packing is None else {tensor_name(alias, t.name) for t in packing.tensors}
     planned = stored_plans(plan).keys() | tied
-    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
+    problems += [f"{name}: is in {model}, and not in the plan" for name in stored if name not in planned]
     return Reference(spec, weights, tuple(problems))
 
 
@@ -193,8 +193,8 @@ class _Comparer:
         by_file: dict[Path, list[_Span]] = {}
         for span in spans:
             by_file.setdefault(span.path, []).append(span)
-        self._files = [sorted(held, key=lambda span: span.begin) for held in by_file.values()]
-        self._begins = [[span.begin for span in held] for held in self._files]
+        self._files = [sorted(of_file, key=lambda span: span.begin) for of_file in by_file.values()]
+        self._begins = [[span.begin for span in of_file] for of_file in self._files]
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
         self._buffers = threading.local()
@@ -212,20 +212,20 @@ class _Comparer:
     def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[PlacedTensor]:
         """Yield the tensors that should be at each span."""
         parameters = stored_plans(plan)
-        for index, held in enumerate(self._files):
-            for span in held:
-                wanted = shard(parameters[span.name], weights[span.name], plan.mesh, span.rank or 0)
-                assert wanted.shape == span.shape, "converted.read has checked it"
-                yield PlacedTensor(wanted, index, span.begin)
+        for index, spans in enumerate(self._files):
+            for span in spans:
+                expected = shard(parameters[span.name], weights[span.name], plan.mesh, span.rank or 0)
+                assert expected.shape == span.shape, "converted.read has checked it"
+                yield PlacedTensor(expected, index, span.begin)
 
     def difference(self, index: int, offset: int, data: memoryview) -> int | None:
         """Return the first byte of a file, from ``offset`` on, that differs from ``data``; None if all are
         equal."""
-        found = self._read(index, offset, len(data))
-        wanted = np.frombuffer(data, np.uint8)
-        if np.array_equal(found, wanted):
+        stored = self._read(index, offset, len(data))
+        expected = np.frombuffer(data, np.uint8)
+        if np.array_equal(stored, expected):
             return None
-        return offset + int(np.argmax(found != wanted))
+        return offset + int(np.argmax(stored != expected))
 
     def take(self, sink: _Sink) -> None:
         """Keep the first differences of one unit."""
@@ -243,8 +243,8 @@ class _Comparer:
         for span, offset in self._different.items():
             by_name.setdefault(span.name, []).append((span, offset))
         count = dict.fromkeys(by_name, 0)
-        for held in self._files:
-            for span in held:
+        for spans in self._files:
+            for span in spans:
                 if span.name in count:
                     count[span.name] += 1
         for name, entry in stored_plans(plan).items():
@@ -253,10 +253,10 @@ class _Comparer:
                 yield _line(differing, count[name], entry, plan.mesh, model)
 
     def _read(self, index: int, offset: int, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        held: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, "held", None)
-        if held is None or len(held) < num_bytes:
-            held = self._buffers.held = np.empty(num_bytes, np.uint8)
-        into = held[:num_bytes].data
+        buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, "held", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._buffers.held = np.empty(num_bytes, np.uint8)
+        into = buffer[:num_bytes].data
         path = self._files[index][0].path
         while len(into):
             try:
@@ -266,7 +266,7 @@ class _Comparer:
             if count == 0:
                 raise DamagedError(f"{path} has no byte {offset}: it was cut off since its header was read")
             into, offset = into[count:], offset + count
-        return held[:num_bytes]
+        return buffer[:num_bytes]
 
     def _handle(self, index: int, path: Path) -> int:
         with self._lock:
@@ -287,10 +287,10 @@ class _Sink:
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Compare data with the file."""
         self.num_bytes += len(data)
-        found = self.comparer.difference(file, offset, data)
-        if found is not None:
-            key = file, self.comparer.tensor_at(file, found)
-            self.different[key] = min(found, self.different.get(key, found))
+        difference = self.comparer.difference(file, offset, data)
+        if difference is not None:
+            key = file, self.comparer.tensor_at(file, difference)
+            self.different[key] = min(difference, self.different.get(key, difference))
 
 
 def _line(

@@ -89,10 +89,11 @@ def verify(
     """
     progress, directory = progress or Silent(), Path(out)
     hub = hub or Hub()
-    given = [field.name for field in fields(hub) if getattr(hub, field.name)]
-    if against is None and given:
+    hub_options = [field.name for field in fields(hub) if getattr(hub, field.name)]
+    if against is None and hub_options:
         raise OptionError(
-            f"{given[0]} says how to read a model to compare with, and none is named; add --against MODEL"
+            f"{hub_options[0]} says how to read a model to compare with, and none is named; add "
+            "--against MODEL"
         )
     parts = [open_contents(part) for part in stage_directories(directory) or [directory]]
     plan = parts[0].plan and of_all_stages(parts[0].plan)
@@ -124,8 +125,8 @@ def verify(
                 trust_remote_code=trust_remote_code,
                 quantization=quantization_of(read_config(parts[0].directory, parts[0].manifest, plan)),
             )
-    found = _checked(directory, parts, progress)
-    problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
+    results = _checked(directory, parts, progress)
+    problems, remarks, num_tensors = list(results.problems), list(results.remarks), None
     if reference is not None:
         num_tensors = add_differences(directory, reference, problems, remarks, progress)
     elif against is not None:
@@ -150,25 +151,25 @@ def verify(
                     _record(part, None)
             raise
         remarks += [remark for part in parts for remark in _record(part, outcome)]
-    return Verified(found.num_files, found.num_bytes, tuple(remarks), num_tensors, outcome)
+    return Verified(results.num_files, results.num_bytes, tuple(remarks), num_tensors, outcome)
 
 
 def _checked(directory: Path, parts: Sequence[Contents], progress: Progress) -> Findings:
     """Check a directory, or the directories of all stages, whose names are in front of their problems."""
-    found = [check(part, progress) for part in parts]
+    results = [check(part, progress) for part in parts]
     if len(parts) == 1:
-        return found[0]
+        return results[0]
     problems, remarks = (
         [
             f"{part.directory.name}: {line}"
-            for part, each in zip(parts, found, strict=True)
+            for part, each in zip(parts, results, strict=True)
             for line in getattr(each, kind)
         ]
         for kind in ("problems", "remarks")
     )
     if len({part.plan and of_all_stages(part.plan) for part in parts}) > 1:
         problems.append(f"{directory} has stages of several conversions, or of damaged plans")
-    counts = sum(each.num_files for each in found), sum(each.num_bytes for each in found)
+    counts = sum(each.num_files for each in results), sum(each.num_bytes for each in results)
     return Findings(tuple(problems), tuple(remarks), *counts)
 
 

@@ -235,7 +235,7 @@ def weighted_leaves(analysis: Analysis) -> set[Node]:
     summed = {find(x) for c in analysis.contractions for dim in c.dims for x in dim_trees.leaves(dim)}
     tables = {lookup.table for lookup in analysis.lookups}
     start = {find(x) for _, count in analysis.experts for x in dim_trees.leaves(count)}
-    own: set[Node] = set()
+    leaves_of_parameters: set[Node] = set()
     # Parameters, and tensors computed only from parameters and single numbers, such as the number of an
     # expert.
     tensors = analysis.tape.tensors
@@ -246,10 +246,10 @@ def weighted_leaves(analysis: Analysis) -> set[Node]:
             parts.update(written)
     for tid in parts & analysis.dims.keys():
         leaves = {find(x) for dim in analysis.dims[tid] for x in dim_trees.leaves(dim)}
-        own |= leaves
+        leaves_of_parameters |= leaves
         if tid in tables or not summed.isdisjoint(leaves):
             start.update(x for x in leaves if not x.blocked)
-    return own | _reached(_neighbors(analysis), start)
+    return leaves_of_parameters | _reached(_neighbors(analysis), start)
 
 
 def _neighbors(analysis: Analysis) -> dict[Node, list[Node]]:
@@ -278,12 +278,12 @@ def _reached(neighbors: Mapping[Node, Sequence[Node]], start: Iterable[Node]) ->
 def differentiable(analysis: Analysis) -> set[int]:
     """Return the tensors that depend on a parameter and may have a gradient."""
     tape = analysis.tape
-    found = {t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.dtype.is_floating_point}
+    tids = {t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.dtype.is_floating_point}
     for event in tape.events:
         if isinstance(event, Mark):
-            if event.source in found:
-                found.add(event.target)
-        elif not found.isdisjoint(event.inputs):
+            if event.source in tids:
+                tids.add(event.target)
+        elif not tids.isdisjoint(event.inputs):
             dtypes = ((t, tape.tensors[t].dtype) for t in event.outputs)
-            found.update(t for t, dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-    return found
+            tids.update(t for t, dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return tids

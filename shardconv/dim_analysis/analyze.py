@@ -89,13 +89,13 @@ def _block_compared(builder: Builder) -> None:
     frozen: set[Node] | None = None
     for sides in result.tape.comparisons:
         sizes = [[s for s in sources(side) if s[0] == "size" and s[1] in result.dims] for side in sides]
-        for own, other in (sizes, reversed(sizes)):
-            tables = [result.dims[tid][dim] for _, tid, dim in own if builder.is_parameter(tid)]
+        for first, other in (sizes, reversed(sizes)):
+            tables = [result.dims[tid][dim] for _, tid, dim in first if builder.is_parameter(tid)]
             if not tables or not other:
                 continue
             frozen = frozen_leaves(result) if frozen is None else frozen
-            given = [x for _, tid, dim in other for x in dim_trees.leaves(result.dims[tid][dim])]
-            if any(x in frozen for x in given):
+            compared = [x for _, tid, dim in other for x in dim_trees.leaves(result.dims[tid][dim])]
+            if any(x in frozen for x in compared):
                 builder.why = "its size is compared with that of the input"
                 for dim in tables:
                     builder.block_dim(dim)

@@ -76,9 +76,11 @@ def find_experts(tape: Tape) -> list[ExpertCall]:
     for event in tape.events:
         if isinstance(event, Mark):
             marks.setdefault(event.call, []).append(event)
-    found = [c for call, mine in marks.items() if (c := _candidate(tape, call, mine)) is not None]
-    outer = {c.call for c in found if any(c.call in _ancestors(tape, other.call) for other in found)}
-    return [c for c in found if c.call not in outer]
+    candidates = [c for call, mine in marks.items() if (c := _candidate(tape, call, mine)) is not None]
+    outer = {
+        c.call for c in candidates if any(c.call in _ancestors(tape, other.call) for other in candidates)
+    }
+    return [c for c in candidates if c.call not in outer]
 
 
 def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:

@@ -34,11 +34,11 @@ def einsum_dims(
     by_label: dict[str, Node] = {}
     for tid, labels in operands:
         for label, dim in zip(labels, b.tensor(tid), strict=True):
-            known = by_label.get(label)
-            if known is None or known.size == 1:
+            merged = by_label.get(label)
+            if merged is None or merged.size == 1:
                 by_label[label] = dim
             elif dim.size != 1:
-                dim_trees.unify(known, dim)
+                dim_trees.unify(merged, dim)
     shared = set.intersection(*(set(labels) for _, labels in operands)) if len(operands) == 2 else set()
     if any(by_label[label].size > 1 for label in shared.intersection(output)):
         b.result.stacks.update(tid for tid, _ in operands)
@@ -194,10 +194,10 @@ def experts(b: Builder, op: Op, args: Arguments) -> None:
     b.block(*site.where.inputs)
     count = dim_trees.leaf(site.sharding.num_experts)
     for tid in site.where.parameters:
-        first, *others = b.tensor(tid)
+        first, *rest = b.tensor(tid)
         outer, inner = b.split(first, first.size // count.size)
         dim_trees.unify(count, outer)
-        for dim in (inner, *others):
+        for dim in (inner, *rest):
             b.block_dim(dim)
         b.never_partial(tid)
     b.work([count])

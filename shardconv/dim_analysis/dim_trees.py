@@ -315,9 +315,9 @@ def _pair_up(a: Node, b: Node, join: Join) -> None:
         starts = [[0, *accumulate(s.size for s in parts)] for parts in (left, right)]
         # A segment must not be joined with a part of itself, as if a sequence is compared with its successor:
         # each cut would require another one, shifted further.
-        known = dict(zip(left, starts[0], strict=False))
+        matches = dict(zip(left, starts[0], strict=False))
         for node, start in zip(right, starts[1], strict=False):
-            if 0 < abs(start - known.get(node, start)) < node.size:
+            if 0 < abs(start - matches.get(node, start)) < node.size:
                 raise IncompatibleDims
         sizes = [stop - start for start, stop in pairwise(sorted({*starts[0], *starts[1]}))]
         for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):

@@ -110,17 +110,17 @@ def _site(tape: Tape, call: int, indices: list[int], marks: list[Mark]) -> NormS
 
 def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
     """Return the number of groups of the last dim; None if these operators are not a norm."""
-    known = _NORMS | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
-    found: set[int | None] = set()
+    members = _NORMS | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
+    calls: set[int | None] = set()
     for op in ops:
         name = op.base
-        if name not in known:
+        if name not in members:
             return None
         if name in _NORMS:
-            found.add(1 if len(op.args[1]) == 1 else None)
+            calls.add(1 if len(op.args[1]) == 1 else None)
         elif name in _REDUCTIONS:
-            found.add(_groups_reduced(op, tape.tensors[op.inputs[0]].shape, shape))
-    return found.pop() if len(found) == 1 else None
+            calls.add(_groups_reduced(op, tape.tensors[op.inputs[0]].shape, shape))
+    return calls.pop() if len(calls) == 1 else None
 
 
 def _groups_reduced(op: Op, reduced: tuple[int, ...], shape: tuple[int, ...]) -> int | None:

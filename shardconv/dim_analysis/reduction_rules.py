@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def _reduced(args: Arguments, rank: int) -> list[int]:
-    given = args["dim"]
-    if given is None or given == []:
+    numbers = args["dim"]
+    if numbers is None or numbers == []:
         return list(range(rank))
-    return [d % rank for d in (given if isinstance(given, (list, tuple)) else [given])] if rank else []
+    return [d % rank for d in (numbers if isinstance(numbers, (list, tuple)) else [numbers])] if rank else []
 
 
 def _remaining(b: Builder, dims: list[Node], reduced: list[int], rank: int) -> list[Node]:
@@ -149,10 +149,10 @@ def weight_norm(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``_weight_norm``: a matrix divided by its norms over all dims but one, times scales along that
     one."""
     matrix, scales = op.inputs
-    dims, kept = b.tensor(matrix), args["dim"]
+    dims, kept_dim = b.tensor(matrix), args["dim"]
     b.never_partial(*op.inputs)
     for i, dim in enumerate(dims):
-        if kept == -1 or i != kept:
+        if kept_dim == -1 or i != kept_dim:
             b.block_dim(dim)
         else:
             dim_trees.unify(dim, b.tensor(scales)[i])

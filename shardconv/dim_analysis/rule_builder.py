@@ -46,9 +46,9 @@ class Builder:
 
     def tensor(self, tid: int) -> tuple[Node, ...]:
         """Return the dims of a tensor. Parameters, inputs and constants get theirs here."""
-        known = self.result.dims.get(tid)
-        if known is not None:
-            return known
+        known_dims = self.result.dims.get(tid)
+        if known_dims is not None:
+            return known_dims
         info = self.tape.tensors[tid]
         is_parameter = info.kind in ("parameter", "buffer")
         dims = tuple(dim_trees.leaf(n, blocked=not is_parameter) for n in info.shape)

@@ -187,8 +187,8 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
     common = broadcast(b, tids, max(len(b.shape(t)) for t in tids))
     adjacent = picked == list(range(picked[0], picked[-1] + 1))
     position = picked[0] if adjacent else 0
-    kept = [d for p, d in enumerate(dims) if p not in picked]
-    b.set(target, [*kept[:position], *common, *kept[position:]], b.partial(source))
+    remaining = [d for p, d in enumerate(dims) if p not in picked]
+    b.set(target, [*remaining[:position], *common, *remaining[position:]], b.partial(source))
     if picked == [0]:
         b.take_from_stack(source, target)
 
@@ -249,9 +249,9 @@ def scatter(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``scatter``, ``scatter_add`` and ``scatter_reduce``: writes along one dim by ids."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
-    others = [t for t in (args.tensor("index"), args.tensor("src")) if t is not None]
+    tensors = [t for t in (args.tensor("index"), args.tensor("src")) if t is not None]
     b.never_partial(*op.inputs)
-    for tid in others:
+    for tid in tensors:
         for i, (x, y) in enumerate(zip(dims, b.tensor(tid), strict=True)):
             if i == args["dim"] % len(dims) or x.size != y.size:
                 b.block_dim(x)

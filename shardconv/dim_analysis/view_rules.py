@@ -149,8 +149,8 @@ def movedim(b: Builder, op: Op, args: Arguments) -> None:
     """Analyze ``movedim`` with ints or lists."""
     dims = b.tensor(op.inputs[0])
     rank = len(dims)
-    given = (args["source"], args["destination"])
-    source, destination = ([x] if isinstance(x, int) else x for x in given)
+    arguments = (args["source"], args["destination"])
+    source, destination = ([x] if isinstance(x, int) else x for x in arguments)
     moved = {d % rank: s % rank for s, d in zip(source, destination, strict=True)}
     rest = iter(i for i in range(rank) if i not in moved.values())
     b.set(

@@ -121,21 +121,21 @@ def export(
             if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
                 file.unlink()
     output = derived_directory.prepare("DST", directory, out, "shard-*.safetensors")
-    found = shards.read(Path(out).expanduser())
+    converted = shards.read(Path(out).expanduser())
     if not output.is_complete:
         require_intact(Path(out).expanduser(), progress or Silent())
     # Chunks by rank and name. A tied tensor is there under each of its names.
     chunks: dict[int, dict[str, list[Chunk]]] = {}
     aliases: dict[str, list[str]] = {}
-    for alias, name in found.plan.tied:
+    for alias, name in converted.plan.tied:
         aliases.setdefault(name, []).append(alias)
-    for name, entry in stored_plans(found.plan).items():
-        for rank, held in _chunks_of(found, name, entry).items():
-            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], held))
+    for name, entry in stored_plans(converted.plan).items():
+        for rank, chunk in _chunks_of(converted, name, entry).items():
+            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], chunk))
     files = [file for rank in sorted(chunks) for file in _files_of(rank, chunks[rank], limit)]
-    _write(found, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
-    tensors = {name for held in chunks.values() for name in held}
-    num_bytes = sum(c.tensor.num_bytes for held in chunks.values() for many in held.values() for c in many)
+    _write(converted, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
+    tensors = {name for chunk in chunks.values() for name in chunk}
+    num_bytes = sum(c.tensor.num_bytes for chunk in chunks.values() for many in chunk.values() for c in many)
     return Exported(
         num_tensors=len(tensors), num_files=len(files), num_bytes=num_bytes, was_complete=output.is_complete
     )
@@ -199,9 +199,9 @@ def _files_of(rank: int, chunks: Mapping[str, Sequence[Chunk]], limit: int) -> l
     """Return the files of a rank: first chunks of all tensors, then second chunks, and so on."""
     contents: list[dict[str, Chunk]] = []
     for index in range(max(map(len, chunks.values()))):
-        held = {name: many[index] for name, many in chunks.items() if index < len(many)}
-        parts = grouped({name: chunk.tensor.num_bytes for name, chunk in held.items()}, limit)
-        contents += [{name: held[name] for name in names} for names in parts]
+        of_index = {name: many[index] for name, many in chunks.items() if index < len(many)}
+        parts = grouped({name: chunk.tensor.num_bytes for name, chunk in of_index.items()}, limit)
+        contents += [{name: of_index[name] for name in names} for names in parts]
     if max(rank + 1, len(contents)) > _MAX_NUMBER:
         raise ShardconvError(
             f"rank {rank} would have {len(contents)} files, and their names have five digits for the number "
@@ -209,10 +209,10 @@ def _files_of(rank: int, chunks: Mapping[str, Sequence[Chunk]], limit: int) -> l
         )
     names = (shard_name(rank, index, len(contents)) for index in range(len(contents)))
     files = []
-    for path, held in zip(names, contents, strict=True):
-        tensors = {name: chunk.tensor for name, chunk in held.items()}
+    for path, of_index in zip(names, contents, strict=True):
+        tensors = {name: chunk.tensor for name, chunk in of_index.items()}
         declared = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        files.append(target_file(path, _OWNER, declared, metadata_of(held), tensors.__getitem__))
+        files.append(target_file(path, _OWNER, declared, metadata_of(of_index), tensors.__getitem__))
     return files
 
 

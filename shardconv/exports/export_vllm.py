@@ -105,20 +105,22 @@ def export_vllm(
         stream = writing.stream
         if stream is None:
             stream = writing.ranks is not None or output.is_complete
-        found = engine_source(model, hub or Hub(), trust_remote_code=trust_remote_code, stream=stream)
-        own = options.ranks if options.ranks is not None else range(tp)
-        progress.stage(f"recording the loader of vLLM {version} for {len(own)} rank{'s' * (len(own) > 1)}")
+        source = engine_source(model, hub or Hub(), trust_remote_code=trust_remote_code, stream=stream)
+        ranks = options.ranks if options.ranks is not None else range(tp)
+        progress.stage(
+            f"recording the loader of vLLM {version} for {len(ranks)} rank{'s' * (len(ranks) > 1)}"
+        )
         state = recorder.recorded_state(
-            found.name,
-            found.directory,
-            found.tensors,
+            source.name,
+            source.directory,
+            source.tensors,
             tp,
-            ranks=own,
+            ranks=ranks,
             dtype=dtype,
-            trust_remote_code=found.trust_remote_code,
+            trust_remote_code=source.trust_remote_code,
         )
     files = target_files(state, options.max_file_size)
-    is_complete = write_state(found, state, version, files, output, options, progress)
+    is_complete = write_state(source, state, version, files, output, options, progress)
     return StateExport(
         num_tensors=len(state.declared[0]),
         num_files=len(files),

@@ -83,7 +83,7 @@ def merge(
     progress = progress or Silent()
     limit, budget = parse_size(max_file_size), parse_memory(memory)
     output = derived_directory.prepare("DST", hf_dir, out, CONFIG_NAME)
-    found = derived_directory.read(out, trust_remote_code=trust_remote_code)
+    converted = derived_directory.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
     # torch and transformers are imported once the arguments are known to be right.
@@ -91,19 +91,19 @@ def merge(
     from ..writing.finished import difference_of_files
     from .saved_layout import checkpoint_tensors, divided_into_files
 
-    tensors, num_parameters = checkpoint_tensors(found, derived_directory.spec_of(found))
-    layout = divided_into_files({**derived_directory.unused(found), **tensors}, num_parameters, limit)
+    tensors, num_parameters = checkpoint_tensors(converted, derived_directory.spec_of(converted))
+    layout = divided_into_files({**derived_directory.unused(converted), **tensors}, num_parameters, limit)
     job = {
-        "merge": {"name": found.manifest.source.name, **derived_directory.identity(found)},
+        "merge": {"name": converted.manifest.source.name, **derived_directory.identity(converted)},
         "max_file_size": limit,
         "versions": tool_versions(),
     }
     files = []
     for path, names in layout.files.items():
-        held = {name: layout.tensors[name] for name in sorted(names)}
-        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        stored = {name: layout.tensors[name] for name in sorted(names)}
+        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
         made = target_file(
-            path, _OWNER, declared, {"format": "pt"}, held.__getitem__, alignment=LEAST_ALIGNMENT
+            path, _OWNER, declared, {"format": "pt"}, stored.__getitem__, alignment=LEAST_ALIGNMENT
         )
         files.append(made)
     written = Exported(
@@ -113,7 +113,7 @@ def merge(
         was_complete=output.is_complete,
     )
     if output.is_complete:
-        reason = difference_of_files(output.path, files, lambda to: _write_others(to, found, layout))
+        reason = difference_of_files(output.path, files, lambda to: _write_others(to, converted, layout))
         refuse_other_output("DST", output.path, reason, "name another directory")
         return written
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
@@ -124,15 +124,15 @@ def merge(
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
                 derived_directory.require_nothing_new("DST", output.path)
-                _finish(workspace, found, layout)
+                _finish(workspace, converted, layout)
     return written
 
 
 def _finish(workspace: Workspace, found: Converted, layout: CheckpointLayout) -> None:
     """Move all files to ``hf_dir``. ``config.json`` is last, since nothing loads a directory without it."""
     assert workspace.checksums() is not None, "all of it was written"
-    others = _write_others(workspace.path, found, layout)
-    paths = [*layout.files, *(path for path in others if path != CONFIG_NAME)]
+    other_files = _write_others(workspace.path, found, layout)
+    paths = [*layout.files, *(path for path in other_files if path != CONFIG_NAME)]
     workspace.finish([*paths, CONFIG_NAME], ())
 
 

@@ -58,19 +58,19 @@ class StorageRecord:
         """Return the content of a view of the storage."""
         if tensor.dtype != self.tensor.dtype:
             raise UnknownContentError(_taken_for(tensor.dtype))
-        known = []
+        contents = []
         for view, content in self.writes:
             if content is None:
                 content = constant(self.tensor.as_strided(view.shape, view.strides, view.offset))
-            known.append(Write(view, content))
-        return content_of(View.of(tensor), dtype_name(tensor.dtype), known)
+            contents.append(Write(view, content))
+        return content_of(View.of(tensor), dtype_name(tensor.dtype), contents)
 
 
 def constant(tensor: torch.Tensor) -> LazyTensor:
     """Return the values of a tensor in memory, as they are now."""
-    found = lazy_of(tensor.detach().clone(memory_format=torch.contiguous_format))
-    assert found is not None, "it is real"
-    return found
+    lazy = lazy_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+    assert lazy is not None, "it is real"
+    return lazy
 
 
 def _taken_for(dtype: torch.dtype) -> str:
@@ -180,11 +180,11 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if all(tensor.is_meta for tensor in changed):
             return func(*_empty_on("meta", args), **kwargs)
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
-            others = [t for t in _tensors((args, kwargs)) if all(t is not other for other in changed)]
+            sources = [t for t in _tensors((args, kwargs)) if all(t is not other for other in changed)]
             for tensor in changed:
                 # The memory gets values. An operator that only changes old values leaves the rest unwritten.
                 record = self._record_of(tensor)
-                if reason := self._why_unknown(func, others):
+                if reason := self._why_unknown(func, sources):
                     (record or self._track_memory(tensor)).note(tensor, reason)
                 elif record is not None and func.overloadpacket in _REPLACING:
                     record.note(tensor, None)
@@ -255,22 +255,22 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that changes nothing, on recorded tensors if there are no values."""
         if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
-            found = func(*args, **kwargs)
+            results = func(*args, **kwargs)
             reason = self._why_unknown(func, _tensors((args, kwargs)))
-            for tensor in _tensors(found):
+            for tensor in _tensors(results):
                 if reason and self._record_of(tensor) is None:
                     self._track(tensor, is_real=True).note(tensor, reason)
-            return found
+            return results
         if func is aten._local_scalar_dense.default:
             return read_tensor(self.content(args[0])).item()
         reason = RANDOM if torch.Tag.nondeterministic_seeded in func.tags else ""
         try:
-            given = self._as_lazy(args), self._as_lazy(kwargs)
+            recorded = self._as_lazy(args), self._as_lazy(kwargs)
         except UnknownContentError as error:
             reason = str(error)
         if reason:
             return on_meta(func, args, kwargs, lambda like: self._unknown(like, reason))
-        return func(*given[0], **given[1])
+        return func(*recorded[0], **recorded[1])
 
     def _why_unknown(self, func: Any, inputs: Iterable[torch.Tensor]) -> str:
         """Return why the result of an operator on values in memory is not known all the same; "" if it is."""

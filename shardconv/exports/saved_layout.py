@@ -63,16 +63,16 @@ def with_packed(
     saved: Mapping[str, LazyTensor], weights: Mapping[str, PackedWeight]
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint, with stored tensors instead of proxies."""
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for name, tensor in saved.items():
         owners = {_owner(piece) for piece in tensor.pieces}
         if not owners & weights.keys():
-            found[name] = tensor
+            tensors[name] = tensor
         elif not owners <= weights.keys():
             raise _divided(name)
         else:
-            found |= _stored(name, tensor, weights)
-    return found
+            tensors |= _stored(name, tensor, weights)
+    return tensors
 
 
 def _stored(name: str, saved: LazyTensor, weights: Mapping[str, PackedWeight]) -> dict[str, LazyTensor]:
@@ -179,9 +179,9 @@ def _part(
         start, offset = divmod(offset, stride)
         span = _blocks(name, (start, start + extents.get(dim, 1)), of.shape[dim], of.block[dim])
         tensor = lazy.take(tensor, dim, (span,))
-    held = [dim for dim in dims if dim is not None]
-    single = [dim for dim in range(len(of.shape)) if dim not in held]
-    tensor = lazy.permute(tensor, [*single, *held])
+    local_dims = [dim for dim in dims if dim is not None]
+    single = [dim for dim in range(len(of.shape)) if dim not in local_dims]
+    tensor = lazy.permute(tensor, [*single, *local_dims])
     for _ in single:
         tensor = lazy.squeeze(tensor, 0)
     for index in (index for index, dim in enumerate(dims) if dim is None):
@@ -265,13 +265,13 @@ def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Ma
             )
         except Exception as error:  # converters and custom code may raise anything
             raise SourceError(f"{_not_loaded(spec)}: {brief(error)}; {_REMEDY}") from error
-    found = model.state_dict()
+    state = model.state_dict()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _require_none(spec, info[kind], kind.replace("_", " "))
     ignored = set(model._keys_to_ignore_on_save or ())
     same = _Comparison()
     changed = [
-        name for name in probes if name not in ignored and not same(name, probes[name], found.get(name))
+        name for name in probes if name not in ignored and not same(name, probes[name], state.get(name))
     ]
     _require_none(spec, changed, "parameters that differ")
 
@@ -292,20 +292,20 @@ def _not_loaded(spec: ModelSpec) -> str:
 
 
 def _require_none(spec: ModelSpec, names: Iterable[Any], what: str) -> None:
-    found = sorted(map(str, names))
-    if found:
-        raise SourceError(f"{_not_loaded(spec)}: {len(found)} {what}, as {found[0]}; {_REMEDY}")
+    listed = sorted(map(str, names))
+    if listed:
+        raise SourceError(f"{_not_loaded(spec)}: {len(listed)} {what}, as {listed[0]}; {_REMEDY}")
 
 
 def _random(name: str, dtype: str, shape: Shape) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
-        wanted = getattr(torch, dtype)
-        count = torch.Size(shape).numel() * wanted.itemsize
+        torch_dtype = getattr(torch, dtype)
+        count = torch.Size(shape).numel() * torch_dtype.itemsize
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        if wanted == torch.bool:
-            return torch.randint(2, shape, dtype=wanted, generator=generator)
+        if torch_dtype == torch.bool:
+            return torch.randint(2, shape, dtype=torch_dtype, generator=generator)
         data = torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
-        return data.view(wanted).reshape(shape)
+        return data.view(torch_dtype).reshape(shape)
 
     return make
 
@@ -320,22 +320,22 @@ class _Comparison:
         """Return whether ``loaded`` has the same bytes as the parameter ``probe``."""
         if not isinstance(loaded, RecordedTensor) or loaded.absent:
             return False
-        found = loaded.lazy
-        if (found.dtype, found.shape) != (probe.dtype, probe.shape):
+        lazy = loaded.lazy
+        if (lazy.dtype, lazy.shape) != (probe.dtype, probe.shape):
             return False
-        strides = contiguous_strides(found.shape)
+        strides = contiguous_strides(lazy.shape)
         leaves = {piece.leaf for piece in probe.pieces}
         is_unmoved = all(
             piece.leaf in leaves
             and piece.offset == sum(a * b for a, b in zip(piece.start, strides, strict=True))
             and all(n == 1 or a == b for a, b, n in zip(piece.strides, strides, piece.shape, strict=True))
-            for piece in found.pieces
+            for piece in lazy.pieces
         )
         if is_unmoved:
             return True
-        kind = (re.sub(r"\d+", "#", name), found.dtype, found.shape)
+        kind = (re.sub(r"\d+", "#", name), lazy.dtype, lazy.shape)
         if kind not in self._computed:  # layers that are alike are compared once
-            a, b = (read_tensor(tensor).reshape(-1).view(torch.uint8) for tensor in (probe, found))
+            a, b = (read_tensor(tensor).reshape(-1).view(torch.uint8) for tensor in (probe, lazy))
             self._computed[kind] = torch.equal(a, b)
         return self._computed[kind]
 

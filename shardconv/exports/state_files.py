@@ -81,24 +81,24 @@ def dumps(manifest: StateManifest) -> str:
 def is_engine_state(directory: str | os.PathLike[str]) -> bool:
     """Return whether a directory has a manifest of this kind."""
     try:
-        found = decode(read_text(Path(directory) / MANIFEST_NAME))
+        document = decode(read_text(Path(directory) / MANIFEST_NAME))
     except MalformedError:
         return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
+    return isinstance(document, dict) and document.get("format") == FORMAT
 
 
 def read(directory: str | os.PathLike[str]) -> StateManifest:
     """Read the manifest."""
     try:
         text = read_text(Path(directory) / MANIFEST_NAME)
-        found = load_document(StateManifest, text, FORMAT, VERSION)
+        state = load_document(StateManifest, text, FORMAT, VERSION)
     except MalformedError as error:
         raise DamagedError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}; export it again") from error
-    if dumps(found) != text:
+    if dumps(state) != text:
         raise DamagedError(
             f"{os.fspath(directory)}: {MANIFEST_NAME} was changed since it was written; export it again"
         )
-    return found
+    return state
 
 
 _SHARD = re.compile(r"model-rank-([0-9]+)-part-[0-9]+\.safetensors")
@@ -116,10 +116,10 @@ class VerifiedState:
 def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifiedState:
     """Check sizes, checksums, the signature of each rank's tensors, and the engine's version."""
     directory = Path(out)
-    found = read(directory)
+    state = read(directory)
     located: dict[FileEntry, Path] = {}
     problems = []
-    for entry in found.files:
+    for entry in state.files:
         path = paths.resolve(directory, entry.path)
         if not path.is_file():
             problems.append(f"{entry.path}: is missing")
@@ -135,25 +135,25 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
                 problem = f"is damaged: its checksum is {checksum} and should be {entry.checksum}"
                 problems.append(f"{entry.path}: {problem}")
     if not problems:
-        problems += _other_tensors(found, located)
+        problems += _other_tensors(state, located)
     # The engine would read other files of weights as well.
-    known = {entry.path for entry in found.files}
-    strays = [path.name for path in sorted(directory.glob("*.safetensors")) if path.name not in known]
+    named = {entry.path for entry in state.files}
+    strays = [path.name for path in sorted(directory.glob("*.safetensors")) if path.name not in named]
     problems += [f"{name}: the manifest does not name it; move it away" for name in strays]
     installed = installed_version()
-    if installed not in (None, found.engine_version):
+    if installed not in (None, state.engine_version):
         problems.append(
-            f"written for {found.engine} {found.engine_version}, and {installed} is installed: export again"
+            f"written for {state.engine} {state.engine_version}, and {installed} is installed: export again"
         )
     if problems:
         raise damaged(directory, problems)
-    remarks = [] if installed else [f"{found.engine} is not installed: its version was not compared"]
-    return VerifiedState(len(found.files) + 1, sum(entry.num_bytes for entry in found.files), tuple(remarks))
+    remarks = [] if installed else [f"{state.engine} is not installed: its version was not compared"]
+    return VerifiedState(len(state.files) + 1, sum(entry.num_bytes for entry in state.files), tuple(remarks))
 
 
 def _other_tensors(found: StateManifest, located: Mapping[FileEntry, Path]) -> Iterator[str]:
     """Yield the ranks whose files have other tensors than were recorded."""
-    held: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {rank: [] for rank in range(found.tp)}
+    by_rank: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {rank: [] for rank in range(found.tp)}
     for entry, path in located.items():
         if match := _SHARD.fullmatch(entry.path):
             try:
@@ -161,7 +161,7 @@ def _other_tensors(found: StateManifest, located: Mapping[FileEntry, Path]) -> I
             except CheckpointError as error:
                 yield f"{entry.path}: {error}"
                 continue
-            held[int(match[1])] += [(name, TORCH_NAME[t.dtype], t.shape) for name, t in tensors.items()]
-    for rank, tensors_of_rank in held.items():
+            by_rank[int(match[1])] += [(name, TORCH_NAME[t.dtype], t.shape) for name, t in tensors.items()]
+    for rank, tensors_of_rank in by_rank.items():
         if signature(tensors_of_rank) != found.signatures[rank]:
             yield f"rank {rank}: its files do not have the tensors that {found.engine} wants"

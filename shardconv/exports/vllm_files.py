@@ -88,9 +88,9 @@ def target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
         metadata = {"format": "pt", "shardconv.rank": str(rank), "shardconv.tp": str(tp)}
         tensors = state.ranks.get(rank, {})  # none of a rank that is not written
         for part, names in enumerate(grouped(sizes_of(declared), max_file_size)):
-            own = {name: declared[name] for name in names}
+            declared_files = {name: declared[name] for name in names}
             path = f"model-rank-{rank}-part-{part}.safetensors"  # vLLM's name
-            files.append(target_file(path, owner, own, metadata, tensors.__getitem__))
+            files.append(target_file(path, owner, declared_files, metadata, tensors.__getitem__))
     return files
 
 

@@ -131,8 +131,8 @@ def _on_the_cpu(writes: RecordedWrites, dtype: torch.dtype) -> Iterator[None]:
 
 def _state(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the tensors that vLLM itself would save."""
-    found: Mapping[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())
-    return found
+    state: Mapping[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())
+    return state
 
 
 def _declared(state: Mapping[str, torch.Tensor]) -> Declared:

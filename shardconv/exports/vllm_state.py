@@ -151,11 +151,11 @@ class StateRecorder:
             tensors: the global tensors of the checkpoint, by its names.
             dtype: the dtype of the parameters; None: vLLM chooses it.
         """
-        own = tuple(range(tp)) if ranks is None else tuple(sorted(ranks))
-        request = Request(directory, tensors, tp, own, dtype or "auto", trust_remote_code)
+        asked_ranks = tuple(range(tp)) if ranks is None else tuple(sorted(ranks))
+        request = Request(directory, tensors, tp, asked_ranks, dtype or "auto", trust_remote_code)
         answers = self._answers(name, request)
-        found = {rank: recorded for rank, each in enumerate(answers) if (recorded := each.recorded)}
-        for rank, recorded in found.items():
+        states = {rank: recorded for rank, each in enumerate(answers) if (recorded := each.recorded)}
+        for rank, recorded in states.items():
             if recorded.refused:
                 texts = [f"{parameter}: {reason}" for parameter, reason in recorded.refused.items()]
                 more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
@@ -163,7 +163,7 @@ class StateRecorder:
                     f"writes of vLLM to parameters of {name} cannot be recorded (rank {rank}): "
                     f"{'; '.join(texts[:SHOWN])}{more}; save the state from vLLM itself"
                 )
-            if len(found) < tp and not recorded.is_as_declared:
+            if len(states) < tp and not recorded.is_as_declared:
                 raise SourceError(
                     f"vLLM changes which parameters {name} has while it loads, so a part of the ranks cannot "
                     "know the parameters of the others; write all ranks in one run, without --ranks"
@@ -171,7 +171,7 @@ class StateRecorder:
         first = answers[0]
         return EngineState(
             tuple(answer.declared for answer in answers),
-            {rank: recorded.tensors for rank, recorded in found.items()},
+            {rank: recorded.tensors for rank, recorded in states.items()},
             first.dtype,
             first.platform,
             first.model_class,
@@ -193,13 +193,13 @@ class StateRecorder:
             raise SourceError(f"vLLM cannot load {name}: {failure.reason}")
         answers = []
         for rank in range(request.tp):
-            found: Answer | Failure | None = self._read(answer_name(rank))
+            answer: Answer | Failure | None = self._read(answer_name(rank))
             where = f"vLLM cannot load {name} on rank {rank} of {request.tp}"
-            if found is None:
+            if answer is None:
                 raise SourceError(f"{where}: its process ended with {ended}: {last_line(self.folder / LOG)}")
-            if isinstance(found, Failure):
-                raise SourceError(f"{where}: {found.reason}")
-            answers.append(found)
+            if isinstance(answer, Failure):
+                raise SourceError(f"{where}: {answer.reason}")
+            answers.append(answer)
         return answers
 
     def _read(self, name: str) -> Any:

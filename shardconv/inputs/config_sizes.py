@@ -23,8 +23,8 @@ def first_int(config: Any, names: Collection[str]) -> int:
 
 def all_ints(config: Any, names: Collection[str]) -> list[int]:
     """Return the positive ints under these names, each once, outer configs and earlier names first."""
-    found = (int_of(n, name) for n in nodes(config) for name in names)
-    return list(dict.fromkeys(value for value in found if value > 0))
+    sizes = (int_of(n, name) for n in nodes(config) for name in names)
+    return list(dict.fromkeys(value for value in sizes if value > 0))
 
 
 def has(node: Any, name: str) -> bool:

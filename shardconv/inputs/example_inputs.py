@@ -47,47 +47,49 @@ def example_call(example: ExampleInputs, config: Any) -> tuple[dict[str, Tensor]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a function may draw its values
         try:
-            found = example.call(config)
+            arguments = example.call(config)
         except Exception as error:
             raise SourceError(f"{example.source} fails ({type(error).__name__}: {error})") from error
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise SourceError(f"{example.source} should give a dict of the keyword arguments of a call")
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in found.items() if name not in tensors}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in arguments.items() if name not in tensors}
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise SourceError(f"{example.source}: {name} should be a dense tensor with values, on the CPU")
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise SourceError(f"{example.source}: {name} has values that are not finite")
-    for name, value in others.items():
+    for name, value in plain.items():
         if not isinstance(value, _PLAIN):
             raise SourceError(
                 f"{example.source}: {name} is a {type(value).__name__}; an example can have tensors, "
                 "numbers, text, true, false and None"
             )
     if not tensors:
-        raise SourceError(f"{example.source} has no tensor among its arguments: {', '.join(found) or 'none'}")
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, others
+        raise SourceError(
+            f"{example.source} has no tensor among its arguments: {', '.join(arguments) or 'none'}"
+        )
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, plain
 
 
 def example_call_of(example: ExampleInputs, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the example for a model. Floating point tensors get its dtype."""
-    tensors, others = example_call(example, getattr(model, "config", None))
+    tensors, plain = example_call(example, getattr(model, "config", None))
     parameters = inspect.signature(model.forward).parameters
     name = type(model).__name__
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = {*tensors, *others}
-    if unknown := sorted(given - set(parameters)) if not takes_any else []:
+    names = {*tensors, *plain}
+    if unknown := sorted(names - set(parameters)) if not takes_any else []:
         raise SourceError(
             f"{example.source}: {name} takes no argument {unknown[0]!r}; it takes {', '.join(parameters)}"
         )
-    if missing := required_arguments(parameters, given):
+    if missing := required_arguments(parameters, names):
         raise SourceError(f"{example.source}: {name} also needs {', '.join(missing)}")
     for argument, why in NOT_IN_EXAMPLES.items():
-        if argument in given:
+        if argument in names:
             raise SourceError(f"{example.source} has {argument}: leave it out; {why}")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, others
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}, plain
 
 
 def required_arguments(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
@@ -99,19 +101,19 @@ def required_arguments(parameters: Mapping[str, inspect.Parameter], given: Colle
 
 def save_example(example: ExampleInputs, config: Any, directory: Path) -> Path:
     """Write the example to a converted directory, and return its path relative to the directory."""
-    tensors, others = example_call(example, config)
+    tensors, plain = example_call(example, config)
     # safetensors writes several keys of metadata in random order, so there is only one.
-    metadata = {_ARGUMENTS: json.dumps(others, sort_keys=True)}
-    held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    save_file(held, directory / EXAMPLE_NAME, metadata)
+    metadata = {_ARGUMENTS: json.dumps(plain, sort_keys=True)}
+    stored = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(stored, directory / EXAMPLE_NAME, metadata)
     return Path(EXAMPLE_NAME)
 
 
 def read_example(example: Example) -> ExampleInputs:
     """Read the example that a user gives."""
     if isinstance(example, Mapping):
-        found = dict(example)
-        return ExampleInputs("the example inputs", lambda config: found)
+        arguments = dict(example)
+        return ExampleInputs("the example inputs", lambda config: arguments)
     if callable(example):
         return ExampleInputs(f"{FUNCTION}={getattr(example, '__name__', example)}", _of_config(example))
     if not isinstance(example, str | os.PathLike):
@@ -150,12 +152,12 @@ def _safetensors(path: Path) -> ExampleInputs:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
-            others = json.loads((file.metadata() or {}).get(_ARGUMENTS, "{}"))
+            plain = json.loads((file.metadata() or {}).get(_ARGUMENTS, "{}"))
     except (SafetensorError, OSError, ValueError) as error:
         raise SourceError(
             f"{path}: example inputs come from a safetensors file, or from a Python file that ends in .py "
             f"({error})"
         ) from error
-    if not isinstance(others, dict):
+    if not isinstance(plain, dict):
         raise SourceError(f"{path}: {_ARGUMENTS!r} in its metadata should be a JSON object")
-    return ExampleInputs(str(path), lambda config: {**tensors, **others})
+    return ExampleInputs(str(path), lambda config: {**tensors, **plain})

@@ -111,8 +111,8 @@ class TileForms:
 def _listed(config: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
     """Return the pairs in a config under one of the names."""
     lists = (getattr(node, name, None) for node in nodes(config) for name in names)
-    found = next((value for value in lists if isinstance(value, (list, tuple)) and value), ())
-    return [p for p in map(pair, found) if p is not None]
+    sizes = next((value for value in lists if isinstance(value, (list, tuple)) and value), ())
+    return [p for p in map(pair, sizes) if p is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +245,8 @@ class ImageForms:
         # Other towers get the same images in their sizes. Their configs are named like the parameters.
         names = [n for n in asked.parameters if n.endswith(_OF_A_TOWER) and n not in IMAGES]
         towers = {n: getattr(asked.config, n.removesuffix(_OF_A_TOWER) + _TOWER, None) for n in names}
-        others = {n: self._random(ImageSizes.of(t)) for n, t in towers.items() if t is not None}
-        yield {name: self._random(image), **others}
+        tensors = {n: self._random(ImageSizes.of(t)) for n, t in towers.items() if t is not None}
+        yield {name: self._random(image), **tensors}
         if image.frames:
             yield self._frames(name, image)
         yield {name: self._random(image, 1), **sizes}

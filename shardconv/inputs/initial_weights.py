@@ -73,8 +73,8 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     weights: dict[object, _Weight] = {}
     names = {}
-    for name, found in state.items():
-        tensor = construction.meta(found)
+    for name, value in state.items():
+        tensor = construction.meta(value)
         names[name] = memory_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
         weights.setdefault(names[name], _Weight(spec.name, name, tensor, construction))
     users = Counter(index for weight in weights.values() for index in weight.chain.indices)
@@ -135,10 +135,10 @@ class _Seeds:
         text = "\0".join(map(str, (self._seed, *numbers, name)))
         while True:
             digest = hashlib.sha256(text.encode()).digest()
-            found = int.from_bytes(digest[:4], "little")
-            if found not in self._taken:
-                self._taken.add(found)
-                return found
+            seed = int.from_bytes(digest[:4], "little")
+            if seed not in self._taken:
+                self._taken.add(seed)
+                return seed
             text += "\0"
 
 

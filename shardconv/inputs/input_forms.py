@@ -39,7 +39,7 @@ def combined(each: Sequence[Once[_T]]) -> Iterator[tuple[_T, ...]]:
         yield ()
         return
     for first in each[0]:
-        yield from ((first, *others) for others in combined(each[1:]))
+        yield from ((first, *rest) for rest in combined(each[1:]))
 
 
 _LENGTHS = (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9)
@@ -66,13 +66,13 @@ def free_sizes(model: nn.Module, multiple: int, tokens: int = 0) -> tuple[int, i
         for name, value in vars(module).items():
             if type(value) is int:
                 values.setdefault((type(module), name), set()).add(value)
-    others = {n for found in values.values() if len(found) == 1 for n in found}
-    others |= buffer_sizes | {2 * n for n in buffer_sizes}
+    single = {n for sizes in values.values() if len(sizes) == 1 for n in sizes}
+    single |= buffer_sizes | {2 * n for n in buffer_sizes}
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest <= 0:
         longest = 1 << 20
     multiples = [n for n in (*_LENGTHS, *range(multiple, 10 * multiple, multiple)) if not n % multiple]
-    for candidates, avoided in itertools.product((multiples, _LENGTHS), (others, set[int]())):
+    for candidates, avoided in itertools.product((multiples, _LENGTHS), (single, set[int]())):
         for length in (n for n in candidates if n >= min(_LENGTHS)):
             lengths = {length, length - _SHORTER}
             fewest = -(-tokens // (length - _SHORTER))
@@ -165,8 +165,8 @@ def release(error: BaseException | None) -> None:
 
 def numbers(error: Exception) -> list[int]:
     """Return the numbers in an error that may be sizes, each once."""
-    found = map(int, re.findall(r"\b\d+\b", str(error)))
-    return [n for n in dict.fromkeys(found) if 0 < n < _LONGEST]
+    values = map(int, re.findall(r"\b\d+\b", str(error)))
+    return [n for n in dict.fromkeys(values) if 0 < n < _LONGEST]
 
 
 def is_about_tokens(error: Exception) -> bool:
@@ -192,8 +192,8 @@ def needed_multiple(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[li
 
     None if the error is another one, or the inputs are such multiples.
     """
-    found = _MULTIPLE.search(str(error))
-    multiple = int(found[1]) if found else 1
+    match = _MULTIPLE.search(str(error))
+    multiple = int(match[1]) if match else 1
     lengths = {n for n in numbers(error) if n % multiple}
     names = [name for name, t in tensors.items() if t.dim() > 1 and t.shape[-1] in lengths]
     return (names, multiple) if names else None
@@ -204,10 +204,10 @@ def needed_mask(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, i
 
     None if the error is another one, or none of the tensors is that mask.
     """
-    found = _MASK.search(str(error))
-    if found is None:
+    match = _MASK.search(str(error))
+    if match is None:
         return None
-    mask, indexed = ([int(n) for n in text.split(",")] for text in found.groups())
+    mask, indexed = ([int(n) for n in text.split(",")] for text in match.groups())
     names = (n for n, t in tensors.items() if t.dtype == torch.bool and list(t.shape) == mask)
     name = next(names, None)
     if name is None or len(mask) != 2 or len(indexed) < 2 or mask[0] != indexed[0]:
@@ -220,10 +220,10 @@ def needed_width(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, 
 
     None if the error is another one, or its product is not of an unchanged input.
     """
-    found = _PRODUCT.search(str(error))
-    if found is None:
+    match = _PRODUCT.search(str(error))
+    if match is None:
         return None
-    rows, width, needed = map(int, found.groups())
+    rows, width, needed = map(int, match.groups())
     names = (
         name
         for name, t in tensors.items()

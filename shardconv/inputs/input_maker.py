@@ -115,8 +115,8 @@ class InputMaker:
         self.cache = form.cache and "use_cache" in self.parameters
         # The model must know an argument that asks for more outputs.
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        known = form.extras if takes_any else [name for name in form.extras if name in self.parameters]
-        self.extras = tuple(name for name in known if any(hasattr(n, name) for n in nodes(self.config)))
+        extras = form.extras if takes_any else [name for name in form.extras if name in self.parameters]
+        self.extras = tuple(name for name in extras if any(hasattr(n, name) for n in nodes(self.config)))
         self.seed = seed
         self.few_chosen = not experts
         self.offers_states = form.offers_states
@@ -160,8 +160,8 @@ class InputMaker:
         if needs_forms or not (self.tokens or required):
             return []
         has_decoder = self.tokens and DECODER_IDS in self.parameters
-        others = [InputChoice(repeats=True)] if has_decoder else []
-        return [InputChoice(), *others, *([InputChoice(alternatives=2)] if self.tokens else [])]
+        repeated = [InputChoice(repeats=True)] if has_decoder else []
+        return [InputChoice(), *repeated, *([InputChoice(alternatives=2)] if self.tokens else [])]
 
     def resized(self, choice: InputChoice, error: Exception) -> Iterator[InputChoice]:
         """Yield the choice with other sizes: numbers of placeholders, lengths of the text, ids at each
@@ -184,8 +184,8 @@ class InputMaker:
         if any(needed_count(error, n * self.batch) is not None for _, n in choice.placeholders):
             return  # the error names the right number
         if self.tokens and not choice.forms and not choice.repeats and not choice.alternatives:
-            own = (1, self.batch, self.length)
-            yield from (replace(choice, streams=n) for n in sizes if n not in own)
+            own_shape = (1, self.batch, self.length)
+            yield from (replace(choice, streams=n) for n in sizes if n not in own_shape)
         if choice.forms and is_about_tokens(error):
             shapes = [next(iter(form.tensors.values())).shape for form in choice.forms]
             sizes += [math.prod(shape[:-1]) for shape in shapes]
@@ -213,8 +213,8 @@ class InputMaker:
         formed = {name for form in choice.forms for name in form.tensors} - {n for n, _ in choice.widths}
         unknown = set(self.unknown(choice)) - {n for n, _ in choice.widths}
         names = formed if of_forms else unknown
-        found = needed_width(error, {n: t for n, t in tensors.items() if n in names})
-        return None if found is None else replace(choice, widths=(*choice.widths, found))
+        width = needed_width(error, {n: t for n, t in tensors.items() if n in names})
+        return None if width is None else replace(choice, widths=(*choice.widths, width))
 
     def counted(self, choice: InputChoice, error: Exception) -> InputChoice | None:
         """Return the choice with the number of placeholders that the model's error asks for.
@@ -323,8 +323,8 @@ class InputMaker:
         """Return the options. They ask for a cache, since its sizes may depend on attributes that no other
         code reads."""
         cache = {"use_cache": self.cache} if "use_cache" in self.parameters else {}
-        given = self.example[1] if self.example is not None else {}
-        return cache | dict.fromkeys(self.extras, True) | given
+        example_options = self.example[1] if self.example is not None else {}
+        return cache | dict.fromkeys(self.extras, True) | example_options
 
     def refusal(self, names: Iterable[str]) -> SolveError:
         """Return the error that nothing is known of these parameters, or that the model has no forward
@@ -354,8 +354,10 @@ class InputMaker:
         """Return the number in each row, from the model or its config; 0 if it is unknown."""
         if not self.token_maker.has_placeholders(form.kind):
             return 0
-        known = self._num_features(form) // self.batch
-        return known or (first_int(self.config, _NUM_PLACEHOLDERS) if form.kind in ("image", "video") else 0)
+        features = self._num_features(form) // self.batch
+        return features or (
+            first_int(self.config, _NUM_PLACEHOLDERS) if form.kind in ("image", "video") else 0
+        )
 
     def _num_features(self, form: InputForm) -> int:
         """Return the number of features that the model computes from a form: the product of all dims except
@@ -364,17 +366,19 @@ class InputMaker:
         0 if it is unknown: the model may lack such a method, or need more than the form has.
         """
         kinds = (form.kind, "video") if form.kind == "image" else (form.kind,)
-        found = ((m, f"get_{k}_features") for k in kinds for m in self.model.modules())
-        part, method = next(((m, name) for m, name in found if hasattr(m, name)), (self.model, ""))
+        methods = ((m, f"get_{k}_features") for k in kinds for m in self.model.modules())
+        part, method = next(((m, name) for m, name in methods if hasattr(m, name)), (self.model, ""))
         if not method:
             return 0
-        known = inspect.signature(getattr(part, method)).parameters
-        tensors = {n: t for n, t in form.tensors.items() if n in known}
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        parameters = inspect.signature(getattr(part, method)).parameters
+        tensors = {n: t for n, t in form.tensors.items() if n in parameters}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         first = [tensors] if next(iter(form.tensors)) in tensors else []
-        for given in [*first, *([dict(form.tensors)] if takes_any and first != [form.tensors] else [])]:
+        for arguments in [*first, *([dict(form.tensors)] if takes_any and first != [form.tensors] else [])]:
             try:
-                tape = trace(_Features(part, method), given | self._other_ids(known, given), self.keep)
+                tape = trace(
+                    _Features(part, method), arguments | self._other_ids(parameters, arguments), self.keep
+                )
                 return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
             except SolveError as error:
                 release(error)

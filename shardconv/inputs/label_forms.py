@@ -54,9 +54,9 @@ def label_forms(model: nn.Module, inputs: TraceInputs, returned: Mapping[str, Te
     makers = {name: list(_values(name, inputs, returned)) for name in names}
     most = max((len(values) for values in makers.values()), default=0)
     for index in range(most):  # the arguments together: some code needs all for its loss
-        given = {name: values[min(index, len(values) - 1)] for name, values in makers.items() if values}
-        if given:
-            yield _form(inputs, given)
+        labels = {name: values[min(index, len(values) - 1)] for name, values in makers.items() if values}
+        if labels:
+            yield _form(inputs, labels)
     if len(names) > 1:
         for name, values in makers.items():
             for value in values:

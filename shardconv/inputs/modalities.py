@@ -153,7 +153,7 @@ class FormMaker:
     def kinds(self) -> list[str]:
         """Return the kinds of input other than tokens that the model may take."""
         names = {"image": IMAGES, "audio": SOUNDS, "series": SERIES, "entities": ENTITIES}
-        kinds = [kind for kind, known in names.items() if self.asked.first(known)]
+        kinds = [kind for kind, argument_names in names.items() if self.asked.first(argument_names)]
         if PATCHES_WITH_GRID in self.asked.parameters and self.asked.first(GRIDS):
             kinds.append("image")
         has_frames = not self.asked.first(PLACES)  # frames of pixels instead of patches

@@ -98,13 +98,13 @@ class TokenMaker:
         rows, streams = self._vocabulary()
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(min(3, rows - 1), rows, (self.batch * streams, length), generator=generator)
-        found = (  # placeholders, and other ids that code may look for
+        special_ids = (  # placeholders, and other ids that code may look for
             value
             for node in nodes(self.config)
             for name, value in getattr(node, "__dict__", {}).items()
             if name.endswith(("_token_id", "_token_index"))
         )
-        lists = (value if isinstance(value, (list, tuple)) else [value] for value in found)
+        lists = (value if isinstance(value, (list, tuple)) else [value] for value in special_ids)
         special = {i for each in lists for i in each if isinstance(i, int)}
         plain = next((i for i in range(min(3, rows - 1), rows) if i not in special), rows - 1)
         return ids.masked_fill(torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long)), plain)
@@ -155,16 +155,16 @@ class TokenMaker:
         """Return the id of a kind's placeholders; None if the config names none."""
         kinds = (kind, "video") if kind == "image" else (kind,)  # frames may be passed like images
         names = [f"{k}_{name}" for k in kinds for name in ("token_id", "token_index")]
-        found = (getattr(n, name, None) for name in names for n in nodes(self.config))
-        return next((i for i in found if isinstance(i, int)), None)
+        ids = (getattr(n, name, None) for name in names for n in nodes(self.config))
+        return next((i for i in ids if isinstance(i, int)), None)
 
     def has_placeholders(self, kind: str) -> bool:
         """Return whether tokens are placeholders of a kind."""
         return self.placeholder_id(kind) is not None or _POSITION_MASKS.get(kind) in self.parameters
 
     def _smallest_vocabulary(self) -> int:
-        known = [n for node in nodes(self.config) for k, n in vars(node).items() if k.endswith("vocab_size")]
-        return min([n for n in known if isinstance(n, int) and n > 3] or [self._vocabulary()[0]])
+        sizes = [n for node in nodes(self.config) for k, n in vars(node).items() if k.endswith("vocab_size")]
+        return min([n for n in sizes if isinstance(n, int) and n > 3] or [self._vocabulary()[0]])
 
     def _vocabulary(self) -> tuple[int, int]:
         """Return the rows of the embedding, and the number of streams of ids that are stacked in the

@@ -100,21 +100,21 @@ def trace_inputs(
     """
     if example is not None:
         return _traced_example(model, keep, example)
-    found = _traced(model, keep, seed, multiple)
+    traced = _traced(model, keep, seed, multiple)
     # A call that left weights unread may need the states of an encoder.
-    known, (inputs, tape) = inspect.signature(model.forward).parameters, found
-    can_take = not set(STATES).isdisjoint(known) and DECODER_IDS not in known
+    parameters, (inputs, tape) = inspect.signature(model.forward).parameters, traced
+    can_take = not set(STATES).isdisjoint(parameters) and DECODER_IDS not in parameters
     offers_states = False
     if can_take and set(STATES).isdisjoint(inputs.tensors):
         read = {tape.tensors[tid].name for tid in tensors_read(tape)}
         offers_states = any(p.dim() > 1 and name not in read for name, p in model.named_parameters())
     if offers_states:
         offered = _traced(model, keep, seed, multiple, offers_states=True)
-        found = offered if not set(STATES).isdisjoint(offered[0].tensors) else found
-        offers_states = found is offered
-    experts = left_out_experts(model, found[1])
+        traced = offered if not set(STATES).isdisjoint(offered[0].tensors) else traced
+        offers_states = traced is offered
+    experts = left_out_experts(model, traced[1])
     if not experts:
-        return found
+        return traced
     return _traced(model, keep, seed, multiple, experts=experts, offers_states=offers_states)
 
 
@@ -149,15 +149,15 @@ def _traced(
     )
     seen = _Seen()
     for choice, each in attempts:
-        found = _attempt(each, choice, seen, problems)
-        if found is not None:
-            inputs, tape = found
-            given = {form.kind for form in choice.forms}
+        attempt = _attempt(each, choice, seen, problems)
+        if attempt is not None:
+            inputs, tape = attempt
+            kinds = {form.kind for form in choice.forms}
             out: dict[str, str] = {}
             for other, error in problems:
                 for form in other.forms:
                     names = (next(iter(form.tensors)), *NAMES.get(form.kind, ()))
-                    for name in names if form.kind not in given else ():
+                    for name in names if form.kind not in kinds else ():
                         if name in maker.parameters:
                             out.setdefault(name, " ".join(str(error).split())[:200])
             return replace(inputs, left_out=out), tape
@@ -190,10 +190,10 @@ def _traced_example(
         maker = InputMaker(model, form, call)
         makers = _with_other_options(maker, form)
         problems: list[tuple[InputChoice, Exception]] = []
-        found = _attempt(makers, InputChoice(), _Seen(), problems)
-        if found is None:
+        attempt = _attempt(makers, InputChoice(), _Seen(), problems)
+        if attempt is None:
             raise SolveError(f"a call with {example.source} fails: {problems[0][1]}") from problems[0][1]
-        inputs, tape = found
+        inputs, tape = attempt
         missing = left_out_experts(model, tape)
         if not missing:
             not_given = [name for name in FORMED if name in maker.parameters and name not in call[0]]
@@ -228,7 +228,7 @@ def _attempt(
     texts: list[set[str]] = []
     for maker in makers:
         failed: list[tuple[InputChoice, Exception]] = []
-        found = _first(maker, [choice], (), failed, on_numbers=False)
+        first = _first(maker, [choice], (), failed, on_numbers=False)
         texts.append({str(e) for _, e in failed})
         again = [
             c
@@ -237,14 +237,14 @@ def _attempt(
             and not isinstance(e, NotReadError)
             and not (c.forms and is_about_tokens(e))
         ]
-        if found is None and again:
+        if first is None and again:
             on_numbers: list[tuple[InputChoice, Exception]] = []
-            found = _first(maker, again, texts[-1], on_numbers, on_numbers=True)
+            first = _first(maker, again, texts[-1], on_numbers, on_numbers=True)
             seen.on_numbers.update(texts[-1] & {str(e) for _, e in on_numbers})
             failed += on_numbers
         problems += failed
-        if found is not None:
-            return found
+        if first is not None:
+            return first
         if isinstance(failed[0][1], NotReadError) or texts[-1] <= seen.with_all_options:
             return None
     seen.with_all_options.update(set.intersection(*texts))

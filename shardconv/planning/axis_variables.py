@@ -148,8 +148,8 @@ class AxisVariables:
             return None
         if node.size < self.taken.get(node, 1) * self.extent:
             return None
-        known = self.variables.get(node)
-        return known if known is not None else self._new(node)
+        variable = self.variables.get(node)
+        return variable if variable is not None else self._new(node)
 
     def leaves(self, node: Node) -> list[int]:
         """Return the variables of the leaves of a dim."""
@@ -160,8 +160,8 @@ class AxisVariables:
         state = find_partial(state)
         if state.zero:
             return None
-        known = self.variables.get(state)
-        return known if known is not None else self._new(state)
+        variable = self.variables.get(state)
+        return variable if variable is not None else self._new(state)
 
     # Constraints -----------------------------------------------------------------------------
 

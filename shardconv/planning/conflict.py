@@ -25,10 +25,10 @@ class Conflict:
 def joined(conflicts: Iterable[Conflict]) -> Conflict | None:
     """Return the first conflict with the others that blame other dims; None if there are none."""
     blamed: set[Node] = set()
-    kept: list[Conflict] = []
+    distinct: list[Conflict] = []
     for conflict in conflicts:
         nodes = {find(x) for node in conflict.nodes for x in leaves(node)}
-        if not kept or ((nodes or conflict.several_calls_of) and nodes.isdisjoint(blamed)):
-            kept.append(conflict)
+        if not distinct or ((nodes or conflict.several_calls_of) and nodes.isdisjoint(blamed)):
+            distinct.append(conflict)
             blamed |= nodes
-    return replace(kept[0], others=tuple(kept[1:])) if kept else None
+    return replace(distinct[0], others=tuple(distinct[1:])) if distinct else None

@@ -47,22 +47,22 @@ def draw_plans(solution: Solution, model: nn.Module) -> tuple[DrawPlan, ...]:
     modules = _modules(solution, model)
     if not any(kind != () for module in modules.values() for kind in module.all_kinds()):
         return ()
-    own = {fqn: DrawPlan((), _only(module)) for fqn, module in modules.items()}
-    needed = {fqn for fqn, module in modules.items() if own[fqn].axes}
+    by_module = {fqn: DrawPlan((), _only(module)) for fqn, module in modules.items()}
+    needed = {fqn for fqn, module in modules.items() if by_module[fqn].axes}
     for fqn, module in modules.items():
         if len(module.all_kinds()) > 1 or None in module.all_kinds():
             needed |= {fqn, *module.inside}
             following = _following(fqn, module)
             if following is None:
-                own[fqn] = replace(own[fqn], axes=(), mixed=True)
+                by_module[fqn] = replace(by_module[fqn], axes=(), mixed=True)
             else:
-                own[fqn] = replace(own[fqn], axes=following.get("", ()))
+                by_module[fqn] = replace(by_module[fqn], axes=following.get("", ()))
                 for child in module.inside:
-                    own[child] = replace(own[child], afterwards=following.get(child, ()))
+                    by_module[child] = replace(by_module[child], afterwards=following.get(child, ()))
     alike = {fqn for fqn, module in modules.items() if module.all_kinds() == {()}}
     inside = {fqn for fqn in alike if any(not n or fqn.startswith(n + ".") for n in needed)}
     grouped: dict[tuple[str, DrawPlan], list[str]] = {}
-    for fqn, entry in own.items():
+    for fqn, entry in by_module.items():
         if fqn in needed | inside:
             for name in solution.folded.names(fqn):
                 grouped.setdefault((starred(name), entry), []).append(name)
@@ -89,7 +89,7 @@ def _only(module: _Module) -> tuple[int, ...]:
 def _modules(solution: Solution, model: nn.Module) -> dict[str, _Module]:
     """Find the draws of each module on the tape, by FQN, in the order of their calls."""
     tape = solution.analysis.tape
-    found = {call.fqn: _Module() for call in tape.calls}
+    modules = {call.fqn: _Module() for call in tape.calls}
     last: dict[int, str] = {}
     drawing: set[int] = set()
     for event in tape.events:
@@ -99,17 +99,17 @@ def _modules(solution: Solution, model: nn.Module) -> dict[str, _Module]:
             inner = call
             if last.get(call) != child:
                 last[call] = child
-                found[tape.calls[call].fqn].inside.append(child)
+                modules[tape.calls[call].fqn].inside.append(child)
         if isinstance(event, Op) and event.is_random:
             drawing.add(event.call)
-            _note(found, tape.calls, last, event.call, _of_op(solution, event))
+            _note(modules, tape.calls, last, event.call, _of_op(solution, event))
         elif isinstance(event, Mark) and event.call not in drawing and _is_dropout(solution, model, event):
-            _note(found, tape.calls, last, event.call, _of_tensor(solution, event.source))
+            _note(modules, tape.calls, last, event.call, _of_tensor(solution, event.source))
     for site, count in solution.analysis.experts:
         axes = solution.layouts.assignment.axes(count)
-        if axes and not found[site.where.fqn].kinds:  # modules inside are not on the tape
-            found[site.where.fqn].kinds[""] = {tuple(sorted(axes))}
-    return found
+        if axes and not modules[site.where.fqn].kinds:  # modules inside are not on the tape
+            modules[site.where.fqn].kinds[""] = {tuple(sorted(axes))}
+    return modules
 
 
 def _note(

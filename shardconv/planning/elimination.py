@@ -36,8 +36,8 @@ class Problem:
             order = sorted(range(len(variables)), key=lambda i: variables[i])
             key = tuple(variables[i] for i in order)
             moved = table.transpose(order)
-        known = self._tables.get(key)
-        self._tables[key] = moved if known is None else known + moved
+        old_table = self._tables.get(key)
+        self._tables[key] = moved if old_table is None else old_table + moved
 
     def add_unary(self, variable: int, cost: float) -> None:
         """Add ``cost`` if the variable is 1."""
@@ -64,7 +64,7 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
     neighbors = {v: {u for key in keys for u in key} - {v} for v, keys in touching.items()}
     steps: list[tuple[int, tuple[int, ...], Table]] = []
     constant = 0.0
-    waiting = [(len(others), v) for v, others in neighbors.items()]
+    waiting = [(len(adjacent), v) for v, adjacent in neighbors.items()]
     heapq.heapify(waiting)
     while neighbors:
         degree, variable = heapq.heappop(waiting)

@@ -83,7 +83,7 @@ class ExpertParallel:
 
     def notes(self, layouts: Layouts) -> tuple[str, ...]:
         """Describe experts that several ranks hold."""
-        found: dict[str, None] = {}
+        notes: dict[str, None] = {}
         num_ranks = math.prod(layouts.mesh)
         dense = [(_owner(self.analysis.tape, tid), self.analysis.dims[tid][0]) for tid in self.dense]
         for owner, count in [(site.where.fqn, count) for site, count in self.analysis.experts] + dense:
@@ -96,8 +96,8 @@ class ExpertParallel:
                 )
             if num_shards < num_ranks:
                 note = f"{count.size} experts on {num_ranks} ranks: {num_ranks // num_shards} ranks hold each"
-                found[note] = None
-        return tuple(found)
+                notes[note] = None
+        return tuple(notes)
 
 
 def _dense_stacks(analysis: Analysis) -> list[int]:
@@ -156,13 +156,13 @@ def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
 
 def _reached(start: list[Node], neighbors: Mapping[Node, list[Node]]) -> list[Node]:
     """Return all leaves that can be reached from some leaves."""
-    todo, found = list(start), dict[Node, None]()
+    todo, reached = list(start), dict[Node, None]()
     while todo:
         leaf = todo.pop()
-        if leaf not in found:
-            found[leaf] = None
+        if leaf not in reached:
+            reached[leaf] = None
             todo += neighbors.get(leaf, [])
-    return list(found)
+    return list(reached)
 
 
 def _contracted(analysis: Analysis) -> list[Node]:

@@ -50,10 +50,10 @@ class PeerLayers:
         """
         wider = []
         for each in (conflict, *conflict.others):
-            found = dict.fromkeys(find(x) for node in each.nodes for x in leaves(node))
-            for group in self._groups if found else ():
-                found |= self._corresponding(group, found)
-            wider.append(replace(each, nodes=tuple(found) or each.nodes, others=()))
+            nodes = dict.fromkeys(find(x) for node in each.nodes for x in leaves(node))
+            for group in self._groups if nodes else ():
+                nodes |= self._corresponding(group, nodes)
+            wider.append(replace(each, nodes=tuple(nodes) or each.nodes, others=()))
         return joined(wider) or conflict
 
     @cached_property
@@ -66,16 +66,16 @@ class PeerLayers:
             if match:
                 siblings.setdefault(match[1], []).append(index)
         groups = (alike(tape, segments_of(tape, calls)) for calls in reversed(siblings.values()))
-        return [group for found in groups for group in found if len(group) > 1]
+        return [group for members in groups for group in members if len(group) > 1]
 
     def _corresponding(self, group: list[Segment], found: Iterable[Node]) -> dict[Node, None]:
         """Return the leaves of all layers of a group at positions where one layer has one of these leaves."""
-        wanted = set(found)
+        layers = set(found)
         places = {
             (position, dim, index)
             for layer in group
             for position, dim, index, leaf in self._leaves(layer)
-            if leaf in wanted
+            if leaf in layers
         }
         return {
             leaf: None
@@ -116,7 +116,7 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
             fqn = folded.tape.calls[event.call].fqn
             if num_calls[fqn] == 1 and type(model.get_submodule(fqn)) is nn.Linear:
                 by_source.setdefault(event.source, []).append(fqn)
-    found: list[Group] = []
+    groups: list[Group] = []
     for called in (fqns for fqns in by_source.values() if len(fqns) > 1):
         alike: dict[object, list[str]] = {}
         for fqn in called:
@@ -124,16 +124,16 @@ def fused_plans(plan: Plan, model: nn.Module, folded: Folded) -> tuple[FusedPlan
             if all(map(layers.may_be_fused, names)):
                 alike.setdefault((len(names), layers.kind(fqn)), []).append(fqn)
         for members in alike.values():
-            found += zip(*map(folded.names, members), strict=True) if len(members) > 1 else ()
-    return as_entries(found)
+            groups += zip(*map(folded.names, members), strict=True) if len(members) > 1 else ()
+    return as_entries(groups)
 
 
 def without_groups(plan: Plan, fqn: str) -> Plan:
     """Remove the groups in a module and in modules named like it. If it has none, remove all groups."""
     inside = {starred(name) for name in prefixes(fqn)}
-    kept = [g for g in fused_groups(plan) if starred(g[0].rpartition(".")[0]) not in inside]
-    is_changed = len(kept) < len(fused_groups(plan))
-    return replace(plan, fused=as_entries(kept) if is_changed else ())
+    remaining = [g for g in fused_groups(plan) if starred(g[0].rpartition(".")[0]) not in inside]
+    is_changed = len(remaining) < len(fused_groups(plan))
+    return replace(plan, fused=as_entries(remaining) if is_changed else ())
 
 
 def as_entries(groups: Iterable[Group]) -> tuple[FusedPlan, ...]:

@@ -75,12 +75,12 @@ def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) 
     for axis in range(len(assignment.mesh)):
         problem = _AxisGradients(analysis, assignment, folded, axis)
         try:
-            found = problem.solve()
+            solved = problem.solve()
         except Infeasible:
             return Gradients(
                 {}, "a gradient would be replicated and partial at once, with no module boundary between"
             )
-        for tid in found:
+        for tid in solved:
             partial[tid] = (*partial.get(tid, ()), axis)
     return Gradients(partial)
 
@@ -186,9 +186,9 @@ class _AxisGradients:
     # Constraints and costs -------------------------------------------------------------------------
 
     def _operator(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
-        given = [t for t in outputs if t in self.kinds and t in self.needed]
-        around = [t for t in (*inputs, *given) if self._is_variable(t)]
-        if all(self.kinds[t] == REPLICATED for t in given):
+        gradients = [t for t in outputs if t in self.kinds and t in self.needed]
+        around = [t for t in (*inputs, *gradients) if self._is_variable(t)]
+        if all(self.kinds[t] == REPLICATED for t in gradients):
             self._same(around)
         else:
             self.fixed += [(t, 1) for t in around]
@@ -260,13 +260,13 @@ def sequence_leaves(analysis: Analysis) -> set[Node]:
             for tid, dims in analysis.dims.items()
             if len(dims) == 3 and tape.tensors[tid].shape[:2] == shape and find(dims[1]).kind == LEAF
         ]
-    found = linked_leaves(analysis, starts)
+    linked = linked_leaves(analysis, starts)
     for dims in analysis.dims.values():
         for dim in dims:
             parts = leaves(dim)
             if find(dim) not in parts:
-                found.difference_update(find(part) for part in parts)
-    return found
+                linked.difference_update(find(part) for part in parts)
+    return linked
 
 
 def solve_sequence(
@@ -279,13 +279,13 @@ def solve_sequence(
         None if no activation would be sharded.
     """
     sequence = sequence_leaves(analysis)
-    given = SolverInput(analysis, forbidden, folded, sequence)
+    problem = SolverInput(analysis, forbidden, folded, sequence)
     leaf_axes: dict[Node, tuple[int, ...]] = {}
     partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(plain.mesh):
         taken = {leaf: math.prod(plain.mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
         try:
-            sharded, partial = solve_axis(given, extent, taken, pinned=_pinned(analysis, plain, axis))
+            sharded, partial = solve_axis(problem, extent, taken, pinned=_pinned(analysis, plain, axis))
         except Infeasible:
             return None
         for leaf in sharded:

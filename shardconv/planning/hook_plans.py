@@ -59,8 +59,8 @@ def _port(solution: Solution, tid: int, name: str, sequence: Set[Node]) -> HookP
     sequence_axes: tuple[int, ...] = ()
     if len(dims) > 1 and find(dims[1]) in sequence:
         sequence_axes = tuple(sorted(assignment.axes(find(dims[1]))))
-    others = dims[:1] + dims[2:] if sequence_axes else dims
-    is_sharded = any(leaf.size > 1 and assignment.axes(leaf) for dim in others for leaf in leaves(dim))
+    other_dims = dims[:1] + dims[2:] if sequence_axes else dims
+    is_sharded = any(leaf.size > 1 and assignment.axes(leaf) for dim in other_dims for leaf in leaves(dim))
     if is_sharded or assignment.partial_axes(analysis.partial[tid]):
         return None
     return HookPort(name, solution.gradients.axes(tid), sequence_axes)

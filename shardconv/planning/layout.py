@@ -62,10 +62,10 @@ class Layouts:
     def dim(self, node: Node) -> Dim:
         """Return the layout of one dim."""
         node = find(node)
-        known = self._dims.get(node)
-        if known is None:
-            known = self._dims[node] = _simplified(self._tree(node, open_leaves=frozenset()))
-        return known
+        layout = self._dims.get(node)
+        if layout is None:
+            layout = self._dims[node] = _simplified(self._tree(node, open_leaves=frozenset()))
+        return layout
 
     def _tree(self, node: Node, open_leaves: Collection[Node]) -> Dim:
         """Return the tree of a dim, in which ``open_leaves`` have no size."""
@@ -95,10 +95,10 @@ class Layouts:
     def _local_size(self, node: Node, rank: int) -> int:
         node = find(node)
         key = (node, rank)
-        known = self._sizes.get(key)
-        if known is None:
-            known = self._sizes[key] = slices.local_size(self.dim(node), self.mesh, rank)
-        return known
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = slices.local_size(self.dim(node), self.mesh, rank)
+        return size
 
     def is_sharded(self, tid: int) -> bool:
         """Return whether ranks hold different shards of a tensor."""
@@ -127,10 +127,10 @@ class Layouts:
         """Yield the value in proportion to sharded leaves of a tensor, or to pairs in a product, that divide
         it."""
         for layout in self.dims(tid):
-            found: list[Dim] = [leaf for leaf in dim_leaves(layout) if leaf.axes and leaf.size]
+            sharded: list[Dim] = [leaf for leaf in dim_leaves(layout) if leaf.axes and leaf.size]
             if isinstance(layout, Product):
-                found += [Product(pair) for pair in itertools.pairwise(found)]
-            for part in found:
+                sharded += [Product(pair) for pair in itertools.pairwise(sharded)]
+            for part in sharded:
                 if value % size(part) == 0:
                     yield value // size(part) * slices.local_size(part, self.mesh, rank)
 
@@ -144,8 +144,8 @@ class Layouts:
 
     def position(self, tid: int, dim: int, position: int, rank: int) -> int:
         """Return the number of positions below a global one that the rank holds."""
-        held = slices.ranges(self.dims(tid)[dim], self.mesh, rank)
-        return sum(max(0, min(stop, position) - start) for start, stop in held)
+        spans = slices.ranges(self.dims(tid)[dim], self.mesh, rank)
+        return sum(max(0, min(stop, position) - start) for start, stop in spans)
 
     def ranks_differ(self) -> bool:
         """Return whether some size is uneven, so that local shapes depend on the rank."""

@@ -89,11 +89,11 @@ class _Localizer:
         self.rank = rank
         self.given = given
         # Tensors that are made inside of norms have no dims.
-        known = [
+        numbers = [
             r for r in self.tape.replays if all(t in self.analysis.dims for t in (*r.outputs, *_refs(r)))
         ]
-        self.calls = [_Call(r, _attributes(r, given)) for r in known if self._matters(r)]
-        self.others = [_Call(r, a) for r in known if not self._matters(r) and (a := _attributes(r, given))]
+        self.calls = [_Call(r, _attributes(r, given)) for r in numbers if self._matters(r)]
+        self.others = [_Call(r, a) for r in numbers if not self._matters(r) and (a := _attributes(r, given))]
         """Calls whose tensors keep their shapes. Overrides must not break them."""
         self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
         self.num_trials = 0
@@ -137,8 +137,8 @@ class _Localizer:
         return joined(first.values()) or out
 
     def _matters(self, replay: TracedIntCall) -> bool:
-        known = self.analysis.dims
-        touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
+        dims = self.analysis.dims
+        touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in dims]
         return any(self.shapes.is_changed(t) for t in touched)
 
     def _concerned(self, group: set[Attribute]) -> list[_Call]:
@@ -159,29 +159,29 @@ class _Localizer:
     def _candidates(self, attribute: Attribute, calls: Sequence[_Call]) -> list[int]:
         """Return local sizes of dims of the attribute's value, and quotients by parts of the mesh."""
         value = self.values[attribute]
-        found: dict[int, None] = {}
+        candidates: dict[int, None] = {}
         for call in calls:
             if attribute in call.attributes:
                 for tid in (*call.replay.outputs, *_refs(call.replay)):
                     if tid in self.analysis.dims:
-                        found |= dict.fromkeys(self.shapes.local_sizes(tid, value, self.rank))
+                        candidates |= dict.fromkeys(self.shapes.local_sizes(tid, value, self.rank))
         for parts in self.shapes.divisors:
             if value % parts == 0:
-                found[value // parts] = None
+                candidates[value // parts] = None
         # The value in proportion to changed leaves that divide it, for example heads in proportion to groups.
         tids = {t for c in calls if attribute in c.attributes for t in (*c.replay.outputs, *_refs(c.replay))}
         for tid in sorted(tids & self.analysis.dims.keys()):
-            found |= dict.fromkeys(self.shapes.local_multiples(tid, value, self.rank))
-        found.pop(value, None)
-        return [v for v in found if v > 0]
+            candidates |= dict.fromkeys(self.shapes.local_multiples(tid, value, self.rank))
+        candidates.pop(value, None)
+        return [v for v in candidates if v > 0]
 
     def _holds(self, call: _Call, overrides: Mapping[Attribute, int]) -> bool:
         """Return whether the call returns the local shapes with these overrides."""
         key = (call, tuple((a, overrides[a]) for a in call.attributes if a in overrides))
-        known = self.memo.get(key)
-        if known is None:
-            known = self.memo[key] = self._run(call.replay, overrides)
-        return known
+        outcome = self.memo.get(key)
+        if outcome is None:
+            outcome = self.memo[key] = self._run(call.replay, overrides)
+        return outcome
 
     def _run(self, replay: TracedIntCall, overrides: Mapping[Attribute, int]) -> bool:
         def lookup(source: Expr) -> int:
@@ -231,8 +231,8 @@ def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attr
 def _attributes(replay: TracedIntCall, given: Collection[Attribute]) -> dict[Attribute, int]:
     """Return the attributes in a call's ints that are not known, with their global values."""
     numbers = traced_ints((replay.args, replay.kwargs))
-    found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
-    return {(fqn, name): value for _, fqn, name, value in found if (fqn, name) not in given}
+    attributes = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
+    return {(fqn, name): value for _, fqn, name, value in attributes if (fqn, name) not in given}
 
 
 def _refs(replay: TracedIntCall) -> Iterable[int]:

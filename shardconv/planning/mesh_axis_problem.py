@@ -162,11 +162,11 @@ class AxisProblem(AxisVariables):
         if len(terms) <= 1:
             return terms[0] if terms else None
         key = OneOf(tuple(sorted(terms)))
-        known = self.variables.get(key)
-        if known is None:
-            known = self._new(key)
-            self._add((known, *terms), _either(len(terms)))
-        return known
+        variable = self.variables.get(key)
+        if variable is None:
+            variable = self._new(key)
+            self._add((variable, *terms), _either(len(terms)))
+        return variable
 
     def _mark(self, mark: Mark) -> None:
         """Require p(after) <= p(before), except where a module returns its input.
@@ -243,19 +243,19 @@ class AxisProblem(AxisVariables):
         Outputs of the model are replicated in the model's own code, which computes a loss from them if there
         are labels.
         """
-        given = self.given
-        tape = given.analysis.tape
+        problem = self.given
+        tape = problem.analysis.tape
         returned = set(tape.outputs)
         for event in tape.events:
             if isinstance(event, Mark) and event.target in returned and not tape.calls[event.call].fqn:
                 self._must_be_replicated(event.source)
-        needed = differentiable(given.analysis)
-        for event in given.analysis.tape.events:
+        needed = differentiable(problem.analysis)
+        for event in problem.analysis.tape.events:
             made = (event.target,) if isinstance(event, Mark) else event.outputs
             for tid in made:
-                if tid in needed and tid in given.analysis.dims:
-                    for dim in given.analysis.dims[tid]:
-                        if find(dim) in given.sequence and (v := self.leaf(dim)) is not None:
+                if tid in needed and tid in problem.analysis.dims:
+                    for dim in problem.analysis.dims[tid]:
+                        if find(dim) in problem.sequence and (v := self.leaf(dim)) is not None:
                             self._charge(v, -SEQUENCE * self._weight(event.call) * self.latency)
 
     def _tie(self, a: int, b: int, dims: Iterable[tuple[Node, Node]]) -> None:

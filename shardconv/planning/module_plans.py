@@ -52,7 +52,7 @@ def steps_at(solution: Solution, mark: Mark) -> list[ModuleStep]:
     analysis, layouts = solution.analysis, solution.layouts
     width = solution.per_token(mark.source)
     out: list[ModuleStep] = []
-    reduced, kept = solution.reduced_axes(mark), solution.kept_axes(mark)
+    reduced, kept_axes = solution.reduced_axes(mark), solution.kept_axes(mark)
     before_axes, after_axes = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     pairs = [
         (i, layouts.open_dim(x), layouts.open_dim(y))
@@ -71,8 +71,8 @@ def steps_at(solution: Solution, mark: Mark) -> list[ModuleStep]:
             full = (*before_axes, *_among(after_axes, reduced))
             out += [_step(AllGatherStep, port, *each, width, after_axes, before_axes) for each in gathered]
             out += [_step(SliceStep, port, *each, width, full, after_axes) for each in sliced]
-        if kept:
-            out.append(KeepOnFirstStep(port, kept, width))
+        if kept_axes:
+            out.append(KeepOnFirstStep(port, kept_axes, width))
         out += _gradient_steps(solution, mark, port, width)
     return out
 
@@ -97,14 +97,14 @@ def _among(some: Collection[int], others: Collection[int]) -> tuple[int, ...]:
 def _gradient_steps(solution: Solution, mark: Mark, port: str, per_token: int) -> list[ModuleStep]:
     """Return the steps of a tensor without other steps whose gradient is partial on one side only."""
     before, after = (solution.gradients.axes(t) for t in (mark.source, mark.target))
-    kept = [
+    steps = [
         axis
         for axis in range(len(solution.layouts.mesh))
         if solution.placement(mark.source, axis) == REPLICATED
         and solution.placement(mark.target, axis) in (REPLICATED, PARTIAL)
     ]
-    summed = _among([a for a in after if a not in before], kept)
-    divided = _among([a for a in before if a not in after], kept)
+    summed = _among([a for a in after if a not in before], steps)
+    divided = _among([a for a in before if a not in after], steps)
     out: list[ModuleStep] = [GradAllReduceStep(port, summed, per_token)] if summed else []
     return [*out, GradDivideStep(port, divided)] if divided else out
 
@@ -342,22 +342,26 @@ def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Conflict |
     calls."""
     first: dict[str, _Call] = {}
     conflicts: dict[str, Conflict] = {}
-    for call, found in _calls(solution).items():
+    for call, call_steps in _calls(solution).items():
         fqn = solution.analysis.tape.calls[call].fqn
-        known = first.setdefault(fqn, found)
-        if known.from_end != found.from_end:
-            nodes = [x for d in known.nodes + found.nodes for x in leaves(d)]
+        first_steps = first.setdefault(fqn, call_steps)
+        if first_steps.from_end != call_steps.from_end:
+            nodes = [x for d in first_steps.nodes + call_steps.nodes for x in leaves(d)]
             where = f"{fqn} is called in different ways"
             conflicts.setdefault(fqn, Conflict(solution.sharded(nodes), where, fqn))
-        elif list(map(_dim, known.inputs + known.outputs)) != list(map(_dim, found.inputs + found.outputs)):
-            first[fqn] = known.counted_from_end()
+        elif list(map(_dim, first_steps.inputs + first_steps.outputs)) != list(
+            map(_dim, call_steps.inputs + call_steps.outputs)
+        ):
+            first[fqn] = first_steps.counted_from_end()
     if conflicts:
         return joined(conflicts.values())
-    for fqn, found in first.items():
-        if found.from_end:
+    for fqn, call_steps in first.items():
+        if call_steps.from_end:
             entry = entries.setdefault(fqn, _Entry())
-            entry.inputs[:0] = found.inputs  # row ids become local, and weights zero, when they are complete
-            entry.outputs.extend(found.outputs)
+            entry.inputs[:0] = (
+                call_steps.inputs
+            )  # row ids become local, and weights zero, when they are complete
+            entry.outputs.extend(call_steps.outputs)
     return None
 
 
@@ -369,12 +373,12 @@ def _calls(solution: Solution) -> dict[int, _Call]:
         for event in solution.analysis.tape.events:
             if not isinstance(event, Mark) or event.is_output != is_output:
                 continue
-            found = out.setdefault(event.call, _Call())
+            call = out.setdefault(event.call, _Call())
             steps, num_dims = steps_at(solution, event), len(dims[event.source])
-            (found.outputs if is_output else found.inputs).extend(steps)
-            found.from_end += [_at_dim(replace(b, per_token=0), _dim(b) - num_dims) for b in steps]
+            (call.outputs if is_output else call.inputs).extend(steps)
+            call.from_end += [_at_dim(replace(b, per_token=0), _dim(b) - num_dims) for b in steps]
             if steps:
-                found.nodes += dims[event.source] + dims[event.target]
+                call.nodes += dims[event.source] + dims[event.target]
     return out
 
 

@@ -84,20 +84,20 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     by_name = {i.name: t for t, i in enumerate(solution.analysis.tape.tensors) if i.name}
     entries: dict[tuple[str, ParameterPlan], list[str]] = {}
     stand_ins = solution.folded.representatives()
-    known: dict[str, ParameterPlan] = {}
+    plans: dict[str, ParameterPlan] = {}
     aliases = tied_names(model)
     for name, tensor in stored_tensors(model):
         if name in aliases:
             continue
         shown = stand_in(name, stand_ins)
-        entry = known.get(shown)
+        entry = plans.get(shown)
         if entry is None:
             entry = _layout(solution, by_name.get(shown), tensor)
             entry = _row_bias(solution, model, shown, entry, by_name)
             if entry.grad_axes or entry.partial:
                 owners = {n.rpartition(".")[0] for n in (shown, *(a for a in aliases if aliases[a] == shown))}
                 entry = replace(entry, grad_levels=_levels(solution, model, by_name[shown], owners))
-            known[shown] = entry
+            plans[shown] = entry
         entries.setdefault((starred(name), entry), []).append(name)
     return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
 
@@ -139,9 +139,9 @@ def _levels(solution: Solution, model: nn.Module, tid: int, owners: Collection[s
     """
     tape = solution.analysis.tape
     called = {call.fqn for call in tape.calls}
-    own = tape.tensors[tid].name.rpartition(".")[0]
+    owner = tape.tensors[tid].name.rpartition(".")[0]
     # A module that layers share has a name in each of them, and code of a layer reads it under that name.
-    names = [name for name in owners if model.get_submodule(name) is model.get_submodule(own)]
+    names = [name for name in owners if model.get_submodule(name) is model.get_submodule(owner)]
     levels = 0
     for event in tape.events:
         if isinstance(event, Op) and tid in event.inputs:
@@ -154,12 +154,12 @@ def _levels(solution: Solution, model: nn.Module, tid: int, owners: Collection[s
 def _levels_above(owner: str, running: str, called: Collection[str]) -> int:
     """Return how many levels above a module is the innermost module that is called and runs when another one
     does."""
-    own = owner.split(".")
-    same = [a == b for a, b in zip(own, running.split("."), strict=False)]
-    kept = (*same, False).index(False)
-    while kept and ".".join(own[:kept]) not in called:  # a list of layers is not called
-        kept -= 1
-    return len(own) - kept
+    path = owner.split(".")
+    same = [a == b for a, b in zip(path, running.split("."), strict=False)]
+    num_equal = (*same, False).index(False)
+    while num_equal and ".".join(path[:num_equal]) not in called:  # a list of layers is not called
+        num_equal -= 1
+    return len(path) - num_equal
 
 
 def _row_bias(
@@ -197,14 +197,14 @@ def _row_bias(
 
 def _reason(solution: Solution, tid: int) -> str:
     """Say why a parameter is replicated."""
-    own = [x for dim in solution.analysis.dims[tid] for x in leaves(dim)]
-    for leaf in (x for y in own for x in (y, *y.links)):
+    parts = [x for dim in solution.analysis.dims[tid] for x in leaves(dim)]
+    for leaf in (x for y in parts for x in (y, *y.links)):
         where = solution.ruled_out.get(find(leaf))
         if where is not None:
             return f"it could not be localized: {where}"
-    free = [x for x in own if not x.blocked]
+    free = [x for x in parts if not x.blocked]
     if not free:
-        return next((x.why for x in own if x.why), "") or "none of its dims can be sharded"
+        return next((x.why for x in parts if x.why), "") or "none of its dims can be sharded"
     if all(x.size < max(solution.layouts.mesh) for x in free):
         return "it has fewer positions than there are ranks"
     return "sharding it would cost more communication than it saves"

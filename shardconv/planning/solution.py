@@ -25,14 +25,14 @@ def inference_only(plan: Plan, why: str = "") -> Plan:
         replace(entry, inputs=without_gradients(entry.inputs), outputs=without_gradients(entry.outputs))
         for entry in plan.modules
     ]
-    kept = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.overrides]
+    remaining = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.overrides]
     parameters = tuple(replace(entry, grad_axes=(), grad_levels=0) for entry in plan.parameters)
     hooks = tuple(
         replace(entry, inputs=_without_axes(entry.inputs), outputs=_without_axes(entry.outputs))
         for entry in plan.hooks
     )
     return replace(
-        plan, modules=tuple(kept), parameters=parameters, training=None, inference_only=why, hooks=hooks
+        plan, modules=tuple(remaining), parameters=parameters, training=None, inference_only=why, hooks=hooks
     )
 
 

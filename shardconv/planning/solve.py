@@ -92,7 +92,7 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
     counts = [len(prime_factors(extent)) for extent in given.mesh]
     primes = [tuple(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(given.mesh))]
     pinned: dict[Node, tuple[int, ...]] = {}
-    others: list[Node] = []
+    unpinned: list[Node] = []
     parameters = [
         (info.name, tid)
         for tid, info in enumerate(analysis.tape.tensors)
@@ -102,7 +102,7 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
         for name, tid in parameters:
             entry = given.parameters.get(name)
             if entry is None:
-                others += () if refine else (x for dim in analysis.dims[tid] for x in leaves(dim))
+                unpinned += () if refine else (x for dim in analysis.dims[tid] for x in leaves(dim))
                 continue
             for node, dim in zip(analysis.dims[tid], entry.dims, strict=True):
                 try:
@@ -114,7 +114,7 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
                     ) from None
                 if not refine:
                     pinned |= {x: tuple(f for a in axes for f in primes[a]) for x, axes in chosen.items()}
-    for leaf in others:
+    for leaf in unpinned:
         pinned[find(leaf)] = _nearest(leaf, pinned)
     return pinned
 
@@ -166,8 +166,8 @@ def _nearest(leaf: Node, pinned: Pins) -> tuple[int, ...]:
         for x in level:
             with suppress(KeyError):
                 return pinned[x]
-        found = dict.fromkeys(find(y) for x in level for y in x.links)
-        level = [y for y in found if y not in seen]
+        neighbors = dict.fromkeys(find(y) for x in level for y in x.links)
+        level = [y for y in neighbors if y not in seen]
         seen.update(level)
     return ()
 
@@ -225,28 +225,28 @@ def solve(
     Raises:
         SolveError: if the pinned choices contradict the constraints.
     """
-    given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
+    problem = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
     if pins:
         try:
-            return _solve(given, tp, SAVING_WEIGHTS[0], pins)
+            return _solve(problem, tp, SAVING_WEIGHTS[0], pins)
         except Infeasible as error:
             raise SolveError(
                 "with the adapter, a layer cannot be computed from the parts that ranks have of its weight; "
                 "leave out layers of its target modules"
             ) from error
-    first = best = _solve(given, tp, SAVING_WEIGHTS[0])
+    first = best = _solve(problem, tp, SAVING_WEIGHTS[0])
 
-    least = _fraction_without(given, given.may_be_sharded)
+    least = _fraction_without(problem, problem.may_be_sharded)
     enough = MAX_REPLICATED if least < MAX_REPLICATED else least + MIN_GAIN
     if best.replicated[0] <= enough:
         return best
-    most = _solve(given, tp, SAVING_WEIGHTS[-1])  # no other weight shards more
+    most = _solve(problem, tp, SAVING_WEIGHTS[-1])  # no other weight shards more
     if not _is_gain(best, most):
         return best
     for weight in SAVING_WEIGHTS[1:]:
         if best.replicated[0] <= enough:
             break
-        other = _solve(given, tp, weight) if weight != SAVING_WEIGHTS[-1] else most
+        other = _solve(problem, tp, weight) if weight != SAVING_WEIGHTS[-1] else most
         if _is_gain(best, other):
             best = replace(other, replicated=(other.replicated[0], first.replicated[0]))
     return best

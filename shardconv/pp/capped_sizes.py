@@ -76,19 +76,19 @@ def _calls(model: nn.Module, inputs: TraceInputs, modules: Collection[str]) -> l
     numbers = [v for v in vars(config).values() if type(v) is int] if config is not None else []
     vocab = max((len(p) for p in model.parameters() if p.dim()), default=0)
     length = max([_LEAST_LENGTH, *(2 * n for n in numbers if n < min(vocab, 2**16))])
-    found: list[dict[str, _Call]] = []
+    runs: list[dict[str, _Call]] = []
     calls = Calls(model, inputs, with_all=False)
     before, memo = [*model.parameters(), *model.buffers()], OperatorMemo()
 
     def call(arguments: Mapping[str, Any]) -> Any:
-        found.append({})
+        runs.append({})
         with LiveMemory(_MOST_OPERATORS, str, before, memo):
             return model(**arguments)
 
     with ExitStack() as stack, torch.no_grad():
         for fqn in modules:
             module = model.get_submodule(fqn)
-            note = partial(_note, found, fqn, list(forward_signature(module).parameters))
+            note = partial(_note, runs, fqn, list(forward_signature(module).parameters))
             stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         try:
             short = Size(2, 3, 3)
@@ -102,7 +102,7 @@ def _calls(model: nn.Module, inputs: TraceInputs, modules: Collection[str]) -> l
                 f"the model cannot be cut into stages: the calls that count the integers of {min(modules)} "
                 f"fail: {error}"
             ) from error
-    return found
+    return runs
 
 
 def _note(
@@ -114,8 +114,8 @@ def _note(
     kwargs: Mapping[str, Any],
     output: Any,
 ) -> None:
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    shapes = {f"input.{n}": tuple(v.shape) for n, v in given.items() if isinstance(v, Tensor)}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    shapes = {f"input.{n}": tuple(v.shape) for n, v in arguments.items() if isinstance(v, Tensor)}
     items = [output] if isinstance(output, Tensor) else output
     found[-1][fqn] = _Call(shapes, tuple(tuple(i.shape) if isinstance(i, Tensor) else None for i in items))
 

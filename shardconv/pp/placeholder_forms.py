@@ -81,11 +81,11 @@ class _Twice(nn.Module):
     def forward(self, **tensors: Tensor) -> Any:
         """Return the results of the second call."""
         first = self.model(**tensors, **self._inputs.options)
-        given = continuation(self.model, replace(self._inputs, tensors=tensors), first)
+        arguments = continuation(self.model, replace(self._inputs, tensors=tensors), first)
         encoded = getattr(first, "encoder_last_hidden_state", None)
         if self._keeps_encoded and encoded is not None:
-            given = {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
-        return self.model(**given)
+            arguments = {**arguments, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
+        return self.model(**arguments)
 
 
 def _read(tape: Tape) -> SecondCall:
@@ -96,20 +96,20 @@ def _read(tape: Tape) -> SecondCall:
         fqn = made.fqn.removeprefix("model").removeprefix(".")
         if fqn not in names.values():
             names[index] = fqn
-    found = SecondCall()
+    second_call = SecondCall()
     for event in tape.events:
         if isinstance(event, Mark) and event.call in names:
             for port in event.ports:
                 tid = event.target if event.is_output else event.source
-                found.shapes[names[event.call], port] = tape.tensors[tid].shape
-    found.returned.update({fqn: tape.returned[i] for i, fqn in names.items() if i in tape.returned})
+                second_call.shapes[names[event.call], port] = tape.tensors[tid].shape
+    second_call.returned.update({fqn: tape.returned[i] for i, fqn in names.items() if i in tape.returned})
     for update in tape.cache_updates:
         for call in update.givers:
             if call in names:
-                found.updates.setdefault(names[call], []).append(
+                second_call.updates.setdefault(names[call], []).append(
                     (update, [tape.tensors[tid].shape for tid in tensors_of_update(update)])
                 )
-    return found
+    return second_call
 
 
 def tensors_of_update(update: CacheUpdate) -> Sequence[int]:
@@ -177,7 +177,7 @@ class UnitForms:
 
     def has_own_inputs(self, unit: Unit) -> bool:
         """Return whether no input of a unit depends on parameters, so that every stage can run it."""
-        return not any(given.is_weighted for call in unit.calls for given in self._inputs.get(call, ()))
+        return not any(argument.is_weighted for call in unit.calls for argument in self._inputs.get(call, ()))
 
     def has_placeholder(self, unit: Unit) -> bool:
         """Return whether a placeholder can return the results of a unit."""
@@ -195,33 +195,33 @@ class UnitForms:
         omitted.
         """
         again = self._second.updates.get(unit.fqn, [])
-        found = []
+        calls = []
         for update in (u for u in self.tape.cache_updates if unit.calls[0] in u.givers):
             giver = update.givers[unit.calls[0]]
             same = [shapes for u, shapes in again if _key(u) == _key(update) and giver in u.givers.values()]
             arguments = self._cache_arguments(unit, update, same[0] if same else None)
             tensors = [a.tensor for a in arguments if a.tensor is not None]
             if same or all(any(dim.of for dim in tensor.dims) for tensor in tensors):
-                found.append(CacheCall(update.method, *giver, arguments))
-        return tuple(found)
+                calls.append(CacheCall(update.method, *giver, arguments))
+        return tuple(calls)
 
     def _cache_arguments(
         self, unit: Unit, update: CacheUpdate, second: Sequence[Shape] | None
     ) -> tuple[CacheArgument, ...]:
-        given = [("", value) for value in update.args] + list(update.kwargs.items())
+        values = [("", value) for value in update.args] + list(update.kwargs.items())
         tids = tensors_of_update(update)
         none: list[Shape | None] = [None] * len(tids)
         shapes = dict(zip(tids, second or none, strict=False))
-        found = []
-        for name, value in given:
+        arguments = []
+        for name, value in values:
             if isinstance(value, Ref):
                 tensor = self._cached(unit, value.tid, shapes[value.tid], update.method == _KEPT_LAST)
-                found.append(CacheArgument(name, tensor))
+                arguments.append(CacheArgument(name, tensor))
             elif type(value) is int:
-                found.append(CacheArgument(name, numbers=(value,)))
+                arguments.append(CacheArgument(name, numbers=(value,)))
             elif not name:
                 raise _no_placeholder(unit, f"gives {update.method} of its cache a {type(value).__name__}")
-        return tuple(found)
+        return tuple(arguments)
 
     def _cached(self, unit: Unit, tid: int, second: Shape | None, keeps_last: bool) -> PlaceholderTensor:
         """Describe a tensor for a cache: it has the true length, but one head of one element."""
@@ -267,10 +267,10 @@ class UnitForms:
         mesh = self._layouts.mesh
         for given in sorted(self._arguments(unit), key=lambda given: not given.is_weighted):
             for dim, sizes in enumerate(self._sizes(unit, given)):
-                found = self._given_layout(unit, given, dim)
-                if found is None or not _agree(sizes, wanted) or _whole(found) != _whole(layout):
+                part = self._given_layout(unit, given, dim)
+                if part is None or not _agree(sizes, wanted) or _whole(part) != _whole(layout):
                     continue
-                has, wants = axes_of(found), axes_of(layout)
+                has, wants = axes_of(part), axes_of(layout)
                 times = math.prod(mesh[axis] for axis in has - wants)
                 over = math.prod(mesh[axis] for axis in wants - has)
                 return PlaceholderDim((PortDim(given.port, dim),), None, times, over)
@@ -292,14 +292,17 @@ class UnitForms:
         if wanted.first < 2:
             return ()
         candidates = []
-        for given in arguments:
-            for dim, sizes in enumerate(self._sizes(unit, given)):
+        for argument in arguments:
+            for dim, sizes in enumerate(self._sizes(unit, argument)):
                 is_input = sizes.first in self._input_sizes
-                is_meant = is_input or (given.is_weighted and layout is not None)
+                is_meant = is_input or (argument.is_weighted and layout is not None)
                 if not is_meant or not _agree(sizes, wanted):
                     continue
-                if layout is None or (self._given_layout(unit, given, dim) or Leaf(size(layout))) == layout:
-                    candidates.append((not given.is_weighted, dim != index, PortDim(given.port, dim)))
+                if (
+                    layout is None
+                    or (self._given_layout(unit, argument, dim) or Leaf(size(layout))) == layout
+                ):
+                    candidates.append((not argument.is_weighted, dim != index, PortDim(argument.port, dim)))
         if candidates:
             return (min(candidates, key=lambda c: c[:2])[2],)
         return self._pair_of_dims(arguments, unit, wanted)
@@ -308,12 +311,12 @@ class UnitForms:
         self, arguments: Sequence[_Argument], unit: Unit, wanted: _Sizes
     ) -> tuple[PortDim, ...]:
         """Return two dims of an argument that multiply to the size, and come from the model's inputs."""
-        for given in arguments:
-            dims = [(d, s) for d, s in enumerate(self._sizes(unit, given)) if s.first in self._input_sizes]
+        for argument in arguments:
+            dims = [(d, s) for d, s in enumerate(self._sizes(unit, argument)) if s.first in self._input_sizes]
             for (d, a), (e, b) in itertools.combinations(dims, 2):
                 second = None if a.second is None or b.second is None else a.second * b.second
                 if _agree(_Sizes(a.first * b.first, second), wanted):
-                    return PortDim(given.port, d), PortDim(given.port, e)
+                    return PortDim(argument.port, d), PortDim(argument.port, e)
         return ()
 
     def _sizes(self, unit: Unit, given: _Argument) -> Sequence[_Sizes]:
@@ -346,29 +349,29 @@ class UnitForms:
     def _inputs(self) -> Mapping[int, Sequence[_Argument]]:
         stored = (t for t, info in enumerate(self.tape.tensors) if info.kind in ("parameter", "buffer"))
         weighted = depending_on(self.tape, stored)
-        found: dict[int, list[_Argument]] = {}
+        inputs: dict[int, list[_Argument]] = {}
         for mark in _marks_of(self.tape):
             if not mark.is_output:
                 argument = _Argument(mark.ports[0], mark.source, mark.source in weighted)
-                found.setdefault(mark.call, []).append(argument)
-        return found
+                inputs.setdefault(mark.call, []).append(argument)
+        return inputs
 
     @cached_property
     def _outputs(self) -> Mapping[int, Mapping[str, Mark]]:
-        found: dict[int, dict[str, Mark]] = {}
+        outputs: dict[int, dict[str, Mark]] = {}
         for mark in _marks_of(self.tape):
             if mark.is_output:
-                found.setdefault(mark.call, {}).update(dict.fromkeys(mark.ports, mark))
-        return found
+                outputs.setdefault(mark.call, {}).update(dict.fromkeys(mark.ports, mark))
+        return outputs
 
     @cached_property
     def _marks(self) -> Mapping[tuple[str, str], Mark]:
         """The marks of the folded tape, by module and port."""
-        found: dict[tuple[str, str], Mark] = {}
+        marks: dict[tuple[str, str], Mark] = {}
         for mark in _marks_of(self._folded):
             for port in mark.ports:
-                found.setdefault((self._folded.calls[mark.call].fqn, port), mark)
-        return found
+                marks.setdefault((self._folded.calls[mark.call].fqn, port), mark)
+        return marks
 
     def _shown(self, fqn: str) -> str:
         """Return the module of the folded tape that represents another."""

@@ -61,14 +61,14 @@ def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: in
     places = [0, *(i + 1 for i, ok in enumerate(allowed) if ok), len(loads)]
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        cheapest: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for stop in places[1:] if stage < num_stages - 1 else places[-1:]:
             for start, (worst, squares, cuts) in best.items():
                 if start < stop:
-                    own = cost(start, stop)
-                    candidate = (max(worst, own), squares + own * own, (*cuts, stop))
-                    found[stop] = min(found.get(stop, candidate), candidate)
-        best = found
+                    stage_cost = cost(start, stop)
+                    candidate = (max(worst, stage_cost), squares + stage_cost * stage_cost, (*cuts, stop))
+                    cheapest[stop] = min(cheapest.get(stop, candidate), candidate)
+        best = cheapest
     return [stop - 1 for stop in best[len(loads)][2][:-1]]
 
 

@@ -62,11 +62,11 @@ class TapeUnits:
             match = NUMBERED.fullmatch(call.fqn)
             if match and index in self._spans:
                 stacks.setdefault((call.parent, match[1]), []).append(index)
-        found: set[int] = set()
+        layers: set[int] = set()
         for calls in stacks.values():
-            if len(calls) > 1 and not any(c in found for c in self._around(calls[0])):
-                found.update(calls)
-        return sorted(found, key=lambda call: self._spans[call][1])
+            if len(calls) > 1 and not any(c in layers for c in self._around(calls[0])):
+                layers.update(calls)
+        return sorted(layers, key=lambda call: self._spans[call][1])
 
     @cached_property
     def borders(self) -> Sequence[CutPoint]:
@@ -82,21 +82,21 @@ class TapeUnits:
             if self._held(fqn) and fqn not in self._everywhere:
                 calls.setdefault(fqn, []).append(call)
         return {
-            fqn: Unit(fqn, tuple(found), tuple(self._spans[c][0] for c in found), self._held(fqn))
-            for fqn, found in calls.items()
+            fqn: Unit(fqn, tuple(unit_calls), tuple(self._spans[c][0] for c in unit_calls), self._held(fqn))
+            for fqn, unit_calls in calls.items()
         }
 
     @cached_property
     def unit_of(self) -> Mapping[int, tuple[str, int]]:
         """Map the index of a call to the unit that it is in, and to the call of that unit."""
-        own = {call: unit.fqn for unit in self.units.values() for call in unit.calls}
-        found: dict[int, tuple[str, int]] = {}
+        of_units = {call: unit.fqn for unit in self.units.values() for call in unit.calls}
+        units: dict[int, tuple[str, int]] = {}
         for index, call in enumerate(self.tape.calls):
-            if index in own:
-                found[index] = own[index], index
-            elif call.parent in found:
-                found[index] = found[call.parent]
-        return found
+            if index in of_units:
+                units[index] = of_units[index], index
+            elif call.parent in units:
+                units[index] = units[call.parent]
+        return units
 
     def _outermost(self, parent: int) -> Iterator[int]:
         """Yield the outermost calls that contain no border."""
@@ -114,11 +114,11 @@ class TapeUnits:
 
     @cached_property
     def _parameters(self) -> Mapping[str, frozenset[str]]:
-        found: dict[str, set[str]] = {}
+        by_unit: dict[str, set[str]] = {}
         for name, first in self.names.items():
             for module in prefixes(name.rpartition(".")[0]):
-                found.setdefault(module, set()).add(first)
-        return {fqn: frozenset(names) for fqn, names in found.items()}
+                by_unit.setdefault(module, set()).add(first)
+        return {fqn: frozenset(names) for fqn, names in by_unit.items()}
 
     def _around(self, call: int) -> Iterator[int]:
         while call >= 0:
@@ -128,14 +128,14 @@ class TapeUnits:
 
 def _spans(tape: Tape) -> dict[int, tuple[int, int]]:
     """Map calls to the positions of the first and last event in them, without calls that have no events."""
-    found: dict[int, tuple[int, int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     for position, event in enumerate(tape.events):
         call = event.call
         while call >= 0:
-            first, _ = found.get(call, (position, position))
-            found[call] = first, position
+            first, _ = spans.get(call, (position, position))
+            spans[call] = first, position
             call = tape.calls[call].parent
-    return found
+    return spans
 
 
 # Stages receive results of units of earlier stages that they cannot compute again from the inputs.
@@ -188,7 +188,7 @@ class Crossings:
         if stop >= len(self.tape.events):
             pending += self.tape.outputs
         seen: set[int] = set()
-        found: dict[int, Value] = {}
+        values: dict[int, Value] = {}
         while pending:
             tid = pending.pop()
             position = self._producer.get(tid)
@@ -196,7 +196,7 @@ class Crossings:
                 continue
             seen.add(tid)
             if tid in self._results:
-                found[tid] = self._results[tid]
+                values[tid] = self._results[tid]
                 continue
             event = self.tape.events[position]
             if event.call in self.units.unit_of:
@@ -206,15 +206,15 @@ class Crossings:
                     f"inside of {unit}, and does not return"
                 )
             pending += self._read_by(event, start, stop)
-        return sorted(found.values())
+        return sorted(values.values())
 
     def _read_by(self, event: Event, start: int, stop: int) -> tuple[int, ...]:
         """Return the tensors that an event reads."""
         inputs = reads_and_writes(event)[0]
         for name in (self.tape.tensors[t].name for t in inputs if t in self._stored):
             holders = [u for u in self.units.units.values() if name in u.parameters]
-            own = self.units.unit_of.get(event.call, ("", -1))[0]
-            here = any(u.fqn == own or any(start <= s < stop for s in u.starts) for u in holders)
+            unit = self.units.unit_of.get(event.call, ("", -1))[0]
+            here = any(u.fqn == unit or any(start <= s < stop for s in u.starts) for u in holders)
             if holders and not here:
                 where = self.tape.calls[event.call].fqn or "the model's own code"
                 raise Uncut(

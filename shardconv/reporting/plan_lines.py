@@ -145,7 +145,7 @@ MICROBATCHES = (1, 4)
 
 def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
     """Return the bytes for each token that a stage sends another, of global tensors, by (from, to)."""
-    found: dict[tuple[int, int], int] = {}
+    bytes_of_crossing: dict[tuple[int, int], int] = {}
     for entry, _ in staged_modules(plan).values():
         for value in entry.sent:
             tensor = entry.items[value.item].tensor
@@ -153,8 +153,8 @@ def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
             num_bytes = value.per_token * item_bytes(tensor.dtype or plan.model.dtype)
             for stage in value.to:
                 key = entry.stages[0], stage
-                found[key] = found.get(key, 0) + num_bytes
-    return found
+                bytes_of_crossing[key] = bytes_of_crossing.get(key, 0) + num_bytes
+    return bytes_of_crossing
 
 
 def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
@@ -177,13 +177,13 @@ def stage_lines(plan: Plan) -> Iterator[str]:
     stages = plan.stages
     if stages is None:
         return
-    held = [max(ranks) for ranks in stage_bytes(plan)]
-    mean = sum(held) / len(held)
+    largest = [max(ranks) for ranks in stage_bytes(plan)]
+    mean = sum(largest) / len(largest)
     yield f"STAGES  {stages.count}, with {plan.tp} rank{'s' if plan.tp > 1 else ''} each"
     for stage in range(stages.count):
         layers = layers_text(stages, stage)
-        share = f"{held[stage] / mean - 1:+.1%} from the mean" if mean else ""
-        yield f"  stage {stage:<9}{layers:<22}{human_bytes(held[stage]):>12} per rank  {share}".rstrip()
+        share = f"{largest[stage] / mean - 1:+.1%} from the mean" if mean else ""
+        yield f"  stage {stage:<9}{layers:<22}{human_bytes(largest[stage]):>12} per rank  {share}".rstrip()
     for (source, target), num_bytes in sorted(crossing_bytes(plan).items()):
         yield f"  sent           stage {source} to stage {target}: {human_bytes(num_bytes)} per token"
     if stages.computed_again:
@@ -248,11 +248,11 @@ def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[st
         cache.append(f"{human_bytes(term.token_bytes)} per {tokens}{window}")
     if memory.sequence_bytes:
         cache.append(f"{human_bytes(memory.sequence_bytes)} per sequence")
-    found = [("cache", cache or ["none"]), ("prefill", prefill)]
+    facts = [("cache", cache or ["none"]), ("prefill", prefill)]
     if memory.logits_token_bytes:
         logits = f"{human_bytes(memory.logits_token_bytes)} per token with logits"
-        found.append(("logits", [logits]))
-    return found
+        facts.append(("logits", [logits]))
+    return facts
 
 
 def device_lines(plan: Plan, load: Workload) -> Iterator[str]:

@@ -113,10 +113,12 @@ def _layer(plan: Plan, kind: LayerKind) -> records.LayerReport:
 def _stages(plan: Plan) -> tuple[records.StageReport, ...]:
     if plan.stages is None:
         return ()
-    held, layers = stage_bytes(plan), plan.stages.layers
+    by_stage, layers = stage_bytes(plan), plan.stages.layers
     return tuple(
         records.StageReport(
-            stage, tuple(layers[stage]) if layers[stage][0] <= layers[stage][1] else (), tuple(held[stage])
+            stage,
+            tuple(layers[stage]) if layers[stage][0] <= layers[stage][1] else (),
+            tuple(by_stage[stage]),
         )
         for stage in shown_stages(plan)
     )

@@ -100,28 +100,28 @@ def summarize(plan: Plan) -> Summary:
     """Compute the numbers of a plan."""
     entries = tuple(stored_entries(plan))
     parameters = by_name("parameters", entries)
-    held = stage_bytes(plan)
+    by_stage = stage_bytes(plan)
     numbers = Counter(parameters.values())
     counts = [(entry, numbers[entry]) for entry in entries]
     modules = module_plans(plan)
     planned: dict[ModulePlan, list[str]] = {}
     for name, module in modules.items():
         planned.setdefault(module, []).append(name)
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for module in plan.modules:
         names = planned.get(module, [])
         for op, port, elements, dtype in collective_steps(module, plan.model.dtype):
             token_bytes = len(names) * elements * item_bytes(dtype)
-            found.append(Collective(op, module.names, port, len(names), token_bytes))
+            collectives.append(Collective(op, module.names, port, len(names), token_bytes))
     return Summary(
         kinds=_kinds(plan, parameters),
         replicated=_replicated(plan, parameters),
-        collectives=tuple(found),
+        collectives=tuple(collectives),
         total_bytes=sum(count * global_bytes(entry) for entry, count in counts),
         sharded_bytes=sum(
             count * global_bytes(e) for e, count in counts if not is_common(e) and not e.partial
         ),
-        rank_bytes=tuple(n for stage in shown_stages(plan) for n in held[stage]),
+        rank_bytes=tuple(n for stage in shown_stages(plan) for n in by_stage[stage]),
     )
 
 
@@ -132,10 +132,10 @@ def summed_gradients(plan: Plan) -> list[str]:
 
 def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:
     """Return (folder, its files) of a converted directory."""
-    found: dict[str, list[FileEntry]] = {}
+    by_folder: dict[str, list[FileEntry]] = {}
     for entry in manifest.files:
-        found.setdefault(entry.path.rpartition("/")[0], []).append(entry)
-    return sorted(found.items())
+        by_folder.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+    return sorted(by_folder.items())
 
 
 def shown_stages(plan: Plan) -> Sequence[int]:
@@ -148,10 +148,12 @@ def shown_stages(plan: Plan) -> Sequence[int]:
 def stage_bytes(plan: Plan) -> list[list[int]]:
     """Return the bytes of the parameters of each rank of each stage; of one stage, without any."""
     entries = by_name("parameters", tuple(stored_entries(plan)))
-    held = (Counter(entries[n] for n in held_names(plan, k, entries.keys())) for k in range(num_stages(plan)))
+    stage_counts = (
+        Counter(entries[n] for n in held_names(plan, k, entries.keys())) for k in range(num_stages(plan))
+    )
     return [
         [sum(n * local_bytes(entry, plan, rank) for entry, n in counts.items()) for rank in range(plan.tp)]
-        for counts in held
+        for counts in stage_counts
     ]
 
 
@@ -187,14 +189,14 @@ def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKi
     kinds = []
     for (module, tensors), names in groups.items():
         counts = Counter(line.plan for line in tensors)
-        held = (
+        bytes_of_kind = (
             sum(count * local_bytes(entry, plan, rank) for entry, count in counts.items())
             for rank in range(plan.tp)
         )
         category, overrides = (module.category, module.overrides) if module else ("", ())
         steps = collective_steps(module, plan.model.dtype) if module else ()
         collectives = tuple((op, port, count * item_bytes(dtype)) for op, port, count, dtype in steps)
-        num_bytes = len(names) * max(held)
+        num_bytes = len(names) * max(bytes_of_kind)
         kinds.append(
             LayerKind(compress(names), len(names), category, tensors, overrides, num_bytes, collectives)
         )
@@ -218,7 +220,7 @@ def _replicated(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[Re
         if is_common(entry) and plan.tp > 1:
             shapes = by_reason.setdefault(entry.reason, {})
             shapes.setdefault(global_shape(entry), []).append((name, global_bytes(entry)))
-    found = []
+    rows = []
     for reason, shapes in by_reason.items():
         tensors: list[tuple[str, tuple[int, ...], int]] = []
         for shape, members in shapes.items():
@@ -230,8 +232,8 @@ def _replicated(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[Re
             for names in by_leaf.values():
                 tensors.append((", ".join(compress(names)), shape, sum(sizes[name] for name in names)))
         tensors.sort(key=lambda item: (-item[2], item[0]))
-        found.append(Replicated(reason, tuple(tensors), sum(item[2] for item in tensors)))
-    return tuple(sorted(found, key=lambda group: -group.num_bytes))
+        rows.append(Replicated(reason, tuple(tensors), sum(item[2] for item in tensors)))
+    return tuple(sorted(rows, key=lambda group: -group.num_bytes))
 
 
 def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:
@@ -241,8 +243,8 @@ def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str,
             yield step.op, step.port, step.per_token, dtype
     if module.norm is not None and module.norm.axes:
         statistics = {"layer": 2}.get(module.norm.kind, 1)
-        kept = module.norm.compute_dtype
-        yield "all_reduce", "statistic", statistics, dtype if kept == "input" else kept
+        compute_dtype = module.norm.compute_dtype
+        yield "all_reduce", "statistic", statistics, dtype if compute_dtype == "input" else compute_dtype
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -151,13 +151,13 @@ class SharedActivations:
             count += 1
             if tensor.numel() < _LEAST or tensor.is_leaf:
                 return _Kept(tensor)
-            others = self._kept.setdefault(count, weakref.WeakSet())
-            for other in others:
+            alike = self._kept.setdefault(count, weakref.WeakSet())
+            for other in alike:
                 if _is_equal(tensor, other):
                     return other
-            kept = _Kept(tensor)
-            others.add(kept)
-            return kept
+            activation = _Kept(tensor)
+            alike.add(activation)
+            return activation
 
         with saved_tensors_hooks(pack, _Kept.unpacked):
             yield

@@ -243,9 +243,9 @@ class _Trial:
             raise _Failed(str(error)) from error
         for name, full in self.parameters.items():
             rows = full.shape[0] // self.num_experts
-            own = full[part.start * rows : part.stop * rows]
+            rows_of_rank = full[part.start * rows : part.stop * rows]
             owner, attribute = owner_of(local, name)
-            owner._parameters[attribute] = nn.Parameter(own, requires_grad=False)
+            owner._parameters[attribute] = nn.Parameter(rows_of_rank, requires_grad=False)
         return local.eval()
 
     def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

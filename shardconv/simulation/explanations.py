@@ -179,7 +179,7 @@ class Explanations:
         """Yield layouts of the dims, and mesh axes over which a tensor is a term of a sum."""
         if any(local.dim() != want.dim() for local in ranks):
             return
-        known: dict[int, Sequence[Dim | None]] = {
+        known_layouts: dict[int, Sequence[Dim | None]] = {
             dim % max(want.dim(), 1): (layout,)
             for dim, layout in placed.dims.items()
             if layout is None or isinstance(layout, Leaf) or _is_known(layout)
@@ -188,7 +188,7 @@ class Explanations:
             self._of_dim(
                 extent,
                 [local.shape[dim] for local in ranks],
-                known.get(dim, (None, *self._known.get(extent, ()), *self._open)),
+                known_layouts.get(dim, (None, *self._known.get(extent, ()), *self._open)),
             )
             for dim, extent in enumerate(want.shape)
         ]

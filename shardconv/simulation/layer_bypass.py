@@ -63,7 +63,7 @@ def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, 
     out: dict[str, tuple[str, ...]] = {}
     for index, outer in enumerate(tape.calls):
         if outer.fqn in layers:
-            found, inner = [], index + 1
+            closed, inner = [], index + 1
             while inner <= last[index]:
                 fqn, returned = tape.calls[inner].fqn, tape.returned.get(inner)
                 is_closed = inner not in looked_into and fqn not in several
@@ -71,10 +71,10 @@ def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, 
                 is_closed &= bool(items) and all(item.is_tensor for item in items)
                 if is_closed and fqn.startswith(f"{outer.fqn}."):
                     if sizes[inner] >= FEWEST_EVENTS:
-                        found.append(fqn[len(outer.fqn) + 1 :])
+                        closed.append(fqn[len(outer.fqn) + 1 :])
                     inner = last[inner]
                 inner += 1
-            out[outer.fqn] = tuple(found)
+            out[outer.fqn] = tuple(closed)
     return out
 
 
@@ -198,9 +198,9 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
             out[fqn] = Bypass(arguments, length, unread, like, kind, is_read_elsewhere=fqn in elsewhere)
         else:
             failed.add(stack)
-    found = {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
-    closed = closed_modules(tape, {fqn for fqn, how in found.items() if how.is_read_elsewhere})
-    return {fqn: replace(how, closed=closed.get(fqn, ())) for fqn, how in found.items()}
+    bypasses = {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
+    closed = closed_modules(tape, {fqn for fqn, how in bypasses.items() if how.is_read_elsewhere})
+    return {fqn: replace(how, closed=closed.get(fqn, ())) for fqn, how in bypasses.items()}
 
 
 def working_bypasses(
@@ -211,14 +211,14 @@ def working_bypasses(
 
     For example, a model that collects a list with an item for each layer may fail when it finds too few.
     """
-    found = find_bypasses(tape, layers)
+    bypasses = find_bypasses(tape, layers)
     try:
-        if found:
-            copied = bypassed_copy(model, found)
+        if bypasses:
+            copied = bypassed_copy(model, bypasses)
             trace(copied, inputs.tensors, (), inputs.options, few_chosen=inputs.few_chosen)
     except SolveError:
         return {}
-    return found
+    return bypasses
 
 
 def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
@@ -230,17 +230,17 @@ def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
     made_in: dict[int, str] = {}
     result_of: dict[int, str] = {}
     readers: dict[tuple[int, bool], set[str]] = {}
-    found: set[str] = set()
+    read_names: set[str] = set()
     for event in tape.events:
         layer = inside.get(event.call, "")
         read, made = reads_and_writes(event)
-        found.update(made_in[tid] for tid in read if made_in.get(tid, layer) != layer)
+        read_names.update(made_in[tid] for tid in read if made_in.get(tid, layer) != layer)
         if isinstance(event, Mark) and event.source in result_of:
             readers.setdefault((event.call, event.is_output), set()).add(result_of[event.source])
         is_result = isinstance(event, Mark) and event.is_output and tape.calls[event.call].fqn == layer
         if layer:
             (result_of if is_result else made_in).update(dict.fromkeys(made, layer))
-    return found.union(*(several for several in readers.values() if len(several) > 1))
+    return read_names.union(*(several for several in readers.values() if len(several) > 1))
 
 
 def _is_plain(port: str) -> bool:
@@ -262,9 +262,9 @@ def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]
     said |= {f"{alias}=": name for alias, name in plan.tied}
     said |= {f"{fqn}+": tuple(map(starred, group)) for group in fused_groups(plan) for fqn in group}
     inside: dict[str, dict[str, object]] = {}
-    wanted = {fqn for layer, how in layers.items() for fqn in (layer, how.like)}
+    names = {fqn for layer, how in layers.items() for fqn in (layer, how.like)}
     for name, entry in said.items():
-        for layer in wanted.intersection(prefixes(name)):
+        for layer in names.intersection(prefixes(name)):
             inside.setdefault(layer, {})[name[len(layer) :]] = entry
     return {fqn: how for fqn, how in layers.items() if inside.get(fqn) == inside.get(how.like)}
 
@@ -296,14 +296,14 @@ def _passing_on(layer: nn.Module, how: Bypass) -> Results:
     tuple_of = getattr(how.kind, "_make", tuple)  # of a named tuple
 
     def results(*args: Any, **kwargs: Any) -> Any:
-        found = {
+        values = {
             index: kwargs[argument] if argument in kwargs else args[position]
             for index, argument, position in outputs
         }
-        if -1 in found:
-            return found[-1]
-        like = next(value for value in found.values() if isinstance(value, Tensor))
-        found |= {index: like.new_zeros(0) for index in how.unread}
-        return tuple_of(found.get(i) for i in range(how.length))
+        if -1 in values:
+            return values[-1]
+        like = next(value for value in values.values() if isinstance(value, Tensor))
+        values |= {index: like.new_zeros(0) for index in how.unread}
+        return tuple_of(values.get(i) for i in range(how.length))
 
     return results

@@ -44,14 +44,14 @@ class WeakTable(Generic[Value]):
 
     def __setitem__(self, key: Key, value: Value) -> None:
         number, entries = id(key), self._entries
-        known = entries.get(number)
-        reference = known[0] if known else weakref.ref(key, lambda _: entries.pop(number, None))
+        entry = entries.get(number)
+        reference = entry[0] if entry else weakref.ref(key, lambda _: entries.pop(number, None))
         entries[number] = reference, value
 
     def get(self, key: Key, default: Value) -> Value:
         """Return the value of a key, or the default."""
-        known = self._entries.get(id(key))
-        return known[1] if known else default
+        entry = self._entries.get(id(key))
+        return entry[1] if entry else default
 
 
 # Values of tensors that depend on no parameter, for code that reads them while a model runs on the meta
@@ -167,10 +167,10 @@ class OperatorMemo:
 
     def facts_of(self, func: Any) -> OperatorFacts:
         """Return the facts of an ATen overload."""
-        found = self.facts.get(func)
-        if found is None:
-            found = self.facts[func] = OperatorFacts.of(func, _KEPT)
-        return found
+        facts = self.facts.get(func)
+        if facts is None:
+            facts = self.facts[func] = OperatorFacts.of(func, _KEPT)
+        return facts
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -56,8 +56,8 @@ def largest_moments(runs: Mapping[tuple[int, int], Sequence[int]]) -> tuple[Live
     formulas = [live_bytes(dict(zip(runs, values, strict=True))) for values in moments]
     if not formulas:
         return (LiveBytes((0, 0, 0)),)
-    found = dict.fromkeys(max(formulas, key=lambda each: moment_bytes(each, *probe)) for probe in _PROBES)
-    return tuple(found)
+    largest = dict.fromkeys(max(formulas, key=lambda each: moment_bytes(each, *probe)) for probe in _PROBES)
+    return tuple(largest)
 
 
 def live_bytes(points: Points) -> LiveBytes:
@@ -270,12 +270,12 @@ class _Measurement:
         by_source = self._by_source(short) if self.has_source else {}
         terms: Counter[tuple[int, bool]] = Counter()
         constants: Counter[bool] = Counter()
-        for path, held in long.items():
+        for path, held_tensor in long.items():
             a, b, c, d = (_bytes(run, path) for run in (short, more, long, longer))
             grown = growth((_SHORT, a, b), (self.longest, c, d))
             read = by_source.get(path, Growth(0, 0))
             is_fixed = _bytes(of_one, path) == a and not grown.token_bytes
-            count = self.runner.count(held.place)
+            count = self.runner.count(held_tensor.place)
             constants[is_fixed] += count * (grown.constant - read.token_bytes * source)
             terms[grown.window, False] += count * grown.token_bytes
             terms[read.window, True] += count * read.token_bytes

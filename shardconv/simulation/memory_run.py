@@ -70,8 +70,8 @@ class Calls:
         """Return the arguments of the call that continues a cache by one token."""
         name = DECODER if self.has_decoder else self.tokens
         prompt = self.prompt(size)
-        kept = prompt if self.has_decoder else self._options()
-        return {**kept, name: self._ids(name, size.batch, 1), **cache}
+        arguments = prompt if self.has_decoder else self._options()
+        return {**arguments, name: self._ids(name, size.batch, 1), **cache}
 
     def handed_back(self, outputs: Any) -> dict[str, Any]:
         """Return the outputs that are arguments of the next call, such as a cache."""
@@ -153,10 +153,10 @@ class Runner:
             outputs = self._call(mode, self.calls.prompt(size))
             cached = dict(_cached(self.calls.handed_back(outputs), mode))
             # The cache of a layer that represents others comes with the caches of all of them.
-            kept = {index: mode.sizes[index] * self.count(mode.places[index]) for index in cached}
-            now, live = -sum(kept.values()), []
+            kept_sizes = {index: mode.sizes[index] * self.count(mode.places[index]) for index in cached}
+            now, live = -sum(kept_sizes.values()), []
             for index, is_made in mode.lives:
-                num_bytes = kept.get(index, mode.sizes[index])
+                num_bytes = kept_sizes.get(index, mode.sizes[index])
                 now += num_bytes if is_made else -num_bytes
                 if is_made:
                     live.append(now)
@@ -209,7 +209,7 @@ class Runner:
 
     def kept_bytes(self, cache: Mapping[str, CachedTensor]) -> int:
         """Return the bytes of the cache of all layers."""
-        return sum(held.num_bytes * self.count(held.place) for held in cache.values())
+        return sum(tensor.num_bytes * self.count(tensor.place) for tensor in cache.values())
 
     def count(self, place: str) -> int:
         """Return the number of layers for which one counts."""
@@ -234,15 +234,15 @@ def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (path, tensor) of all tensors in a value, in containers and in attributes of objects."""
     todo: list[tuple[str, Any]] = [("", value)]
     seen: list[Any] = []
-    known: set[int] = set()
+    seen_ids: set[int] = set()
     while todo:
         path, current = todo.pop(0)
         if isinstance(current, Tensor):
             yield path, current
             continue
-        if id(current) in known:
+        if id(current) in seen_ids:
             continue
-        known.add(id(current))
+        seen_ids.add(id(current))
         seen.append(current)  # keeps it alive, so that its id stays unique
         items: Iterable[tuple[Any, Any]] = ()
         if isinstance(current, Mapping):

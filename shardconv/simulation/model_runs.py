@@ -187,9 +187,9 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
     The token comes from another row. If code picks keys by their values (``topk``), a token that the row
     already contains would tie with itself, and rounding would decide.
     """
-    known = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     back = (
-        {n: v for n, v in dict(result).items() if n in known and v is not None}
+        {n: v for n, v in dict(result).items() if n in parameters and v is not None}
         if hasattr(result, "keys")
         else {}
     )
@@ -198,12 +198,12 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
     tokens = next((name for name in kinds if name in inputs.tensors), None)
     if not back or tokens is None:
         raise ValueError("nothing is handed back")
-    given: dict[str, Any] = dict(inputs.tensors) if is_decoder else {}
-    given[tokens] = inputs.tensors[tokens].roll(1, 0)[:, :1]
+    tensors: dict[str, Any] = dict(inputs.tensors) if is_decoder else {}
+    tensors[tokens] = inputs.tensors[tokens].roll(1, 0)[:, :1]
     mask = inputs.tensors.get("attention_mask")
     if mask is not None and not is_decoder:
-        given["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-    return {**given, **inputs.options, **back}
+        tensors["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return {**tensors, **inputs.options, **back}
 
 
 def usable_gradients(

@@ -96,13 +96,13 @@ def _case(
     real = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
     for parameter in real.parameters():
         parameter.data = (torch.rand(parameter.shape, generator=generator) + 0.5).to(dtype)
-    given = {}
+    arguments = {}
     for name in site.arguments:
         rows = (5, 3) if size <= _WIDE else (2, 1)
         x = torch.randn(*rows, size, generator=generator, dtype=torch.float64)
-        given[name] = (x * 2 + 0.3).to(dtype)
+        arguments[name] = (x * 2 + 0.3).to(dtype)
     with torch.inference_mode(), _precision(dtype):
-        return real, given, _call(real, given)
+        return real, arguments, _call(real, arguments)
 
 
 def _call(module: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -237,8 +237,8 @@ class Simulation:
                 weights = self._drawn.local(comm.rank, precision.dtype)
                 transport = MailTransport(stage, comm.rank, mail)
                 local = stage_of_rank(model, self.plan, comm, stage, weights, transport)
-                found = outputs_of_calls(local, inputs, precision, len(want))
-                return _largest(found, want) if stage == num_stages(self.plan) - 1 else 0.0
+                outputs = outputs_of_calls(local, inputs, precision, len(want))
+                return _largest(outputs, want) if stage == num_stages(self.plan) - 1 else 0.0
 
             try:
                 worst = max(self._run_ranks(run))
@@ -263,9 +263,9 @@ class Simulation:
 
         def gradients(comm: ThreadCommunicator, inputs: TraceInputs) -> dict[str, Tensor]:
             model = self._rank(comm, _for_training)
-            found = gradients_of(model, inputs, self._precision)
+            gradients = gradients_of(model, inputs, self._precision)
             model.zero_grad(set_to_none=True)
-            return found
+            return gradients
 
         return self._wrong_gradient(inputs, gradients)
 
@@ -336,10 +336,10 @@ class Simulation:
         length = inputs.tensors["input_ids"].shape[1]
         attach_sequence(padded, next(n for n in (4, 3, 5, 7, 11) if length % n))
         try:
-            found = outputs_of(padded, inputs, self._precision)
+            outputs = outputs_of(padded, inputs, self._precision)
         except ShardconvError:
             return False  # an argument that cannot be padded
-        return largest_difference(found, want) <= self._precision.tolerance
+        return largest_difference(outputs, want) <= self._precision.tolerance
 
     def changes_without_cache(self, inputs: TraceInputs) -> bool:
         """Return whether the first output of the unsharded model changes if no cache is filled."""
@@ -347,8 +347,8 @@ class Simulation:
             return False
         (want,) = self._reference(inputs)
         without = replace(inputs, options={**inputs.options, "use_cache": False})
-        found = outputs_of(self._unsharded_model(self._precision), without, self._precision)
-        return largest_difference(found[:1], want[:1]) > self._precision.tolerance
+        outputs = outputs_of(self._unsharded_model(self._precision), without, self._precision)
+        return largest_difference(outputs[:1], want[:1]) > self._precision.tolerance
 
     def amplifies_rounding(self, inputs: TraceInputs, error: float, *, gradients: bool = False) -> bool:
         """Return whether rounding explains an error, since the unsharded model amplifies it.
@@ -378,9 +378,12 @@ class Simulation:
             )
             if problem:
                 return False
-            found = gradients_of(changed, inputs, precision)
+            changed_gradients = gradients_of(changed, inputs, precision)
             scales = _gradient_scales(exact, precision)
-            errors = ((found[n] - exact[n]).abs().max() / scales[n] for n in exact.keys() & found.keys())
+            errors = (
+                (changed_gradients[n] - exact[n]).abs().max() / scales[n]
+                for n in exact.keys() & changed_gradients.keys()
+            )
             difference = max(map(float, errors), default=0.0)
         return difference > precision.tolerance * VISIBLE and error <= MOST_AMPLIFIED * difference
 
@@ -445,14 +448,14 @@ class Simulation:
         """Return the distance of one rank's outputs from ``want``, the outputs of each call."""
         precision, worst = self._precision, 0.0
         if logits != Logits.OWN:
-            found = outputs_of_calls(self._rank(comm, parallelize), inputs, precision, len(want))
-            worst = _largest(found, want)
+            outputs = outputs_of_calls(self._rank(comm, parallelize), inputs, precision, len(want))
+            worst = _largest(outputs, want)
         if logits != Logits.GATHERED:
-            wanted = [
+            expected = [
                 self._with_own_logits(w, comm.rank) for w in want[: 1 if logits == Logits.BOTH else None]
             ]
-            found = outputs_of_calls(self._rank(comm, _with_its_logits), inputs, precision, len(wanted))
-            worst = max(worst, _largest(found, wanted))
+            outputs = outputs_of_calls(self._rank(comm, _with_its_logits), inputs, precision, len(expected))
+            worst = max(worst, _largest(outputs, expected))
         return worst
 
     def _rank(self, comm: Communicator, make: Parallelize) -> nn.Module:
@@ -486,9 +489,9 @@ class Simulation:
         assert logits is not None
         steps = module_plans(self.plan)[logits.module].outputs
         layout = next(s.layout for s in steps if isinstance(s, AllGatherStep) and s.port == logits.port)
-        held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
+        indices = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
         index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
-        return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]
+        return [*want[:index], want[index].index_select(-1, indices.long()), *want[index + 1 :]]
 
 
 def _with_its_logits(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:

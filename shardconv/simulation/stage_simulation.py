@@ -45,13 +45,13 @@ class MailTransport(Transport):
         left = self._mail.get((self._rank, source, self._stage))
         if not left:
             raise RanksDisagree(f"stage {self._stage} waits for a tensor that stage {source} does not send")
-        found = left.popleft()
-        if tuple(found.shape) != tuple(shape) or found.dtype != torch.empty(0, dtype=dtype).dtype:
+        tensor = left.popleft()
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch.empty(0, dtype=dtype).dtype:
             raise RanksDisagree(
-                f"stage {source} sends {found.dtype} {list(found.shape)}, stage {self._stage} expects "
+                f"stage {source} sends {tensor.dtype} {list(tensor.shape)}, stage {self._stage} expects "
                 f"{dtype} {list(shape)}"
             )
-        return found
+        return tensor
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Drop the results; the last stage's own results are compared."""
@@ -102,12 +102,12 @@ def gradients_of_stages(
             local.train()(**arguments)
         return models[-1](**arguments)
 
-    found = gradients_of(models[-1], inputs, precision, run)
-    held = [held_names(plan, stage) for stage in stages]
+    gradients = gradients_of(models[-1], inputs, precision, run)
+    names_of_stage = [held_names(plan, stage) for stage in stages]
     total: dict[str, Tensor] = {}
-    for local, names in zip(models, held, strict=True):
-        found = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
+    for local, names in zip(models, names_of_stage, strict=True):
+        gradients = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
         for first, name in names.items():
-            if name in found:
-                total[first] = total[first] + found[name] if first in total else found[name]
+            if name in gradients:
+                total[first] = total[first] + gradients[name] if first in total else gradients[name]
     return total

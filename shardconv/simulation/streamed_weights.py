@@ -62,29 +62,29 @@ class RecentReads:
 
     def read(self, name: str, lazy: LazyTensor) -> Tensor:
         """Return the numbers of a tensor, in its shape and dtype. They must not be written to."""
-        found = self._kept.pop(lazy, None)
-        if found is None:
+        read = self._kept.pop(lazy, None)
+        if read is None:
             if lazy.num_bytes > self._max_bytes:
                 raise TooLargeToRead(
                     f"an operator takes {lazy.num_bytes:,} bytes of {name} at once, and {self._max_bytes:,} "
                     "may be taken here"
                 )
-            held = sum(tensor.nbytes for tensor in self._kept.values())
-            while self._kept and held + lazy.num_bytes > self._kept_bytes:
-                held -= self._kept.popitem(last=False)[1].nbytes
+            num_bytes = sum(tensor.nbytes for tensor in self._kept.values())
+            while self._kept and num_bytes + lazy.num_bytes > self._kept_bytes:
+                num_bytes -= self._kept.popitem(last=False)[1].nbytes
             # The allocator would keep memory for each thread that has run, more than all memory in use. A
             # mapping goes back to the system when the tensor is dropped.
             dtype = getattr(torch, lazy.dtype)
             if lazy.num_bytes < MAPPED_BYTES:
-                found = torch.empty(lazy.shape, dtype=dtype)
+                read = torch.empty(lazy.shape, dtype=dtype)
             else:
                 memory = mmap.mmap(-1, lazy.num_bytes)
                 with suppress(AttributeError, OSError):  # a hint that not every system knows
                     memory.madvise(mmap.MADV_HUGEPAGE)
-                found = torch.frombuffer(memory, dtype=dtype).view(lazy.shape)
-            read_into([lazy], [found])
-        self._kept[lazy] = found
-        return found
+                read = torch.frombuffer(memory, dtype=dtype).view(lazy.shape)
+            read_into([lazy], [read])
+        self._kept[lazy] = read
+        return read
 
 
 @dataclass(eq=False, slots=True)
@@ -176,14 +176,14 @@ def fill_streamed(
     model: nn.Module, tensors: Mapping[str, LazyTensor], dtype: torch.dtype, reads: RecentReads
 ) -> nn.Module:
     """Replace the parameters of a model by streamed tensors, read its buffers, and return ``model``."""
-    found: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
     for name, lazy in tensors.items():
         owner, attribute = owner_of(model, name)
-        wanted = computing(name, lazy, dtype)
+        value = computing(name, lazy, dtype)
         is_parameter = attribute in owner._parameters
-        parameter = _Parameter(name, wanted, reads)
-        found[name] = StreamedTensor(parameter) if is_parameter else read_tensor(wanted)
-    fill(model, found)
+        parameter = _Parameter(name, value, reads)
+        filled[name] = StreamedTensor(parameter) if is_parameter else read_tensor(value)
+    fill(model, filled)
     for product in fused_products(model):
         weights, biases = ([m._parameters[name] for m in product.members] for name in ("weight", "bias"))
         product.span(_spanning(weights), _spanning(biases), has_bias=biases[0] is not None)
@@ -238,16 +238,16 @@ def computing(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Cast a floating point tensor to the dtype to compute in. Elements are cast when they are read."""
     if not getattr(torch, tensor.dtype).is_floating_point:
         return tensor
-    wanted = dtype_name(dtype)
-    found = cast(tensor, wanted)
-    if found is None:  # its elements are cast already
+    name_of_dtype = dtype_name(dtype)
+    value = cast(tensor, name_of_dtype)
+    if value is None:  # its elements are cast already
 
         def read(span: tuple[int, int]) -> Tensor:
             return read_tensor(take(tensor, 0, (span,)) if tensor.shape else tensor)
 
-        found = cast(computed_rows(name, tensor.dtype, tensor.shape, read), wanted)
-    assert found is not None
-    return found
+        value = cast(computed_rows(name, tensor.dtype, tensor.shape, read), name_of_dtype)
+    assert value is not None
+    return value
 
 
 def computed_rows(
@@ -294,8 +294,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], source: S
     if func.overloadpacket in _SAME:
         return StreamedTensor(source._parameter, source._view)
     args, kwargs = tree_map_only(StreamedTensor, lambda t: RecordedTensor(t.lazy), (args, dict(kwargs)))
-    found = func(*args, **kwargs)
-    return tree_map_only(RecordedTensor, lambda t: StreamedTensor(source._parameter, t.lazy), found)
+    view = func(*args, **kwargs)
+    return tree_map_only(RecordedTensor, lambda t: StreamedTensor(source._parameter, t.lazy), view)
 
 
 def _numbers(value: Any) -> Any:

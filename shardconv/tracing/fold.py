@@ -68,23 +68,23 @@ def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
     events_of: dict[int, list[int]] = {}
     for position, event in enumerate(tape.events):
         events_of.setdefault(event.call, []).append(position)
-    found = ((c, [p for i in range(c, last[c] + 1) for p in events_of.get(i, ())]) for c in calls)
-    return [Segment(tape.calls[c].fqn, min(own), max(own) + 1) for c, own in found if own]
+    positions = ((c, [p for i in range(c, last[c] + 1) for p in events_of.get(i, ())]) for c in calls)
+    return [Segment(tape.calls[c].fqn, min(events), max(events) + 1) for c, events in positions if events]
 
 
 def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
     """Return the tensors that are filled with one number, such as states. Equal tensors have equal values."""
-    found: dict[int, tuple[str, str, str, TensorInfo]] = {}
+    makers: dict[int, tuple[str, str, str, TensorInfo]] = {}
     for event in tape.events:
         if isinstance(event, Mark):
             continue
         base = event.base
         if base in _FILLED and not event.inputs:
             made = tape.tensors[event.outputs[0]]
-            found[event.outputs[0]] = event.name, repr(event.args), repr(event.kwargs), made
-        elif base in _SAME and event.inputs[0] in found:
-            found[event.outputs[0]] = found[event.inputs[0]]
-    return found
+            makers[event.outputs[0]] = event.name, repr(event.args), repr(event.kwargs), made
+        elif base in _SAME and event.inputs[0] in makers:
+            makers[event.outputs[0]] = makers[event.inputs[0]]
+    return makers
 
 
 class _States:
@@ -167,15 +167,15 @@ def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:
     Positions that each layer passes to the next one do not count for the last layer.
     """
     starts = [*(s.start for s in segments[1:]), len(tape.events)]
-    others = (tape.events[s.stop : start] for s, start in zip(segments, starts, strict=True))
-    behind = {t for events in others for event in events for t in reads_and_writes(event)[0]}
+    events_between = (tape.events[s.stop : start] for s, start in zip(segments, starts, strict=True))
+    behind = {t for events in events_between for event in events for t in reads_and_writes(event)[0]}
     behind.update(tape.outputs, tape.handed_back)
     positions = [{t: p for p, t in enumerate(s.made)} for s in segments]
     passed = {
         where[t] for where, s in zip(positions, segments[1:], strict=False) for t in s.outside if t in where
     }
-    found = [{p for t, p in where.items() if t in behind} for where in positions]
-    return [*map(frozenset, found[:-1]), frozenset(found[-1] - passed)]
+    positions_read = [{p for t, p in where.items() if t in behind} for where in positions]
+    return [*map(frozenset, positions_read[:-1]), frozenset(positions_read[-1] - passed)]
 
 
 class _LayerSignature:
@@ -201,10 +201,12 @@ class _LayerSignature:
         if isinstance(event, Mark):
             source = self._tensor(event.source)
             return (fqn, event.ports, source, self._make(event.target))
-        given = event.args
+        event_args = event.args
         if event.base in _SCALING:  # layers may scale by different numbers
-            given = tuple("scale" if type(a) is float and a and math.isfinite(a) else a for a in given)
-        args = self._value(given)
+            event_args = tuple(
+                "scale" if type(a) is float and a and math.isfinite(a) else a for a in event_args
+            )
+        args = self._value(event_args)
         kwargs = tuple((k, self._value(v)) for k, v in event.kwargs.items())
         return (fqn, event.name, args, kwargs, tuple(self._make(t) for t in event.outputs))
 
@@ -228,8 +230,8 @@ class _LayerSignature:
 
     def _describe(self, tid: int) -> Any:
         info = self.tape.tensors[tid]
-        own = info.name.startswith(self.segment.fqn + ".")
-        return info.shape, info.dtype, info.kind, self._relative(info.name) if own else ""
+        is_inside = info.name.startswith(self.segment.fqn + ".")
+        return info.shape, info.dtype, info.kind, self._relative(info.name) if is_inside else ""
 
     def _value(self, value: Any) -> Any:
         kind = type(value)
@@ -249,8 +251,8 @@ class _LayerSignature:
         if isinstance(expr, int):
             return expr
         if expr[0] == "attr":
-            own = expr[1].startswith(self.segment.fqn)
-            return ("attr", own, self._relative(expr[1]) if own else expr[1], *expr[2:])
+            is_inside = expr[1].startswith(self.segment.fqn)
+            return ("attr", is_inside, self._relative(expr[1]) if is_inside else expr[1], *expr[2:])
         if expr[0] == "size":
             return ("size", self._tensor(expr[1]), expr[2])
         return (expr[0], self._expr(expr[1]), self._expr(expr[2]))
@@ -345,24 +347,24 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
         if any(owner.get(t, index - 1) != index - 1 for t in segment.outside):
             return None
     # Layers of a kind that follow layers of a kind must read the same tensors of these.
-    known: dict[tuple[int, int], list[int]] = {}
+    segments_of_kind: dict[tuple[int, int], list[int]] = {}
     for before, segment in pairs:
         positions = {t: i for i, t in enumerate(before.made)}
         read = [positions.get(t, -1) for t in segment.outside]
-        if known.setdefault((before.kind, segment.kind), read) != read:
+        if segments_of_kind.setdefault((before.kind, segment.kind), read) != read:
             return None
     # If other code runs between the layers, each layer must read something of the one before it.
     is_apart = any(a.stop != b.start for a, b in pairs)
     if is_apart and any(set(before.made).isdisjoint(segment.outside) for before, segment in pairs):
         return None
-    kept = _kept(segments)
-    if len(kept) == len(segments):
+    represented = _kept(segments)
+    if len(represented) == len(segments):
         return None
     states = made_alike(tape)
-    gone = [s for i, s in enumerate(segments) if i not in kept]
+    gone = [s for i, s in enumerate(segments) if i not in represented]
     first: dict[int, Segment] = {}
     ties: list[tuple[int, int]] = []
-    for segment in (segments[i] for i in kept):
+    for segment in (segments[i] for i in represented):
         like = first.setdefault(segment.kind, segment)
         if like is not segment:
             ties += zip(like.made, segment.made, strict=True)
@@ -370,17 +372,17 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     # For each state that other code made for a dropped layer: the state of the first layer of its kind.
     outside = (pair for s in gone for pair in zip(first[s.kind].outside, s.outside, strict=True))
     same = tuple((a, b) for a, b in outside if a != b and b in states)
-    instances = {segments[i].fqn: [segments[i].fqn] for i in kept}
+    instances = {segments[i].fqn: [segments[i].fqn] for i in represented}
     for segment in gone:
         instances[first[segment.kind].fqn].append(segment.fqn)
     total = Counter(segment.kind for segment in segments)
-    stay = Counter(segments[i].kind for i in kept)
+    stay = Counter(segments[i].kind for i in represented)
     return (
-        _shortened(tape, segments, kept, first, states),
+        _shortened(tape, segments, represented, first, states),
         tuple(ties),
         same,
         {layer: tuple(names) for layer, names in instances.items()},
-        {segments[i].fqn: total[segments[i].kind] / stay[segments[i].kind] for i in kept},
+        {segments[i].fqn: total[segments[i].kind] / stay[segments[i].kind] for i in represented},
     )
 
 
@@ -388,7 +390,7 @@ def _kept(segments: list[Segment]) -> list[int]:
     """Return the indices of the layers that stay: every transition between kinds once."""
     kinds = [s.kind for s in segments]
     seen: set[tuple[int, int]] = set()
-    kept = [0]
+    numbers = [0]
     current = 0
     while current < len(kinds) - 1:
         skip = current
@@ -400,9 +402,9 @@ def _kept(segments: list[Segment]) -> list[int]:
         following = skip + 1
         if following < len(kinds):
             seen.add((kinds[skip], kinds[following]))
-            kept.append(following)
+            numbers.append(following)
         current = following
-    return kept
+    return numbers
 
 
 def _shortened(

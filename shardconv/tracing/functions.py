@@ -180,11 +180,11 @@ class Functions(TorchFunctionMode):
         if any(isinstance(a, torch.Tensor) and is_slice(a) for a in args):
             return func(*args, **kwargs)
         if func in _SIZES:
-            found, tid = func(*args, **kwargs), self.recorder.identities.tid(args[0])
-            if isinstance(found, int):
+            size, tid = func(*args, **kwargs), self.recorder.identities.tid(args[0])
+            if isinstance(size, int):
                 dim = args[1] if len(args) > 1 else kwargs["dim"]
-                return TracedInt(found, ("size", tid, dim % args[0].dim()))
-            return torch.Size([TracedInt(n, ("size", tid, d)) for d, n in enumerate(found)])
+                return TracedInt(size, ("size", tid, dim % args[0].dim()))
+            return torch.Size([TracedInt(n, ("size", tid, d)) for d, n in enumerate(size)])
         if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):  # of the true value
             real = self.recorder.ask(args[0])
             with torch.utils._python_dispatch._disable_current_modes():
@@ -326,11 +326,11 @@ def _traced_config(config: Any, fqn: str, key: str) -> Any:
     traced = copy.copy(config)
     # transformers makes each subclass of a config a dataclass, which is slow. A base without that is made
     # once.
-    kept = _MADE_PLAIN.get(kind)
-    if kept is None:
+    plain_class = _MADE_PLAIN.get(kind)
+    if plain_class is None:
         members = {"__init_subclass__": classmethod(lambda cls: None)}
-        kept = _MADE_PLAIN[kind] = type(kind.__name__, (kind,), members)
-    object.__setattr__(traced, "__class__", type(kind.__name__, (kept,), {"__getattribute__": read}))
+        plain_class = _MADE_PLAIN[kind] = type(kind.__name__, (kind,), members)
+    object.__setattr__(traced, "__class__", type(kind.__name__, (plain_class,), {"__getattribute__": read}))
     return traced
 
 

@@ -239,10 +239,10 @@ class OperatorFacts:
     def of(cls, func: Any, keep: Collection[str]) -> OperatorFacts:
         """Return the facts of an ATen overload. Composite operators in ``keep`` are not decomposed."""
         name = str(func)
-        kept = name.rsplit(".", 1)[0].rstrip("_") in keep
+        is_kept = name.rsplit(".", 1)[0].rstrip("_") in keep
         return cls(
             name=name,
-            may_take_apart=not kept,
+            may_take_apart=not is_kept,
             is_mutable=func._schema.is_mutable,
             takes_device=any(a.name == "device" for a in func._schema.arguments),
             makes_new=not func._schema.is_mutable
@@ -264,9 +264,9 @@ class MetaResults:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the result of ``func``, whose tensor arguments are on the meta device."""
         key = (func, torch.get_default_dtype(), _geometry(args), _geometry(tuple(kwargs.items())))
-        known = self._known.get(key)
-        if known is not None:
-            shape, stride, dtype = known
+        recorded = self._known.get(key)
+        if recorded is not None:
+            shape, stride, dtype = recorded
             return torch.empty_strided(shape, stride, dtype=dtype, device=META)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):

@@ -52,20 +52,20 @@ class Opaque:
 
     def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module on numbers, record it as an operator, and return its results on meta."""
-        own = [*module.parameters(), *module.buffers()]
-        if sum(t.numel() for t in own) > MAX_ELEMENTS:
+        tensors = [*module.parameters(), *module.buffers()]
+        if sum(t.numel() for t in tensors) > MAX_ELEMENTS:
             raise TooLarge
-        given = {tensor_key(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        arguments = {tensor_key(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch._C.DisableTorchFunction(), _disable_current_modes(), fixed_seed():
-            real = {key: self._plausible(t) for key, t in given.items()}
+            real = {key: self._plausible(t) for key, t in arguments.items()}
             before = {key: t.clone() for key, t in real.items()}
             runnable = self.copied(module)
             buffers = _fill(runnable)
             result = runnable.forward(*_mapped(args, real), **_mapped(dict(kwargs), real))
-            written = [given[k] for k, t in real.items() if not _same(t, before[k])]
+            written = [arguments[k] for k, t in real.items() if not _same(t, before[k])]
             written += [b for b, r, old in zip(module.buffers(), *buffers, strict=True) if not _same(r, old)]
         with torch._C.DisableTorchFunction():
-            return self._recorded(list(given.values()) + own, written, result, real, given)
+            return self._recorded(list(arguments.values()) + tensors, written, result, real, arguments)
 
     def _plausible(self, tensor: Tensor) -> Tensor:
         """Return a real tensor with the same strides, and with the true value if there is one."""
@@ -159,13 +159,13 @@ class _Numbers:
         if tensor.dim() < 2:
             return (torch.rand(tensor.shape) + 0.5).to(tensor.dtype)
         key = tensor.shape[-1], tensor.dtype
-        known = self._drawn.get(key)
-        if known is None or len(known) < tensor.numel():
+        numbers = self._drawn.get(key)
+        if numbers is None or len(numbers) < tensor.numel():
             drawn = (
                 torch.randn(min(_DRAWN, tensor.numel())).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
             )
-            known = self._drawn[key] = drawn.repeat(-(-tensor.numel() // _DRAWN))[: tensor.numel()]
-        return known[: tensor.numel()].view(tensor.shape)
+            numbers = self._drawn[key] = drawn.repeat(-(-tensor.numel() // _DRAWN))[: tensor.numel()]
+        return numbers[: tensor.numel()].view(tensor.shape)
 
 
 def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[str, Any]) -> nn.Module:

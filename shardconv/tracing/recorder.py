@@ -180,8 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a guess, or the answer to the same question in an earlier run."""
         call = self.tape.calls[self.call()] if self.tape.calls else None
         key = (call.fqn, call.index) if call else ("", 0)
-        given, before = self.answers.get(key, ()), self.tape.answers.setdefault(key, [])
-        before.append(given[len(before)] if len(before) < len(given) else guess())
+        answers, before = self.answers.get(key, ()), self.tape.answers.setdefault(key, [])
+        before.append(answers[len(before)] if len(before) < len(answers) else guess())
         answer: T = before[-1]
         return answer
 

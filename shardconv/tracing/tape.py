@@ -165,12 +165,12 @@ def tensors_read(tape: Tape) -> set[int]:
 
 def depending_on(tape: Tape, tids: Iterable[int]) -> set[int]:
     """Return these tensors and all that are computed from any of them."""
-    found = set(tids)
+    dependents = set(tids)
     for event in tape.events:
         inputs, outputs = reads_and_writes(event)
-        if not found.isdisjoint(inputs):
-            found.update(outputs)
-    return found
+        if not dependents.isdisjoint(inputs):
+            dependents.update(outputs)
+    return dependents
 
 
 def starred(fqn: str) -> str:

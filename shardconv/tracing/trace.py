@@ -64,8 +64,8 @@ class GivenCaches:
         givers = {
             call: (name, attribute)
             for call in recorder.stack
-            for name, attribute, given in self._given.get(call, ())
-            if given is cache
+            for name, attribute, value in self._given.get(call, ())
+            if value is cache
         }
         with torch._C.DisableTorchFunction():
             plain = tuple(self._plain(a) for a in args), {k: self._plain(v) for k, v in kwargs.items()}
@@ -344,7 +344,7 @@ class _ModuleHook:
                 if isinstance(output, tuple):
                     recorder.tape.result_tuples[call] = type(output), len(output)
                 for tensor, tid in {tensor_key(t): (t, tid) for t, tid in frame.outer}.values():
-                    paths = [tuple(port.split(".")[1:]) for port, given in ports if given is tensor]
+                    paths = [tuple(port.split(".")[1:]) for port, value in ports if value is tensor]
                     is_again = tensor_key(tensor) in unchanged and tensor.device.type == "meta"
                     if recorder.identities.is_stale(tensor) or (paths and not is_again):
                         continue
@@ -362,7 +362,7 @@ class _ModuleHook:
         def item(value: Any) -> ReturnedItem:
             if isinstance(value, torch.Tensor) or value is None:
                 return ReturnedItem(value is not None)
-            name = next((name for name, given in named.items() if given is value), "")
+            name = next((name for name, argument in named.items() if argument is value), "")
             return ReturnedItem(argument=name, is_other=not name)
 
         if isinstance(output, torch.Tensor):
@@ -428,9 +428,9 @@ def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     are not modules (such as a cached table of ids), tensors, and hooks, which a first forward may register.
     """
     values = module.__dict__.values()
-    others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
+    shared = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
     objects = (
-        v for v in values if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, others)
+        v for v in values if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, shared)
     )
     return (
         module.__dict__,

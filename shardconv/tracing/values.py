@@ -115,8 +115,8 @@ class Values:
     def forget(self, first: int, end: int) -> None:
         """Remove tensors that were taken off the tape."""
         for tid in range(first, end):
-            for known in (self.known, self.guessed, self._producer, self._layouts):
-                known.pop(tid, None)
+            for table in (self.known, self.guessed, self._producer, self._layouts):
+                table.pop(tid, None)
             self._unknown.discard(tid)
             self._weights.discard(tid)
 
@@ -170,13 +170,13 @@ class Values:
                 results = []
             for index, output in enumerate(op.outputs):
                 info = self._tape.tensors[output]
-                found = results[index] if index < len(results) else None
-                if found is None or found.shape != info.shape:
+                value = results[index] if index < len(results) else None
+                if value is None or value.shape != info.shape:
                     self._unknown.add(output)
-                    found = self.stand_in(output)
-                (self.guessed if output in self._unknown else self.known)[output] = found
+                    value = self.stand_in(output)
+                (self.guessed if output in self._unknown else self.known)[output] = value
                 if output in self._unknown:
-                    memory = found.untyped_storage()
+                    memory = value.untyped_storage()
                     if memory.data_ptr() not in self._recent:
                         self._recent[memory.data_ptr()] = memory.nbytes(), []
                         self._recent_bytes += memory.nbytes()
@@ -186,7 +186,7 @@ class Values:
 
     def _needed(self, tid: int, guessing: bool) -> list[Op]:
         """Return the operators to run, in order, before a tensor has a value, and add the stand-ins."""
-        pending, found = [tid], set[Op]()
+        pending, ops = [tid], set[Op]()
         while pending:
             current = pending.pop()
             if current in self.known or (guessing and current in self.guessed):
@@ -200,10 +200,10 @@ class Values:
                     continue
             if op is None:
                 raise Unknown
-            if op not in found:
-                found.add(op)
+            if op not in ops:
+                ops.add(op)
                 pending += _read(op)
-        return sorted(found, key=lambda op: op.outputs[0])
+        return sorted(ops, key=lambda op: op.outputs[0])
 
     def _ends_at(self, op: Op) -> bool:
         """Return whether a guess starts at this operator, since it multiplies with weights."""

@@ -46,15 +46,15 @@ def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]
     """
     rng = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
-    others = dict(case.inputs.tensors)
+    tensors = dict(case.inputs.tensors)
     embeds: dict[str, Tensor] = {}
     for name in names:
         width = _width(case.model, name)
         assert width is not None
-        shape = (*others.pop(IN_PLACE_OF[name]).shape, width)
+        shape = (*tensors.pop(IN_PLACE_OF[name]).shape, width)
         embeds[name] = torch.randn(shape, generator=rng, dtype=dtype)
-    alone = {n: t for n, t in others.items() if not t.is_floating_point()}
-    for beside in (others,) if len(alone) == len(others) else (others, alone):
+    alone = {n: t for n, t in tensors.items() if not t.is_floating_point()}
+    for beside in (tensors,) if len(alone) == len(tensors) else (tensors, alone):
         yield replace(case.inputs, tensors={**beside, **embeds})
 
 

@@ -57,8 +57,8 @@ def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> 
     for tid in sorted(unread_parameters(analysis.tape) - out.keys()):
         name, shape = tensors[tid].name, tensors[tid].shape
         if stand_in(name, stand_ins) == name:
-            known = alike.get((_starred(name), shape))
-            out[tid] = known or tuple(wide[n] if n in wide else leaf(n) for n in shape)
+            group = alike.get((_starred(name), shape))
+            out[tid] = group or tuple(wide[n] if n in wide else leaf(n) for n in shape)
     return replace(analysis, dims=out)
 
 
@@ -164,7 +164,7 @@ def leaf_groups(
     ops = (event for event in analysis.tape.events if isinstance(event, Op))
     experts = {x for dim in stacks for x in leaves(dim)}
     experts |= {x for op in ops for x in _picked(analysis, op) if x in long}
-    kept = {union.find(x) for x in _kept(analysis, {*rows, *hashed, *experts})}
+    roots = {union.find(x) for x in _kept(analysis, {*rows, *hashed, *experts})}
     members: dict[Node, set[Node]] = {}
     times: dict[Node, int] = {}
     names: dict[Node, set[str]] = {}
@@ -181,15 +181,15 @@ def leaf_groups(
     return [
         LeafGroup(
             root.size,
-            frozenset(found),
+            frozenset(nodes),
             root in rows,
             times.get(root, 1),
             how.get(root),
             root in experts,
             frozenset(names.get(root, ())),
         )
-        for root, found in members.items()
-        if root not in kept
+        for root, nodes in members.items()
+        if root not in roots
     ]
 
 
@@ -283,5 +283,5 @@ def _filling_rows(analysis: Analysis, op: Op) -> list[Node]:
 
 
 def _leaves(analysis: Analysis, tids: Iterable[int], dim: int) -> list[Node]:
-    known = (analysis.dims.get(t, ()) for t in tids)
-    return [x for dims in known if -len(dims) <= dim < len(dims) for x in leaves(dims[dim])]
+    dims_of_tids = (analysis.dims.get(t, ()) for t in tids)
+    return [x for dims in dims_of_tids if -len(dims) <= dim < len(dims) for x in leaves(dims[dim])]

@@ -126,8 +126,8 @@ class _Proof:
         shown = eager or self.case
         if gathers is not None:
             shown = asked_case(shown, gathers)
-        given = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
-        for usual in given:
+        calls = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
+        for usual in calls:
             inputs = usual if gathers is None else asking(usual)
             try:
                 outcome = simulate(shown, inputs, calls=2, logits=Logits.OWN)
@@ -148,11 +148,11 @@ class _Proof:
         problem = problem or (self._wrong_gradient(self.case.inputs) if loss else "")
         gradients = self.has_gradients and not problem
         arguments = proven_arguments(self.case, gradients=gradients)
-        others = (*wrong, *self._wrong_others())
+        problems = (*wrong, *self._wrong_others())
         is_wrong = ("attention", EAGER) in [(each.kind, each.name) for each in wrong]
         if gathers is not None and not is_wrong and are_right(self.case, gathers, gradients=gradients):
             self.attentions = gathers
-        return self._proof(loss, problem, arguments, others, labels)
+        return self._proof(loss, problem, arguments, problems, labels)
 
     def _proof(
         self,

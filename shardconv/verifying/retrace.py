@@ -110,21 +110,21 @@ class _Comparison:
 
     def run(self, left_out: Collection[str]) -> Conflict | None:
         """Return the first difference; None if there is none."""
-        expected, found = self._by_call(self.unsharded), self._by_call(self.local)
+        expected, local_events = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
             if key[0] in left_out:
                 continue
-            conflict = self._align(key[0], events, found.get(key, []))
+            conflict = self._align(key[0], events, local_events.get(key, []))
             if conflict is not None:
                 return conflict
         return None
 
     def innermost(self, fqn: str, where: str) -> str:
         """Say where the first module in this one differs, if any: its code may have made the problem."""
-        expected, found = self._by_call(self.unsharded), self._by_call(self.local)
+        expected, local_events = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
             if key[0].startswith(f"{fqn}." if fqn else "") and key[0] != fqn:
-                conflict = self._align(key[0], events, found.get(key, []))
+                conflict = self._align(key[0], events, local_events.get(key, []))
                 if conflict is not None:
                     return self.innermost(key[0], conflict.where)
         return where
@@ -217,24 +217,24 @@ class _Comparison:
         if not is_known or event.base in _SHAPED or not (self.numbers or is_slice):
             return None
         expected = self._positions(event) if is_slice else _numbers(event)
-        found: list[Any] = _numbers(other)
+        local_numbers: list[Any] = _numbers(other)
         if is_slice:
-            found = list(_slice(other, self.local.tensors[other.inputs[0]].shape)[1:])
-        if expected == found:
+            local_numbers = list(_slice(other, self.local.tensors[other.inputs[0]].shape)[1:])
+        if expected == local_numbers:
             return None
-        problem = f"{event.name} is given {found} on rank {self.rank}, expected {expected}"
+        problem = f"{event.name} is given {local_numbers} on rank {self.rank}, expected {expected}"
         return self._conflict(fqn, [event], problem)
 
     def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> Conflict | None:
         if want not in self.shapes.analysis.dims:
             return None
-        found, expected = self.local.tensors[got], self.shapes.local_shape(want, self.rank)
+        local, expected = self.local.tensors[got], self.shapes.local_shape(want, self.rank)
         dtype = self.unsharded.tensors[want].dtype
-        if found.shape != expected:
-            problem = f"{_label(event)} has shape {found.shape} on rank {self.rank}, expected {expected}"
+        if local.shape != expected:
+            problem = f"{_label(event)} has shape {local.shape} on rank {self.rank}, expected {expected}"
             return self._conflict(fqn, [event], problem)
-        if found.dtype != dtype:
-            problem = f"{_label(event)} has dtype {found.dtype} on rank {self.rank}, expected {dtype}"
+        if local.dtype != dtype:
+            problem = f"{_label(event)} has dtype {local.dtype} on rank {self.rank}, expected {dtype}"
             return self._conflict(fqn, [event], problem)
         return None
 
@@ -272,9 +272,13 @@ def _numbers(op: Op) -> list[Any]:
 
 def _slice(op: Op, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     names = ("dim", "start", "end", "step")
-    given = dict(zip(names, op.args[1:], strict=False)) | {k: v for k, v in op.kwargs.items() if k in names}
-    dim = given.get("dim", 0) % len(shape)
-    start, stop, step = slice(given.get("start"), given.get("end"), given.get("step")).indices(shape[dim])
+    arguments = dict(zip(names, op.args[1:], strict=False)) | {
+        k: v for k, v in op.kwargs.items() if k in names
+    }
+    dim = arguments.get("dim", 0) % len(shape)
+    start, stop, step = slice(arguments.get("start"), arguments.get("end"), arguments.get("step")).indices(
+        shape[dim]
+    )
     return dim, start, max(start, stop), step
 
 
@@ -337,12 +341,12 @@ class _RankRun:
                 problem = f"{earlier}; then {problem}"
             return Conflict(_to_blame(layouts, plan, where), problem)
         comparison = _Comparison(layouts, tape, changed, self.rank, numbers=True, pass_on=bool(self.left_out))
-        found = comparison.run(())
-        if found is None:
+        difference = comparison.run(())
+        if difference is None:
             return None
-        fqn = found.where.partition(" ")[0]
-        nodes = tuple(found.nodes) or _to_blame(layouts, plan, fqn)
-        return replace(found, nodes=nodes, where=comparison.innermost(fqn, found.where))
+        fqn = difference.where.partition(" ")[0]
+        nodes = tuple(difference.nodes) or _to_blame(layouts, plan, fqn)
+        return replace(difference, nodes=nodes, where=comparison.innermost(fqn, difference.where))
 
     def _first_wrong_shape(self, local: nn.Module) -> str:
         """Say which module's code has made the first tensor of another shape at a boundary."""
@@ -407,13 +411,13 @@ def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     for with_inputs in (False, True):
         for test in tests:
             tape = layouts.analysis.tape
-            found: dict[Node, None] = {}
+            blamed: dict[Node, None] = {}
             for event in tape.events:
                 if isinstance(event, Op) and test(tape.calls[event.call].fqn):
                     for tid in (*event.inputs, *event.outputs) if with_inputs else event.outputs:
                         for dim in layouts.analysis.dims.get(tid, ()):
-                            found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
-            nodes = tuple(found)
+                            blamed |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
+            nodes = tuple(blamed)
             if nodes:
                 return nodes
     return ()

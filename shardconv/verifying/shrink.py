@@ -105,8 +105,10 @@ class Shrinking:
         groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
         tids = {info.name: tid for tid, info in enumerate(full.analysis.tape.tensors) if info.name}
         stand_ins = full.folded.representatives()
-        kept = (stand_in(name, stand_ins) for name, _ in stored_tensors(bypassed_copy(full.model, skipped)))
-        copies = Counter(tids[name] for name in kept if name in tids)
+        stand_in_names = (
+            stand_in(name, stand_ins) for name, _ in stored_tensors(bypassed_copy(full.model, skipped))
+        )
+        copies = Counter(tids[name] for name in stand_in_names if name in tids)
         return cls(full, tp, skipped, tokens, groups, copies)
 
     @cached_property
@@ -149,8 +151,8 @@ class Shrinking:
 
     def _activations(self, shapes: SmallShapes, small: SmallModel) -> int:
         """Return the elements that the simulated call computes with these shapes. It may have fewer rows."""
-        used, given = (sum(t.numel() for t in m.inputs.tensors.values()) for m in (small, self.full))
-        return activation_elements(shapes) * used // max(1, given)
+        used, full_size = (sum(t.numel() for t in m.inputs.tensors.values()) for m in (small, self.full))
+        return activation_elements(shapes) * used // max(1, full_size)
 
     def _tried(
         self,
@@ -163,33 +165,33 @@ class Shrinking:
 
         Sizes that fail are added to ``equal`` first. The result is None if the sizes are not worth a try.
         """
-        kept: set[LeafGroup] = set()
+        unchanged: set[LeafGroup] = set()
         while True:
             sizes = choose_sizes(
-                self.full.analysis, self.groups, self.tp, self.copies, kept=kept, equal=equal
+                self.full.analysis, self.groups, self.tp, self.copies, kept=unchanged, equal=equal
             )
             if not is_worth(sizes):
                 return None
-            found = Attempt(self.full, self.tp, self.skipped, self.tokens, sizes).run()
-            if isinstance(found, SmallModel):
+            attempt = Attempt(self.full, self.tp, self.skipped, self.tokens, sizes).run()
+            if isinstance(attempt, SmallModel):
                 try:
-                    fits(found)
+                    fits(attempt)
                 except PlanError:
                     if not sizes:
                         raise
-                    found = Conflict((), "the plan")
+                    attempt = Conflict((), "the plan")
                 else:
                     computed = {group for group in sizes if group.experts or group.hashed}
-                    if not computed or runs(found):
-                        return found
-                    kept |= computed
+                    if not computed or runs(attempt):
+                        return attempt
+                    unchanged |= computed
                     continue
-            blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
+            blamed = {g for g in sizes if not g.leaves.isdisjoint(attempt.nodes)}
             if equal is not None and (new := {g.size for g in blamed or sizes} - equal):
                 equal |= new
                 continue
             worst = next(g for g in reversed(sizes) if g in blamed or not blamed)
-            kept |= {group for group in sizes if group.is_alike(worst)}
+            unchanged |= {group for group in sizes if group.is_alike(worst)}
 
 
 def num_elements(model: nn.Module) -> int:

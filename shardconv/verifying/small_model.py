@@ -112,11 +112,11 @@ class Attempt:
         tokens = self._tokens()
         if isinstance(tokens, Conflict):
             return tokens
-        given = self._settled(tokens)
-        found = localized(self.shapes, given={a: c.local for a, c in given.items()})
-        if isinstance(found, Conflict):
-            return found
-        changes = {**given, **found}
+        settled = self._settled(tokens)
+        attributes = localized(self.shapes, given={a: c.local for a, c in settled.items()})
+        if isinstance(attributes, Conflict):
+            return attributes
+        changes = {**settled, **attributes}
         # Attributes of the model itself that hold the number of logits change too. Losses read them untraced.
         out: dict[Attribute, Change] = {}
         for group in (g for g in self.sizes if g.rows):
@@ -154,18 +154,18 @@ class Attempt:
     def _tokens(self) -> Mapping[int, FewerTokens] | Conflict:
         """Choose the tokens of the smaller vocabularies, by input; a conflict if one has too few."""
         out: dict[int, FewerTokens] = {}
-        given = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
+        inputs = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
         paddings = self._padding_ids()
         for tid, tables in self.use.inputs.items():
             is_smaller = any(map(self.shapes.is_changed, tables))
-            if not is_smaller or given[tid].dtype not in (torch.int64, torch.int32):
+            if not is_smaller or inputs[tid].dtype not in (torch.int64, torch.int32):
                 continue
             sizes = {t: self.tape.tensors[t].shape[0] for t in tables}
             rows = {t: self.shapes.local_shape(t)[0] for t in tables}
             table = min(rows, key=lambda t: (rows[t], sizes[t]))
             alone = [special.id for special in self.use.special.values() if special.input == tid]
             alone += [paddings[t] for t in tables if t in paddings]
-            used = [*given[tid].flatten().tolist(), *alone]
+            used = [*inputs[tid].flatten().tolist(), *alone]
             fixed = {i for t in (tid, *tables) for i in self.use.fixed.get(t, ())}
             tokens = fewer_tokens(used, sizes[table], rows[table], self.tp, alone=alone, fixed=fixed)
             if tokens is None or any(sizes[table] <= i < max(sizes.values()) for i in used):
@@ -176,8 +176,8 @@ class Attempt:
     def _padding_ids(self) -> dict[int, int]:
         """Map tables of tokens to the padding ids of their modules."""
         names = {t: self.tape.tensors[t].name.rpartition(".")[0] for t in self.use.tables}
-        found = {t: getattr(self.full.model.get_submodule(n), "padding_idx", None) for t, n in names.items()}
-        return {table: padding for table, padding in found.items() if isinstance(padding, int)}
+        ids = {t: getattr(self.full.model.get_submodule(n), "padding_idx", None) for t, n in names.items()}
+        return {table: padding for table, padding in ids.items() if isinstance(padding, int)}
 
     def _settled(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
         """Return the changes that are known without a search: ids, sizes of norms, and divisors of hashes."""
@@ -200,9 +200,9 @@ class Attempt:
                 for _, fqn, name, value in (s for s in sources(number.expr) if s[0] == "attr"):
                     assert use is not None
                     nodes = [*self.full.analysis.dims[use.site.output], use.normalized]
-                    found = {self.shapes.size(n) for n in nodes if n.size == value}
-                    if len(found) == 1 and found != {value}:
-                        out[fqn, name] = Change(value, found.pop())
+                    sizes = {self.shapes.size(n) for n in nodes if n.size == value}
+                    if len(sizes) == 1 and sizes != {value}:
+                        out[fqn, name] = Change(value, sizes.pop())
         for group, size in self.sizes.items():
             if (hashed := group.hashed) is not None:
                 change = Change(hashed.value, size * hashed.value // group.size)
@@ -292,9 +292,9 @@ class Attempt:
 
     def _smaller(self, fqn: str, size: int) -> list[int]:
         """Return the smaller sizes of groups and of dims of a module's tensors that have a size."""
-        found = [small for group, small in self.sizes.items() if group.size == size]
-        found += [self.shapes.size(dim) for dim in self._dims_in(fqn) if dim.size == size]
-        return [small for small in dict.fromkeys(found) if small != size]
+        sizes = [small for group, small in self.sizes.items() if group.size == size]
+        sizes += [self.shapes.size(dim) for dim in self._dims_in(fqn) if dim.size == size]
+        return [small for small in dict.fromkeys(sizes) if small != size]
 
     def _changed_in(self, fqn: str) -> tuple[Node, ...]:
         """Return leaves that shrink, of the tensors that a module reads or computes."""

@@ -85,14 +85,14 @@ def _along(dim: Dim, part: _Part) -> Dim:
 def _taken(parts: list[_Part], sizes: Sequence[int], kind: int) -> list[_Part]:
     """Join neighboring parts so that they have these sizes."""
     pending, out = list(parts), []
-    for wanted in sizes:
+    for target in sizes:
         taken: list[_Part] = []
         have = 1 if kind == PRODUCT else 0
-        while have != wanted:
+        while have != target:
             if not pending:
                 raise Misfit
             part = pending.pop(0)
-            rest = wanted // have if kind == PRODUCT else wanted - have
+            rest = target // have if kind == PRODUCT else target - have
             if part.full > rest:
                 beyond = part.full // rest if kind == PRODUCT else part.full - rest
                 if part.shrinks or (kind == PRODUCT and part.full % rest):
@@ -101,7 +101,7 @@ def _taken(parts: list[_Part], sizes: Sequence[int], kind: int) -> list[_Part]:
                 pending.insert(0, _Part(beyond, beyond, False))
             taken.append(part)
             have = have * part.full if kind == PRODUCT else have + part.full
-            if have > wanted or (kind == PRODUCT and wanted % have):
+            if have > target or (kind == PRODUCT and target % have):
                 raise Misfit
         out.append(_joined(taken, kind))
     return out
@@ -357,6 +357,6 @@ def _with_size(name: str, dim: Dim, after: int) -> Dim:
         return Leaf(after, dim.axes if isinstance(dim, Leaf) else ())
     factors = dim.factors if isinstance(dim, Product) else ()
     whole = [factor for factor in factors if isinstance(factor, Leaf) and not factor.axes]
-    if len(whole) != 1 or after % (others := size(dim) // whole[0].size):
+    if len(whole) != 1 or after % (rest := size(dim) // whole[0].size):
         raise PlanError(f"{name}: positions that become fewer are sharded in parts, {dim}")
-    return Product(tuple(Leaf(after // others) if f is whole[0] else f for f in factors))
+    return Product(tuple(Leaf(after // rest) if f is whole[0] else f for f in factors))

@@ -55,15 +55,15 @@ class SmallShapes:
     def size(self, node: Node) -> int:
         """Return the smaller size of a dim."""
         node = find(node)
-        known = self._known.get(node)
-        if known is None:
+        size = self._known.get(node)
+        if size is None:
             if node.kind == LEAF:
-                known = self.sizes.get(node, node.size)
+                size = self.sizes.get(node, node.size)
             else:
                 parts = [self.size(child) for child in node.children]
-                known = math.prod(parts) if node.kind == PRODUCT else sum(parts)
-            self._known[node] = known
-        return known
+                size = math.prod(parts) if node.kind == PRODUCT else sum(parts)
+            self._known[node] = size
+        return size
 
     def local_shape(self, tid: int, rank: int = 0) -> tuple[int, ...]:
         """Return the shape of a tensor in the smaller model. Tensors inside of norms keep their shapes."""
@@ -77,15 +77,15 @@ class SmallShapes:
         node = find(node)
         if node.kind == LEAF:
             return list(range(self.size(node)))
-        held = [0] if node.kind == PRODUCT else []
+        places = [0] if node.kind == PRODUCT else []
         before = 0
         for child in map(find, node.children):
             if node.kind == PRODUCT:
-                held = [i * child.size + j for i in held for j in self.held(child)]
+                places = [i * child.size + j for i in places for j in self.held(child)]
             else:
-                held += [before + j for j in self.held(child)]
+                places += [before + j for j in self.held(child)]
                 before += child.size
-        return held
+        return places
 
     def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
         """Yield smaller sizes of dims of a tensor, and of their parts, that have this size."""
@@ -201,8 +201,8 @@ class _Choice:
         for part in (p for dims in analysis.dims.values() for dim in dims for p in _parts(dim)):
             if part.kind != LEAF and part.size in sizes:
                 key = part.size, any(g.experts for g in self._groups([part]))
-                known = self.made_of.setdefault(key, part)
-                if part.kind == SUM != known.kind:  # sums (halves of a head) are rarely equal by chance
+                first = self.made_of.setdefault(key, part)
+                if part.kind == SUM != first.kind:  # sums (halves of a head) are rarely equal by chance
                     self.made_of[key] = part
         # Size of a last dim into which a reshape joins rows of another one -> number of rows, and their dim.
         self.multiples: dict[int, tuple[int, Node]] = {}
@@ -301,11 +301,11 @@ class _Choice:
         return count * self._shapes().size(row)
 
     def _own_size(self, group: LeafGroup) -> int:
-        others = {n * g.times for g, n in self.out.items()}
+        taken = {n * g.times for g, n in self.out.items()}
         if group.experts:  # a small number of experts matters more than a unique size
-            others = set()
+            taken = set()
         elif group.times == 1:
-            others |= self.taken
+            taken |= self.taken
         rows = group in self.rows
         tp = self.tp
         if group.hashed is not None:
@@ -315,7 +315,7 @@ class _Choice:
         least = least if rows else max(least // group.times, _LEAST_FACTOR)
         first = -(-least // tp) * tp + group.size % tp
         sizes = range(first, group.size // 2 + 1, tp)
-        return next((size for size in sizes if size * group.times not in others), first)
+        return next((size for size in sizes if size * group.times not in taken), first)
 
 
 def stored_elements(analysis: Analysis, sizes: Mapping[LeafGroup, int], copies: Mapping[int, int]) -> int:

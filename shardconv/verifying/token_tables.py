@@ -57,15 +57,15 @@ def hashed_tables(tape: Tape) -> dict[int, HashedTable]:
                 made[event.target] = made[event.source]
         elif event.base == "aten.embedding":
             tables.setdefault(event.inputs[0], set()).add(made.get(event.inputs[-1]))
-        elif known := [made[t] for t in event.inputs if t in made]:
+        elif tables_read := [made[t] for t in event.inputs if t in made]:
             shape = tape.tensors[event.inputs[0]].shape
             for tid in event.outputs:
                 if not tape.tensors[tid].dtype.is_floating_point and tape.tensors[tid].shape == shape:
-                    made[tid] = known[0]
+                    made[tid] = tables_read[0]
     out: dict[int, HashedTable] = {}
-    for table, found in tables.items():
-        (how, *others) = found
-        if how is not None and not others and tape.tensors[table].shape[0] % how.value == 0:
+    for table, hashes in tables.items():
+        (how, *rest) = hashes
+        if how is not None and not rest and tape.tensors[table].shape[0] % how.value == 0:
             out[table] = how
     return out
 
@@ -120,16 +120,16 @@ def token_use(tape: Tape) -> TokenUse:
     for event in tape.events:
         if isinstance(event, Op) and _looks_up(tape, event):
             table, origin = event.inputs[0], flow.tokens.get(event.inputs[-1])
-            known = flow.constants.get(event.inputs[-1])
-            tables[table] = tables.get(table, True) and (origin is not None or known is not None)
-            if known is not None:
-                flow.fixed.setdefault(table, set()).add(known)
+            constant = flow.constants.get(event.inputs[-1])
+            tables[table] = tables.get(table, True) and (origin is not None or constant is not None)
+            if constant is not None:
+                flow.fixed.setdefault(table, set()).add(constant)
             if origin is not None:
                 looked_up.setdefault(origin, set()).add(table)
-    num_rows = {origin: min(tape.tensors[t].shape[0] for t in found) for origin, found in looked_up.items()}
+    num_rows = {origin: min(tape.tensors[t].shape[0] for t in tids) for origin, tids in looked_up.items()}
     bounded = {origin for origin, least in flow.bounds if least < num_rows.get(origin, 0)}
-    inputs = {i: frozenset(found) for i, found in looked_up.items() if i not in flow.spoiled | bounded}
-    spoiled = {t for i, found in looked_up.items() if i not in inputs for t in found}
+    inputs = {i: frozenset(tids) for i, tids in looked_up.items() if i not in flow.spoiled | bounded}
+    spoiled = {t for i, tids in looked_up.items() if i not in inputs for t in tids}
     return TokenUse(
         frozenset(table for table, is_right in tables.items() if is_right and table not in spoiled),
         inputs,
@@ -155,13 +155,13 @@ def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str],
         for t in e.outputs
         if any(i in tokens for i in e.inputs)
     }
-    found = [
+    ids = [
         (number.expr, compared[output])
         for replay in tape.replays
         for output in [t for t in replay.outputs if t in compared][:1]
         for number in traced_ints((replay.args, replay.kwargs))
     ]
-    return {(e[1], e[2]): SpecialId(int(e[3]), origin) for e, origin in found if e[0] == "attr"}
+    return {(e[1], e[2]): SpecialId(int(e[3]), origin) for e, origin in ids if e[0] == "attr"}
 
 
 @dataclass
@@ -189,9 +189,9 @@ def _flow(tape: Tape) -> _Flow:
     }
     for event in tape.events:
         if isinstance(event, Mark):
-            for known in (tokens, constants):
-                if event.source in known:
-                    known[event.target] = known[event.source]
+            for table in (tokens, constants):
+                if event.source in table:
+                    table[event.target] = table[event.source]
             continue
         base = event.base.rstrip("_")
         constant = _constant(base, event)
@@ -296,8 +296,8 @@ def fewer_tokens(
         if len(inside) > stop - start - bool(crowd):
             return None
         for index, token in enumerate(inside):
-            wanted = start + (token - first) % (stop - start)
-            start = min(max(wanted, start), stop - len(inside) + index) + 1
+            new_token = start + (token - first) % (stop - start)
+            start = min(max(new_token, start), stop - len(inside) + index) + 1
             out[token] = start - 1
         start, stop = share(Leaf(small, (0,)), (parts,), part)
         left = sorted({*range(start, stop)}.difference(out.values()))
@@ -312,8 +312,11 @@ def beyond_tables(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor
         rows = use.num_rows.get(tid)
         beyond = {i for i in tensors[name].flatten().tolist() if i >= rows} if rows is not None else set()
         if beyond:
-            known = {a.rpartition(".")[2]: s.id for (_, a), s in use.special.items() if s.id in beyond}
-            ids = ", ".join(f"{attribute}={i}" for attribute, i in known.items()) or f"{name} {min(beyond)}"
+            ids_beyond = {a.rpartition(".")[2]: s.id for (_, a), s in use.special.items() if s.id in beyond}
+            ids = (
+                ", ".join(f"{attribute}={i}" for attribute, i in ids_beyond.items())
+                or f"{name} {min(beyond)}"
+            )
             return (
                 f"{ids} lies beyond the vocabulary of {rows} rows; correct the example inputs, or config.json"
             )

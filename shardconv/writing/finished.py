@@ -55,8 +55,10 @@ def difference_of_files(
 def _of_names(out: Path, files: Sequence[TargetFile]) -> Iterator[str]:
     """Yield differences of the files of weights by their names, headers and sizes."""
     written = {path.relative_to(out).as_posix() for suffix in SUFFIXES for path in out.rglob(f"*{suffix}")}
-    if others := sorted(written ^ {file.path for file in files}):
-        yield f"the file {others[0]} is in one of the two only; do --max-file-size and --keep-unused agree?"
+    if unexpected := sorted(written ^ {file.path for file in files}):
+        yield (
+            f"the file {unexpected[0]} is in one of the two only; do --max-file-size and --keep-unused agree?"
+        )
     for file in (file for file in files if file.path in written):
         with (out / file.path).open("rb") as opened:
             header = opened.read(len(file.header))
@@ -105,6 +107,6 @@ def _samples(out: Path, file: TargetFile) -> Iterator[tuple[str, LazyTensor, Laz
 def _first(tensor: LazyTensor) -> LazyTensor:
     """Return the first elements of a tensor along its last dim."""
     for dim, extent in enumerate(tensor.shape):
-        wanted = SAMPLE if dim == len(tensor.shape) - 1 else 1
-        tensor = take(tensor, dim, ((0, min(wanted, extent)),))
+        count = SAMPLE if dim == len(tensor.shape) - 1 else 1
+        tensor = take(tensor, dim, ((0, min(count, extent)),))
     return tensor

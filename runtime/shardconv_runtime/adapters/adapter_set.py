@@ -233,11 +233,11 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
 
 def _hooks(of_each: list[tuple[HookPlan, ...]]) -> tuple[HookPlan, ...]:
     """Return the modules on which all plans allow hooks, and give them the same."""
-    first, *others = [
+    first, *rest = [
         {name: replace(entry, names=(name,)) for name, entry in by_name("hooks", hooks).items()}
         for hooks in of_each
     ]
-    return tuple(entry for name, entry in first.items() if all(other.get(name) == entry for other in others))
+    return tuple(entry for name, entry in first.items() if all(other.get(name) == entry for other in rest))
 
 
 def require_base(base: Plan, plan: Plan, attached: Attached) -> None:

@@ -248,14 +248,14 @@ class _Piece:
 
     def _own_steps(self, tensor: str) -> list[int]:
         """Return the steps of a stored tensor in the dims of the packed weight; one for a single factor."""
-        (found,) = (t for t in self.found.packing.tensors if t.name == tensor)
+        (stored,) = (t for t in self.found.packing.tensors if t.name == tensor)
         shape = self.found.shape
-        if len(found.dims) != len(shape) or any(
+        if len(stored.dims) != len(shape) or any(
             dim.of not in (None, index) or (dim.of is None and dim.step != 1)
-            for index, dim in enumerate(found.dims)
+            for index, dim in enumerate(stored.dims)
         ):
             raise _inseparable(self._name, f"packed weights, whose {tensor} cannot be cut")
-        return [size if dim.of is None else dim.step for dim, size in zip(found.dims, shape, strict=True)]
+        return [size if dim.of is None else dim.step for dim, size in zip(stored.dims, shape, strict=True)]
 
     def box(self, tensor: LazyTensor, name: str, shape: Shape, steps: tuple[int, ...]) -> StridedBox:
         """Return the window of a stored tensor that belongs to the piece."""

@@ -148,10 +148,10 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
     """
     if isinstance(tensor, RecordedTensor):
         return None if tensor.absent else tensor.lazy
-    kept = tensor.detach()
-    dtype = dtype_name(kept.dtype)
-    leaf = ComputedLeaf("a constant of the model", Constant(kept), dtype, kept.numel())
-    return from_leaf(leaf, kept.shape)
+    detached = tensor.detach()
+    dtype = dtype_name(detached.dtype)
+    leaf = ComputedLeaf("a constant of the model", Constant(detached), dtype, detached.numel())
+    return from_leaf(leaf, detached.shape)
 
 
 def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
@@ -212,8 +212,8 @@ def on_meta(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], An
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    found = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
-    return tree_map(lambda value: make(value) if isinstance(value, torch.Tensor) else value, found)
+    results = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+    return tree_map(lambda value: make(value) if isinstance(value, torch.Tensor) else value, results)
 
 
 def _kinds(results: Any) -> list[tuple[torch.Size, torch.dtype]]:
@@ -247,8 +247,8 @@ class RecordedOperator:
     def __call__(self) -> torch.Tensor:
         """Read the tensors and run it."""
         func = getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
-        found = tree_leaves(func(*tree_map(_read, self.args), **tree_map(_read, dict(self.kwargs))))
-        tensor: torch.Tensor = [value for value in found if isinstance(value, torch.Tensor)][self.index]
+        results = tree_leaves(func(*tree_map(_read, self.args), **tree_map(_read, dict(self.kwargs))))
+        tensor: torch.Tensor = [value for value in results if isinstance(value, torch.Tensor)][self.index]
         return tensor
 
 
@@ -263,13 +263,13 @@ def _unread(value: Any) -> Any:
 def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
     """Record an operator as a computation; each of several results is computed separately."""
     namespace, _, name = func._schema.name.partition("::")
-    given = tree_map(_unread, args), tree_map(_unread, kwargs)
+    arguments = tree_map(_unread, args), tree_map(_unread, kwargs)
     count = 0
 
     def record(meta: torch.Tensor) -> RecordedTensor:
         nonlocal count
         dtype = dtype_name(meta.dtype)
-        compute = RecordedOperator(namespace, name, str(func).rpartition(".")[2], *given, count)
+        compute = RecordedOperator(namespace, name, str(func).rpartition(".")[2], *arguments, count)
         leaf = ComputedLeaf(str(func), compute, dtype, meta.numel())
         count += 1
         return RecordedTensor(from_leaf(leaf, meta.shape), computed=True)
@@ -355,17 +355,17 @@ def _unsqueeze(tensor: RecordedTensor, dim: int) -> RecordedTensor:
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     parts = [lazy_of(tensor) for tensor in tensors if tuple(tensor.shape) != (0,)]
-    known = [part for part in parts if part is not None]
-    if not known or len({part.dtype for part in known}) > 1:
+    present = [part for part in parts if part is not None]
+    if not present or len({part.dtype for part in present}) > 1:
         return None
-    return RecordedTensor(concatenate(known, dim % len(known[0].shape)))
+    return RecordedTensor(concatenate(present, dim % len(present[0].shape)))
 
 
 def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     dim %= tensors[0].dim() + 1
     parts = [lazy_of(tensor) for tensor in tensors]
-    known = [unsqueeze(part, dim) for part in parts if part is not None]
-    return RecordedTensor(concatenate(known, dim)) if len({part.dtype for part in known}) == 1 else None
+    present = [unsqueeze(part, dim) for part in parts if part is not None]
+    return RecordedTensor(concatenate(present, dim)) if len({part.dtype for part in present}) == 1 else None
 
 
 _FILLS = {aten.normal_, aten.uniform_, aten.fill_, aten.zero_}

@@ -178,7 +178,7 @@ def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metada
     if asked is not None:
         return asked.removeprefix("torch.")
     said = getattr(config, "dtype", None) or metadata.get("dtype")
-    found = str(said) if said else files and stored_dtype(files[0])
-    if not found and not files and hasattr(config, "get_text_config"):  # a guess, if no weights say it
-        found = getattr(config.get_text_config(), "dtype", None)
-    return dtype_name(found or "float32")
+    name = str(said) if said else files and stored_dtype(files[0])
+    if not name and not files and hasattr(config, "get_text_config"):  # a guess, if no weights say it
+        name = getattr(config.get_text_config(), "dtype", None)
+    return dtype_name(name or "float32")

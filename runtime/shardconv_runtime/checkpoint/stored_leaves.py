@@ -60,10 +60,10 @@ def stored_dtype(file: WeightFile) -> str | None:
     """
     if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
         _, tensors = header_of(file)
-        found = [TORCH_NAME.get(tensor.dtype, "") for _, tensor in sorted(tensors.items())]
+        dtypes = [TORCH_NAME.get(tensor.dtype, "") for _, tensor in sorted(tensors.items())]
     else:
-        found = [dtype_name(tensor.dtype) for tensor in load_pickled(file, "meta").values()]
-    return next((name for name in found if name in ("float64", "float32", "bfloat16", "float16")), None)
+        dtypes = [dtype_name(tensor.dtype) for tensor in load_pickled(file, "meta").values()]
+    return next((name for name in dtypes if name in ("float64", "float32", "bfloat16", "float16")), None)
 
 
 def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dict[str, LazyTensor]:
@@ -72,7 +72,7 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     Only the pickle of a PyTorch file in the zip format is read. A file of the older format is read completely
     when the first of its tensors is needed.
     """
-    found: dict[str, dict[str, LazyTensor]] = {}
+    by_name: dict[str, dict[str, LazyTensor]] = {}
     for file in files:
         if isinstance(file, RemoteFile):
             name_in_index = file.name
@@ -91,8 +91,8 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
         else:
             tensors = dict(pickled_tensors(file))
         for name, tensor in tensors.items():
-            found.setdefault(name, {})[name_in_index] = tensor
-    return {name: _chosen(name, held, index) for name, held in found.items()}
+            by_name.setdefault(name, {})[name_in_index] = tensor
+    return {name: _chosen(name, candidates, index) for name, candidates in by_name.items()}
 
 
 def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> LazyTensor:
@@ -109,8 +109,8 @@ def _chosen(name: str, held: Mapping[str, LazyTensor], index: Index | None) -> L
 
 def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
     """Return the metadata in the headers of the safetensors files among these, merged over all files."""
-    found: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for file in files:
         if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
-            found.update(metadata_of(file))
-    return found
+            metadata.update(metadata_of(file))
+    return metadata

@@ -32,25 +32,25 @@ def without_wrappers(names: Collection[str]) -> Iterator[Mapping[str, str]]:
     Yields:
         Name -> without the parts of wrappers. Two tensors never get one name.
     """
-    known = [dict.fromkeys(names, "")]  # only to compare
+    candidates = [dict.fromkeys(names, "")]  # only to compare
     for left_out in (_WRAPPERS, _WRAPPERS | {_ORDINARY}):
-        found = {name: ".".join(p for p in name.split(".") if p not in left_out) for name in names}
+        renamed = {name: ".".join(p for p in name.split(".") if p not in left_out) for name in names}
         for _ in range(_MOST_LEVELS):
-            if found not in known and any(old != new for old, new in found.items()):
-                known.append(found)
-                if len(set(found.values())) == len(found):
-                    yield found
+            if renamed not in candidates and any(old != new for old, new in renamed.items()):
+                candidates.append(renamed)
+                if len(set(renamed.values())) == len(renamed):
+                    yield renamed
             parts: dict[str, set[str]] = {}
-            for name in found.values():
+            for name in renamed.values():
                 outermost, _, rest = name.partition(".")
                 parts.setdefault(outermost, set()).add(rest)
-            first, *others = sorted(parts, key=lambda part: -len(parts[part]))
-            if others and all(parts[other] == parts[first] for other in others):
+            first, *rest_of_parts = sorted(parts, key=lambda part: -len(parts[part]))
+            if rest_of_parts and all(parts[other] == parts[first] for other in rest_of_parts):
                 raise SourceError(
                     f"the checkpoint has tensors of several models, whose names begin with {first}. and "
-                    f"{', '.join(f'{other}.' for other in others)}; save only one of them"
+                    f"{', '.join(f'{other}.' for other in rest_of_parts)}; save only one of them"
                 )
-            found = {old: name.removeprefix(f"{first}.") for old, name in found.items()}
+            renamed = {old: name.removeprefix(f"{first}.") for old, name in renamed.items()}
 
 
 def wrapped_name(names: Collection[str]) -> str | None:

@@ -81,8 +81,8 @@ def _find(name: str) -> ModuleSpec | None:
         spec = _find_in(".".join(components[:depth]), locations)
         if spec is None or (spec.submodule_search_locations is None and depth < len(components)):
             return None
-        found = spec.submodule_search_locations
-        locations = None if found is None else list(map(os.fspath, found))  # finders ignore Path objects
+        places = spec.submodule_search_locations
+        locations = None if places is None else list(map(os.fspath, places))  # finders ignore Path objects
     return spec
 
 

@@ -82,12 +82,12 @@ class Repository:
             return
         names = [self.path + entry.path for entry in entries]
         try:
-            found = remote_files(self.repo_id, self.commit, names, self.hub, must_exist=False)
+            remote = remote_files(self.repo_id, self.commit, names, self.hub, must_exist=False)
         except SourceError as error:
             if isinstance(error.__cause__, OfflineModeIsEnabled):
                 return
             raise
-        sizes = {file.name: file.num_bytes for file in found}
+        sizes = {file.name: file.num_bytes for file in remote}
         for entry in entries:
             size = sizes.get(self.path + entry.path)
             if size != entry.num_bytes:
@@ -105,10 +105,10 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
         None if the repository has an ordinary model.
     """
     with _explained(where, hub):
-        repo_id, found = _directories(where, hub, world_size)
-        if not found:
+        repo_id, directories = _directories(where, hub, world_size)
+        if not directories:
             return None
-        return _with_plan(repo_id, *found[stage_of(rank, world_size, len(found))], hub)
+        return _with_plan(repo_id, *directories[stage_of(rank, world_size, len(directories))], hub)
 
 
 def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
@@ -122,10 +122,10 @@ def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
 def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Manifest]]:
     """Find a converted model in a repository, with the directories of all its stages."""
     with _explained(where, hub):
-        repo_id, found = _directories(where, hub, tp)
-        if not found:
+        repo_id, directories = _directories(where, hub, tp)
+        if not directories:
             raise SourceError(nothing_for(repo_id, (), tp or 1))
-        return [_with_plan(repo_id, path, file, hub) for path, file in found]
+        return [_with_plan(repo_id, path, file, hub) for path, file in directories]
 
 
 @contextmanager
@@ -216,8 +216,8 @@ def _names(repo_id: str, hub: Hub) -> list[str]:
         except OfflineModeIsEnabled:
             pass
     cache = None if hub.cache_dir is None else Path(hub.cache_dir)
-    found = Path(snapshot_download(repo_id, revision=hub.revision, cache_dir=cache, local_files_only=True))
-    return [path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()]
+    snapshot = Path(snapshot_download(repo_id, revision=hub.revision, cache_dir=cache, local_files_only=True))
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
 
 
 def _download(repo_id: str, path: str, hub: Hub) -> str:

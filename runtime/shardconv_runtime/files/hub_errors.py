@@ -34,16 +34,16 @@ TEMPORARY = (408, 412, 429, 500, 502, 503, 504)
 
 def hub_error(error: BaseException) -> Exception | None:
     """Return the first error of the Hub or the network in the chain of causes of an error; None if none."""
-    for found in _chain(error):
-        if isinstance(found, HTTP_ERROR | OfflineModeIsEnabled | NoAnswerError | NotReachedError):
-            return found  # type: ignore[return-value]
+    for cause in _chain(error):
+        if isinstance(cause, HTTP_ERROR | OfflineModeIsEnabled | NoAnswerError | NotReachedError):
+            return cause  # type: ignore[return-value]
     return None
 
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the Hub's answer; None without an answer."""
-    found = hub_error(error)
-    return found.response.status_code if isinstance(found, HfHubHTTPError) else None
+    cause = hub_error(error)
+    return cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
 
 
 def has_timed_out(error: BaseException) -> bool:
@@ -53,22 +53,22 @@ def has_timed_out(error: BaseException) -> bool:
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether a retry may help."""
-    found = hub_error(error)
-    if found is None or isinstance(found, OfflineModeIsEnabled | NoAnswerError):
+    cause = hub_error(error)
+    if cause is None or isinstance(cause, OfflineModeIsEnabled | NoAnswerError):
         return False
-    return not isinstance(found, HfHubHTTPError) or found.response.status_code in TEMPORARY
+    return not isinstance(cause, HfHubHTTPError) or cause.response.status_code in TEMPORARY
 
 
 def hub_failure(text: str, error: BaseException) -> SourceError:
     """Return the error to raise for an error of the client: by its kind, with a text from ``explain``."""
-    found, status = hub_error(error) or error, status_of(error)
-    if isinstance(found, GatedRepoError) or status in (401, 403):
+    cause, status = hub_error(error) or error, status_of(error)
+    if isinstance(cause, GatedRepoError) or status in (401, 403):
         return AccessError(text)
-    if isinstance(found, OfflineModeIsEnabled | LocalEntryNotFoundError):
+    if isinstance(cause, OfflineModeIsEnabled | LocalEntryNotFoundError):
         return NetworkError(text)
-    if isinstance(found, FINAL):
+    if isinstance(cause, FINAL):
         return MissingModelError(text)
-    if isinstance(found, HTTP_ERROR | NoAnswerError | NotReachedError | OSError):
+    if isinstance(cause, HTTP_ERROR | NoAnswerError | NotReachedError | OSError):
         return NetworkError(text)
     return SourceError(text)
 
@@ -79,40 +79,40 @@ def explain(repo_id: str, revision: str | None, error: BaseException, *, writing
     Args:
         error: raised by the client or by ``bounded``; it has a ``hub_error`` or is a local one.
     """
-    found, status = hub_error(error) or error, status_of(error)
+    cause, status = hub_error(error) or error, status_of(error)
     at = f" at revision {revision}" if revision else ""
     subject = f"{repo_id} of the Hub" if writing else f"no such directory: {repo_id}, and as a Hub id it"
     go_on = again() + (", it continues where it was" if writing else "")
-    if isinstance(found, GatedRepoError):
+    if isinstance(cause, GatedRepoError):
         return f"{repo_id} is gated on the Hub; accept its terms there, then pass {option('token')} or log in"
-    if isinstance(found, RevisionNotFoundError):
+    if isinstance(cause, RevisionNotFoundError):
         return f"{repo_id} has no revision {revision} on the Hub; check {option('revision')}"
-    if isinstance(found, RepositoryNotFoundError):
+    if isinstance(cause, RepositoryNotFoundError):
         return (
             f"{subject} does not exist, or is private and not for this token; check the spelling, or pass "
             f"{option('token')}"
         )
-    if isinstance(found, OfflineModeIsEnabled | LocalEntryNotFoundError):
+    if isinstance(cause, OfflineModeIsEnabled | LocalEntryNotFoundError):
         if writing:
             return f"{repo_id} cannot be written while HF_HUB_OFFLINE is set; unset it and {again()}"
         allow = f"allow downloads (no {option('local_files_only').rstrip('=')}, no HF_HUB_OFFLINE)"
         return f"{subject} is not in the local cache{at}; {allow}"
-    if isinstance(found, EntryNotFoundError):
-        return f"{repo_id} lacks a file on the Hub{at}: {brief(found)}"
+    if isinstance(cause, EntryNotFoundError):
+        return f"{repo_id} lacks a file on the Hub{at}: {brief(cause)}"
     if status is not None:
-        return _of_status(repo_id, status, found, go_on, writing=writing)
-    if isinstance(found, NoAnswerError | TIMEOUT_ERROR):
-        why = brief(found) if isinstance(found, NoAnswerError) else "timed out"
+        return _of_status(repo_id, status, cause, go_on, writing=writing)
+    if isinstance(cause, NoAnswerError | TIMEOUT_ERROR):
+        why = brief(cause) if isinstance(cause, NoAnswerError) else "timed out"
         return f"the Hub does not answer when asked for {repo_id} ({why}); check the network, then {go_on}"
-    if isinstance(found, HTTP_ERROR | NotReachedError):
+    if isinstance(cause, HTTP_ERROR | NotReachedError):
         path = "" if writing else "the path (there is no such directory) and "
         return (
-            f"the Hub cannot be reached for {repo_id} ({brief(found)}); check {path}the network, then {go_on}"
+            f"the Hub cannot be reached for {repo_id} ({brief(cause)}); check {path}the network, then {go_on}"
         )
-    if isinstance(found, ValueError):
-        return f"the Hub refused a request for {repo_id}: {brief(found)}; follow its message"
+    if isinstance(cause, ValueError):
+        return f"the Hub refused a request for {repo_id}: {brief(cause)}; follow its message"
     what = f"the upload to {repo_id}" if writing else f"the download from {repo_id}{at}"
-    return f"{what} failed ({brief(found)}); {go_on}"
+    return f"{what} failed ({brief(cause)}); {go_on}"
 
 
 def _of_status(repo_id: str, status: int, error: BaseException, go_on: str, *, writing: bool) -> str:
@@ -133,8 +133,8 @@ def _of_status(repo_id: str, status: int, error: BaseException, go_on: str, *, w
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__

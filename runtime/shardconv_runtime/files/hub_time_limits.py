@@ -75,16 +75,16 @@ def _watch_requests(wanted: bool) -> None:
     """Add ``_begin`` to the hooks that the session calls for each request, or remove it."""
     session = get_session()
     hooks = session.event_hooks
-    others = [hook for hook in hooks["request"] if hook is not _begin]
-    session.event_hooks = {**hooks, "request": [*others, _begin] if wanted else others}
+    other_hooks = [hook for hook in hooks["request"] if hook is not _begin]
+    session.event_hooks = {**hooks, "request": [*other_hooks, _begin] if wanted else other_hooks}
 
 
 def _begin(request: Any) -> None:
     """Hook: a request, possibly a redirected one, is about to be sent."""
-    given = request.extensions.get("timeout") or {}
-    is_open = given.get("read") is None
-    filled = {what: ANSWER_S for what in ("connect", "read", "write") if given.get(what) is None}
-    request.extensions["timeout"] = {**given, **filled}
+    timeouts = request.extensions.get("timeout") or {}
+    is_open = timeouts.get("read") is None
+    filled = {what: ANSWER_S for what in ("connect", "read", "write") if timeouts.get(what) is None}
+    request.extensions["timeout"] = {**timeouts, **filled}
     request.extensions.setdefault("trace", partial(_follow, is_open))
     if getattr(_thread, "since", None) is None:
         _thread.since = time.monotonic()

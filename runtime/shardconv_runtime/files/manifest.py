@@ -145,9 +145,9 @@ class Manifest:
         if paths != sorted(set(paths)):
             fail("files", "must be sorted by path, each path once")
         # On some file systems, names that differ in case only are one file.
-        known = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
+        owners = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
         for path in paths:
-            other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
+            other = owners.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
             if other != path:
                 fail("files", f"{path!r} and {other!r} differ in case only")
 
@@ -298,10 +298,10 @@ def check_shard(
 ) -> dict[str, StoredTensor]:
     """Check that a safetensors file is complete and belongs to this rank and layout; return its tensors."""
     metadata, tensors = read_header(path)
-    for key, wanted in shard_metadata(rank, tp, layout_sha256).items():
-        if key.startswith("shardconv.") and metadata.get(key) != wanted:
+    for key, expected in shard_metadata(rank, tp, layout_sha256).items():
+        if key.startswith("shardconv.") and metadata.get(key) != expected:
             raise DamagedError(
-                f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {wanted!r}: "
+                f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {expected!r}: "
                 f"the file is from another rank or conversion; {_REMEDY}"
             )
     return tensors

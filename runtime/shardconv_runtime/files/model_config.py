@@ -87,12 +87,12 @@ def _check(directory: Path, manifest: Manifest, name: str) -> bool:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{directory}: {name} is larger than {MAX_BYTES} bytes")
-        found = json.loads(path.read_bytes().decode("utf-8"))
+        config = json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{directory}: {name} cannot be read as JSON: {brief(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise CheckpointError(f"{directory}: {name} is not a JSON object")
-    if problem := unsafe_entry(found):
+    if problem := unsafe_entry(config):
         raise CheckpointError(f"{directory}: {name}: {problem}; remove it, and convert again")
     return True
 

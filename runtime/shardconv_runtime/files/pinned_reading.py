@@ -235,17 +235,17 @@ def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
 
     The tensors of a slab lie next to each other in the file.
     """
-    held: list[tuple[FileSpan, int]] = []
+    slab: list[tuple[FileSpan, int]] = []
     end = 0
     for stretch in stretches(shard, adjacent):
         begin = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        if held and (begin + stretch.num_bytes > limit or stretch.begin != held[-1][0].end):
-            yield _slab(shard, held, limit)
-            held, begin = [], 0
-        held.append((stretch, begin))
+        if slab and (begin + stretch.num_bytes > limit or stretch.begin != slab[-1][0].end):
+            yield _slab(shard, slab, limit)
+            slab, begin = [], 0
+        slab.append((stretch, begin))
         end = begin + stretch.num_bytes
-    if held:
-        yield _slab(shard, held, limit)
+    if slab:
+        yield _slab(shard, slab, limit)
 
 
 def _slab(shard: ShardFile, held: list[tuple[FileSpan, int]], limit: int) -> _Slab:

@@ -134,7 +134,7 @@ def with_rows(shards: Sequence[ShardFile], rows: Rows) -> list[ShardFile]:
 
     The first dim of a stored tensor is its outermost one, so consecutive rows are consecutive bytes.
     """
-    found = []
+    windows = []
     for shard in shards:
         tensors = dict(shard.tensors)
         for name, tensor in shard.tensors.items():
@@ -144,8 +144,8 @@ def with_rows(shards: Sequence[ShardFile], rows: Rows) -> list[ShardFile]:
                 offsets = begin + start * row_bytes, begin + stop * row_bytes
                 tensors[name] = StoredTensor(tensor.dtype, (stop - start, *tensor.shape[1:]), offsets)
         last = next(reversed(tensors.values()), None)
-        found.append(ShardFile(shard.path, shard.start + (last.offsets[1] if last else 0), tensors))
-    return found
+        windows.append(ShardFile(shard.path, shard.start + (last.offsets[1] if last else 0), tensors))
+    return windows
 
 
 REMEDY = "copy the directory again, or convert the model again"
@@ -194,9 +194,9 @@ def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[FileSpan]:
     at = 0
     while at < len(todo):
         names = first.get(todo[at][0], ())
-        found = todo[at : at + len(names)]
-        are_next = tuple(name for name, _ in found) == names and len({s.dtype for _, s in found}) == 1
-        taken = tuple(found) if are_next else (todo[at],)
+        stretch = todo[at : at + len(names)]
+        are_next = tuple(name for name, _ in stretch) == names and len({s.dtype for _, s in stretch}) == 1
+        taken = tuple(stretch) if are_next else (todo[at],)
         yield FileSpan(taken)
         at += len(taken)
 

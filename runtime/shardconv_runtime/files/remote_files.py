@@ -74,21 +74,21 @@ def remote_files(
 ) -> tuple[RemoteFile, ...]:
     """Look up files of a repository without downloading them."""
     api = HfApi(token=hub.token)
-    found: dict[str, RepoFile] = {}
+    by_name: dict[str, RepoFile] = {}
     try:
         for start in range(0, len(names), _PATHS_AT_ONCE):
             some = list(names[start : start + _PATHS_AT_ONCE])
             with bounded():
                 infos = api.get_paths_info(repo_id, some, revision=commit)
-            found |= {info.path: info for info in infos if isinstance(info, RepoFile)}
+            by_name |= {info.path: info for info in infos if isinstance(info, RepoFile)}
     except Exception as error:
         raise hub_failure(explain(repo_id, hub.revision, error), error) from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in by_name]
     if missing and must_exist:
         raise SourceError(f"{repo_id} lacks {missing[0]} at {commit[:12]}; download the model again")
     return tuple(
         RemoteFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
-        for name, info in ((name, found[name]) for name in names if name in found)
+        for name, info in ((name, by_name[name]) for name in names if name in by_name)
     )
 
 
@@ -142,9 +142,9 @@ class RemoteReader:
         received = 0
         try:
             address = self._address()
-            wanted = f"bytes={offset}-{offset + len(into) - 1}"
+            byte_range = f"bytes={offset}-{offset + len(into) - 1}"
             with get_session().stream(
-                "GET", address.url, headers={**address.headers, "Range": wanted}, timeout=TIMEOUT_S
+                "GET", address.url, headers={**address.headers, "Range": byte_range}, timeout=TIMEOUT_S
             ) as response:
                 self._require(response, address, offset, len(into))
                 for chunk in response.iter_bytes():
@@ -165,8 +165,8 @@ class RemoteReader:
         """Refuse an answer other than the requested range."""
         status = response.status_code
         if status == 206:
-            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if found is None or tuple(map(int, found.groups())) != (
+            content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if content_range is None or tuple(map(int, content_range.groups())) != (
                 offset,
                 offset + count - 1,
                 self._file.num_bytes,
@@ -195,14 +195,16 @@ class RemoteReader:
             if self._known is None:
                 file = self._file
                 url = hf_hub_url(file.repo_id, file.name, revision=file.commit)
-                found = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
-                if found.size != file.num_bytes:
-                    raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; {again()}")
-                moved = found.location != url
+                metadata = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
+                if metadata.size != file.num_bytes:
+                    raise SourceError(
+                        f"{file} has {metadata.size} bytes, and had {file.num_bytes}; {again()}"
+                    )
+                moved = metadata.location != url
                 headers = dict(build_hf_headers(token=file.hub.token))
-                if urlsplit(found.location).netloc != urlsplit(url).netloc:
+                if urlsplit(metadata.location).netloc != urlsplit(url).netloc:
                     headers.pop("authorization", None)
-                self._known = _Address(found.location, {**headers, "Accept-Encoding": "identity"}, moved)
+                self._known = _Address(metadata.location, {**headers, "Accept-Encoding": "identity"}, moved)
             return self._known
 
 

@@ -66,16 +66,16 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
     entries = stored_plans(plan)
     layout, adjacent = layout_sha256(plan), adjacent_tensors(plan)
     for rank in ranks:
-        held = {
+        by_owner = {
             name: (entry.dtype, local_shape(entry, plan.mesh, rank or 0))
             for name, entry in entries.items()
             if is_common(entry) == (rank is None)
         }
-        sizes = {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in held.items()}
+        sizes = {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in by_owner.items()}
         units = {unit: sum(sizes[name] for name in unit) for unit in in_units(sizes, adjacent)}
         parts = grouped(units, max_file_size)
         for index, part in enumerate(parts):
-            declared = {name: held[name] for unit in part for name in unit}
+            declared = {name: by_owner[name] for unit in part for name in unit}
             path = shard_path(rank, plan.tp, index, len(parts))
             yield PlannedShard(path, rank, lay_out(declared, shard_metadata(rank, plan.tp, layout)))
 
@@ -110,13 +110,13 @@ def lay_out(
 def grouped(num_bytes: Mapping[Key, int], limit: int) -> list[list[Key]]:
     """Return groups of consecutive keys of at most ``limit`` bytes each; a larger one is a group."""
     parts: list[list[Key]] = []
-    held = 0
+    group_bytes = 0
     for key, size in num_bytes.items():
-        if not parts or held + size > limit:
+        if not parts or group_bytes + size > limit:
             parts.append([])
-            held = 0
+            group_bytes = 0
         parts[-1].append(key)
-        held += size
+        group_bytes += size
     return parts
 
 
@@ -147,11 +147,11 @@ def sample_checksum(path: str | os.PathLike[str]) -> str:
 def check_sample(path: Path, sample: str) -> None:
     """Check the blocks of a shard."""
     try:
-        found = sample_checksum(path)
+        checksum = sample_checksum(path)
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
-    if found != sample:
+    if checksum != sample:
         raise DamagedError(
             f"{path} is damaged, or is not the file that was written: a checksum of some of its blocks is "
-            f"{found}, and {sample} in the manifest; copy the directory again, or convert the model again"
+            f"{checksum}, and {sample} in the manifest; copy the directory again, or convert the model again"
         )

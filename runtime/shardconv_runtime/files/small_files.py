@@ -55,16 +55,16 @@ def variant_name(tp: int, stages: int = 1) -> str:
 
 def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str | None:
     """Return the folder with stages for this number of ranks in all; None if there is none."""
-    found = set()
+    variants = set()
     for match in filter(None, map(VARIANT.fullmatch, folders)):
         if match[1] is not None and int(match[1]) * int(match[2]) == world_size:
-            found.add(match[0])
-    if len(found) > 1:
+            variants.add(match[0])
+    if len(variants) > 1:
         raise CheckpointError(
-            f"{where} holds several models for {world_size} ranks, {', '.join(sorted(found))}; name one of "
-            "them behind a slash"
+            f"{where} holds several models for {world_size} ranks, {', '.join(sorted(variants))}; name one "
+            "of them behind a slash"
         )
-    return found.pop() if found else None
+    return variants.pop() if variants else None
 
 
 def stage_directory(stage: int, count: int) -> str:
@@ -76,8 +76,8 @@ def stages_in(path: Path) -> int:
     """Return the number of stages of the directories in a directory; 0 if it has none."""
     if (path / MANIFEST_NAME).is_file() or not path.is_dir():
         return 0
-    found = (STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
-    counts = {int(match[2]) for match in found if match is not None}
+    matches = (STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
+    counts = {int(match[2]) for match in matches if match is not None}
     if len(counts) > 1:
         raise DamagedError(
             f"{path} has stages of several conversions: of {min(counts)} and of {max(counts)} stages"
@@ -152,7 +152,7 @@ def choose_files(sizes: Mapping[str, int], *, code: bool) -> ChosenFiles:
     A list of names would lose files that tokenizers and processors of other models have.
     """
     other_models = {str(PurePosixPath(path).parent) for path in sizes if _name(path) in _OTHER_MODELS} - {"."}
-    wanted: list[str] = []
+    chosen: list[str] = []
     left_out: dict[str, str] = {}
     names: dict[str, str] = {}
     for path in sorted(sizes):
@@ -174,10 +174,10 @@ def choose_files(sizes: Mapping[str, int], *, code: bool) -> ChosenFiles:
         elif sizes[path] > SMALL_BYTES and not _is_any(path, _ANY_SIZE):
             left_out[path] = f"{sizes[path] / 2**20:.0f} MiB"
         else:
-            wanted.append(path)
+            chosen.append(path)
     total = 0
     copied: list[str] = []
-    for path in sorted(wanted, key=lambda path: ("/" in path, sizes[path])):
+    for path in sorted(chosen, key=lambda path: ("/" in path, sizes[path])):
         total += sizes[path]
         if (total > ALL_BYTES or len(copied) == MOST_FILES) and not _is_any(path, _ANY_SIZE):
             left_out[path] = f"beyond {ALL_BYTES // 2**20} MiB or {MOST_FILES} files"
@@ -197,13 +197,13 @@ def _is_any(path: str, patterns: Collection[str]) -> bool:
 
 def sizes_in(directory: Path) -> dict[str, int]:
     """Return the sizes of the files in a directory and its folders, except hidden folders, by path."""
-    found = {}
+    sizes = {}
     for folder, folders, names in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(folder, name) for name in names):
             if file.is_file():
-                found[file.relative_to(directory).as_posix()] = file.stat().st_size
-    return found
+                sizes[file.relative_to(directory).as_posix()] = file.stat().st_size
+    return sizes
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:

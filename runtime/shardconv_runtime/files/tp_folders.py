@@ -49,9 +49,9 @@ def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, 
     """Return the directories of the stages of a model for this many processes; none if it has no stages."""
     there = list(names)
     by_name = {folder.name: folder for folder in folders(there) if folder.stages > 1}
-    found = staged_variant(where, by_name, world_size)
-    if found is not None:
-        return by_name[found].parts
+    variant = staged_variant(where, by_name, world_size)
+    if variant is not None:
+        return by_name[variant].parts
     directories = (name.removesuffix(f"/{MANIFEST_NAME}") for name in there)
     counts = {int(match[2]) for match in map(STAGE_DIRECTORY.fullmatch, directories) if match is not None}
     if len(counts) != 1:
@@ -74,35 +74,35 @@ def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
         Their paths, such as ``"tp-8"``; empty for the directory or repository itself.
     """
     there = list(names)
-    found = {folder.name: folder.parts for folder in folders(there)}
+    parts_of_folder = {folder.name: folder.parts for folder in folders(there)}
     at_root = ("",) if MANIFEST_NAME in there else stages_for(where, there, 0)
     if at_root:
-        found = {"one outside of folders": at_root, **found}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if not found:
+        parts_of_folder = {"one outside of folders": at_root, **parts_of_folder}
+    if len(parts_of_folder) == 1:
+        return next(iter(parts_of_folder.values()))
+    if not parts_of_folder:
         raise NotConvertedError(
             f"{where} holds no converted model; name the output of shardconv convert or push"
         )
     raise OptionError(
-        f"{where} holds several converted models, {', '.join(found)}; choose with {option('tp')}, or name "
-        "the folder behind a slash"
+        f"{where} holds several converted models, {', '.join(parts_of_folder)}; choose with "
+        f"{option('tp')}, or name the folder behind a slash"
     )
 
 
 def nothing_for(where: str, names: Iterable[str], world_size: int) -> str:
     """Return the message that a directory or repository lacks a model for ``world_size`` ranks."""
     start = f"{where} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
-    found = folders(names)
-    if not found:
+    directories = folders(names)
+    if not directories:
         return f"{start} or any other number; convert it" + (
             "" if is_command() else ", or pass plan= to load it as it is"
         )
     if is_command():
-        plain = [str(folder.tp) for folder in found if folder.stages == 1]
+        plain = [str(folder.tp) for folder in directories if folder.stages == 1]
         advice = f"give one of these as {option('tp')}" if plain else "name the folder behind a slash"
-        return f"{start}, but for {', '.join(plain or [folder.name for folder in found])}; {advice}"
-    counts = (f"{f.tp * f.stages}" + (f" ({f.stages} stages)" if f.stages > 1 else "") for f in found)
+        return f"{start}, but for {', '.join(plain or [folder.name for folder in directories])}; {advice}"
+    counts = (f"{f.tp * f.stages}" + (f" ({f.stages} stages)" if f.stages > 1 else "") for f in directories)
     return f"{start}, but for {', '.join(counts)}; start as many processes" + (
         other_launcher() if world_size == 1 else ""
     )

@@ -34,10 +34,10 @@ def vocabulary_of_draft(draft: Any | None) -> int | None:
 
 def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[str, Any]:
     """Return the arguments of ``generate``, with a proxy for the draft model on ranks that have none."""
-    found = dict(kwargs)
+    options = dict(kwargs)
     having = [rank for rank, draft in enumerate(drafts) if draft is not None]
     if not having:
-        return found
+        return options
     if drafts[0] is None:
         raise LaunchError(
             f"rank {having[0]} was given an {ARGUMENT}, and rank 0, whose candidates all ranks take, was not"
@@ -48,11 +48,11 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
                 f"generate was called with another {ARGUMENT} on rank {rank} (vocabulary of {drafts[rank]}) "
                 f"than on rank 0 ({drafts[0]})"
             )
-    if found.get(ARGUMENT) is None:
+    if options.get(ARGUMENT) is None:
         # ``generate`` reads only this from a draft model before it asks for candidates.
         vocabulary_size = drafts[0]
-        found[ARGUMENT] = SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
-    return found
+        options[ARGUMENT] = SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
+    return options
 
 
 def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
@@ -71,21 +71,23 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
                     "directory does not hold; load the source checkpoint with load(SOURCE, plan=DIRECTORY), "
                     "or generate without use_mtp"
                 ) from missing
-        own, error = None, None
+        candidates, error = None, None
         if not isinstance(draft, SimpleNamespace):
             try:
-                own = type(self)._get_candidate_generator(self, *args, **kwargs)
+                candidates = type(self)._get_candidate_generator(self, *args, **kwargs)
             except Exception as failure:  # if only this rank has a draft, the others would wait for it
                 error = failure
         agree(start, error)
         # Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft.
-        needs_states = exchange(start, None if own is None else bool(own.requires_model_outputs))
+        needs_states = exchange(
+            start, None if candidates is None else bool(candidates.requires_model_outputs)
+        )
         if True in needs_states and None in needs_states:
             raise RefusedCallError(
                 f"this {ARGUMENT} works on states of the model itself; load it on all ranks, not on "
                 f"{needs_states.count(False) + needs_states.count(True)} of {len(needs_states)}"
             )
-        return _Candidates(own, start, is_sampling=bool(kwargs["generation_config"].do_sample))
+        return _Candidates(candidates, start, is_sampling=bool(kwargs["generation_config"].do_sample))
 
     return get
 

@@ -168,8 +168,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
                 return None
             return 1.0 - float(cache.get_num_free_blocks() / cache.num_blocks)  # in earlier versions
         # The loop's thread adds and removes requests meanwhile: the lists are copied first.
-        held = [(list(each.block_table.values()), each.num_blocks) for each in allocators.values()]
-        shares = [len({page for pages in tables for page in pages}) / count for tables, count in held]
+        blocks = [(list(each.block_table.values()), each.num_blocks) for each in allocators.values()]
+        shares = [len({page for pages in tables for page in pages}) / count for tables, count in blocks]
         return float(max(shares))
 
     def answer_on_all_ranks(self) -> None:

@@ -216,8 +216,8 @@ class _StagedForward:
     def _graph(self, traffic: Traffic, args: Any, kwargs: Any) -> Any:
         processes = self._processes
         received = [processes.receive(m.crossing, m.shape, m.dtype, m.stage) for m in traffic.received]
-        output, held = self._between(received, *args, **kwargs)
-        for crossing, x, stages in held:
+        output, state = self._between(received, *args, **kwargs)
+        for crossing, x, stages in state:
             processes.send(crossing, x, stages)
         return output
 

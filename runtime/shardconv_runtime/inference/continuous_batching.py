@@ -79,7 +79,7 @@ def _context(self: Any, *args: Any, num_microbatches: int | None = None, **kwarg
 
 
 def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
-    known: dict[object, tuple[CachedHeads, PagedCheck]] = {}
+    checks: dict[object, tuple[CachedHeads, PagedCheck]] = {}
 
     def init_continuous_batching(
         self: Any,
@@ -95,8 +95,10 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         require_idle(start)
         generation_config = copy.deepcopy(generation_config or self.generation_config)
         config = _with_memory_of_rank(continuous_batching_config, start)
-        given = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
-        require_same_call(start, "init_continuous_batching", given | {"num_microbatches": num_microbatches})
+        arguments = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
+        require_same_call(
+            start, "init_continuous_batching", arguments | {"num_microbatches": num_microbatches}
+        )
         if link is None:
             if num_microbatches is not None:
                 raise OptionError("num_microbatches is about the stages of a pipeline; leave it out")
@@ -116,11 +118,11 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
             _record_nothing(config, generation_config)
         # What was found, and which prompts were compared, holds for this model until it is changed.
         state = (self.dtype, self.device, self.config._attn_implementation, len(list(self.modules())))
-        if state not in known:
+        if state not in checks:
             heads, error = attempt(lambda: cached_heads(self, link))
             agree(start, error)
-            known[state] = (heads, PagedCheck(link))
-        heads, check = known[state]
+            checks[state] = (heads, PagedCheck(link))
+        heads, check = checks[state]
         kinds: list[str] = []
         if link is not None:
             kinds = kinds_of_stages(exchange(start, kinds_of_layers(self, heads.layers)), start.rank)
@@ -176,8 +178,8 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
                 remedy = "use generate (for grammars, or response_format of the server, docs/serving.md)"
             raise OptionError(f"generate_batch takes no {name}; {remedy}")
         prompts = [[int(token) for token in prompt] for prompt in inputs]
-        given = {"inputs": brief_digest(prompts, "prompts"), "max_new_tokens": max_new_tokens}
-        require_same_call(start, "generate_batch", given)
+        arguments = {"inputs": brief_digest(prompts, "prompts"), "max_new_tokens": max_new_tokens}
+        require_same_call(start, "generate_batch", arguments)
         if not prompts:
             return {}
         config = generation_config or self.generation_config
@@ -208,9 +210,9 @@ def _with_children(name: str, config: Any) -> list[str]:
 
 def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool) -> dict[str, Any]:
     """Return all answers in the order of ``names``; an error instead of a part of them."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     with tqdm(total=len(names), disable=not show_progress, unit="request") as progress:
-        while len(found) < len(names):
+        while len(answers) < len(names):
             answer = manager.get_result(timeout=1)
             if answer is None:
                 manager.require_running()
@@ -218,9 +220,9 @@ def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool
                 if answer.error is not None:
                     manager.require_running()
                     raise RefusedCallError(f"request {answer.request_id} failed: {answer.error}")
-                found[answer.request_id] = answer
+                answers[answer.request_id] = answer
                 progress.update(1)
-    return {name: found[name] for name in names}
+    return {name: answers[name] for name in names}
 
 
 def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
@@ -236,9 +238,9 @@ def _record_nothing(config: Any, generation_config: Any) -> None:
     """Turn CUDA graphs off, in place, which transformers turns on by default if attention allows them."""
     name = _asked(config, NOT_ON_RANKS)
     if name is None:
-        given = {n: getattr(config, n, None) for n in ("varlen_compile_config", "decode_compile_config")}
-        given["compile_config"] = getattr(generation_config, "compile_config", None)
-        name = next((n for n, compiling in given.items() if compiling and _records(compiling)), None)
+        configs = {n: getattr(config, n, None) for n in ("varlen_compile_config", "decode_compile_config")}
+        configs["compile_config"] = getattr(generation_config, "compile_config", None)
+        name = next((n for n, compiling in configs.items() if compiling and _records(compiling)), None)
     if name is not None:
         raise OptionError(
             f"{name} asks for CUDA graphs, in which nothing ends the wait for a lost rank; "
@@ -263,10 +265,10 @@ def _records(compiling: Any) -> bool:
 
 def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:
     """Return an error if the manager would ignore an option of the generation config."""
-    kept = list(manager.logit_processor.logits_processor)
+    processors = list(manager.logit_processor.logits_processor)
     asked = list(model._get_logits_processor(config))
-    if len(kept) < len(asked):
-        kinds = {type(processor) for processor in kept}
+    if len(processors) < len(asked):
+        kinds = {type(processor) for processor in processors}
         name = next((type(p).__name__ for p in asked if type(p) not in kinds), "one of them")
         return PlanError(f"continuous batching has no {name}; leave out what asks for it, or use generate")
     for name, nothing in NOT_IN_BATCHES.items():

@@ -55,10 +55,10 @@ def decode_attention(
     groups = key.shape[1]
     if length != 1 or dropout or heads % groups or any(kwargs.get(name) is not None for name in _MODIFIERS):
         ordinary = ALL_ATTENTION_FUNCTIONS[ORDINARY]
-        found: tuple[Tensor, Tensor | None] = ordinary(
+        output: tuple[Tensor, Tensor | None] = ordinary(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return found
+        return output
     grouped = query.reshape(batch, groups, heads // groups, width)
     scores = (grouped * (width**-0.5 if scaling is None else scaling)) @ key.transpose(-1, -2)
     # Sums of many small numbers lose too much in half precision.

@@ -144,12 +144,12 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     def fill(self, layer: Any) -> None:
         """Copy the cache of a prefill's layer (each ``[rows, local heads, n, head dim]``)."""
         stop = int(layer.get_seq_length())
-        for buffer, found in zip(self.buffers, (layer.keys, layer.values), strict=True):
+        for buffer, tensor in zip(self.buffers, (layer.keys, layer.values), strict=True):
             buffer.zero_()  # masked values must be finite
-            positions = torch.arange(stop - found.shape[-2], stop, device=buffer.device)
+            positions = torch.arange(stop - tensor.shape[-2], stop, device=buffer.device)
             slots = positions % self.slots if self.is_ring else positions  # in all buffers, or in the ring
-            buffer[: len(found)].index_copy_(-2, slots, found)
-            repeat_first(buffer, len(found))
+            buffer[: len(tensor)].index_copy_(-2, slots, tensor)
+            repeat_first(buffer, len(tensor))
 
 
 class _States(LinearAttentionLayer):  # type: ignore[misc]
@@ -179,9 +179,9 @@ class _States(LinearAttentionLayer):  # type: ignore[misc]
         for name, value in vars(layer).items():
             if name in ("keys", "values"):
                 continue
-            for mine, found in _pairs(vars(self)[name], value):
-                mine[: len(found)] = found
-                repeat_first(mine, len(found))
+            for mine, state in _pairs(vars(self)[name], value):
+                mine[: len(state)] = state
+                repeat_first(mine, len(state))
 
 
 class LinearStates(_States):
@@ -246,9 +246,9 @@ class OneTokenCache(Cache):  # type: ignore[misc]
     def fill(self, prefilled: Cache) -> None:
         """Copy the cache of a prefill."""
         self.length.fill_(num_tokens(prefilled))
-        for mine, found in zip(self.layers, prefilled.layers, strict=True):
+        for mine, layer in zip(self.layers, prefilled.layers, strict=True):
             if not isinstance(mine, _EMPTY):
-                mine.fill(found)
+                mine.fill(layer)
 
 
 def is_known(cache: Any) -> bool:
@@ -288,12 +288,12 @@ def make_cache(
         if type(layer) in _ATTENTION:
             window = getattr(layer, "sliding_window", None)
             is_ring = rings and window is not None and window < slots
-            held: int = layer.sliding_window if is_ring else slots
+            num_slots: int = layer.sliding_window if is_ring else slots
             keys, values = (
                 buffers.get(
-                    f"{index}.{name}", (batch, *found.shape[1:-2], held, found.shape[-1]), found.dtype
+                    f"{index}.{name}", (batch, *tensor.shape[1:-2], num_slots, tensor.shape[-1]), tensor.dtype
                 )
-                for name, found in (("keys", layer.keys), ("values", layer.values))
+                for name, tensor in (("keys", layer.keys), ("values", layer.values))
             )
             kind = HybridLayer if type(layer) in _STATES else OneTokenLayer
             made = kind.__new__(kind)
@@ -304,7 +304,7 @@ def make_cache(
                 made,
                 keys,
                 values,
-                held if is_ring else reach,
+                num_slots if is_ring else reach,
                 length,
                 is_sliding=window is not None,
                 is_ring=is_ring,

@@ -42,9 +42,9 @@ NOT_OPTIONS = (
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Any:
     """Return the generation config of a call of ``model.generate``."""
-    given = {name: value for name, value in arguments.items() if name not in NOT_OPTIONS}
+    arguments_given = {name: value for name, value in arguments.items() if name not in NOT_OPTIONS}
     # Private, but nothing public tells how the arguments and two configs go together.
-    options, _ = model._prepare_generation_config(arguments.get("generation_config"), **given)
+    options, _ = model._prepare_generation_config(arguments.get("generation_config"), **arguments_given)
     return options
 
 

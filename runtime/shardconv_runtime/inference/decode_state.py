@@ -88,10 +88,14 @@ class StepState:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``prepare_inputs_for_generation`` other than the ids."""
-        given: dict[str, Any] = {self.cache_name: self.cache, **self.inputs, **dict(self.bucket.constants)}
+        arguments: dict[str, Any] = {
+            self.cache_name: self.cache,
+            **self.inputs,
+            **dict(self.bucket.constants),
+        }
         if self.position_ids is not None:
-            given["position_ids"] = self.position_ids
-        return given
+            arguments["position_ids"] = self.position_ids
+        return arguments
 
     def append(self, tokens: Tensor) -> None:
         """Add the chosen tokens ``[B]``; a row that has ended gets padding. In place throughout."""
@@ -115,9 +119,16 @@ class StepState:
     @contextmanager
     def kept(self, num_steps: int) -> Iterator[None]:
         """Run this many steps from rewound counters within this context; then the state is as before."""
-        own = (self.token, self.new_tokens, self.count, self.unfinished, self.done, self.cache.length)
+        state_tensors = (
+            self.token,
+            self.new_tokens,
+            self.count,
+            self.unfinished,
+            self.done,
+            self.cache.length,
+        )
         more = (x for x in (self.position_ids, self.seen) if x is not None)
-        tensors = [*own, *more, *self.cache.written(num_steps)]
+        tensors = [*state_tensors, *more, *self.cache.written(num_steps)]
         copies = [tensor.clone() for tensor in tensors]
         yield
         for tensor, before in zip(tensors, copies, strict=True):
@@ -162,10 +173,10 @@ def make_state(
             state.position_ids = buffers.get(name, (batch, 1), dtype)
         else:
             is_mask = name == "attention_mask"
-            found = buffers.get(name, (batch, slots if is_mask else 1), dtype)
-            state.inputs[name] = found[:, : bucket.reach] if is_mask else found
+            buffer = buffers.get(name, (batch, slots if is_mask else 1), dtype)
+            state.inputs[name] = buffer[:, : bucket.reach] if is_mask else buffer
             if is_mask:
-                state.masks[name] = found
+                state.masks[name] = buffer
     for name in bucket.choice.numbers:
         dtype = torch.int64 if name in INTEGERS else torch.float32
         state.numbers[name] = buffers.get(f"number {name}", (), dtype)

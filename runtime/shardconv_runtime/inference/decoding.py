@@ -169,8 +169,11 @@ class Decoder:
         """Return the text with its continuation; None if the model cannot be decoded this way."""
         model = self._model
         # The options that decide, in addition to the model, whether a call can be decoded step by step.
-        given = {name: value for name, value in call.arguments.items() if value is not None}
-        kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
+        arguments_given = {name: value for name, value in call.arguments.items() if value is not None}
+        kinds = {
+            name: v.dim() if isinstance(v, Tensor) else type(v).__name__
+            for name, v in arguments_given.items()
+        }
         kind = tuple(sorted(kinds.items()))
         if kind in self._unfit:
             return None
@@ -190,11 +193,11 @@ class Decoder:
         del outputs
         with model._optimize_model_for_decode(), self._plain():
             attends_once = self._attends_once
-            found = self._begin(call, arguments, prefilled, logits)
+            state = self._begin(call, arguments, prefilled, logits)
             del prefilled, arguments, logits
-            if found is not None:
+            if state is not None:
                 with self._attention():
-                    return _loop(call, *found, self._wider, streamer)
+                    return _loop(call, *state, self._wider, streamer)
         if self._attends_once != attends_once:  # with the model's own attention
             return self._decode(call, streamer)
         self._unfit.add(kind)
@@ -268,15 +271,17 @@ class Decoder:
             return None
         ids = call.ids if call.ids.shape[1] else call.ids.new_zeros((len(call.ids), 1))
         prepared = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
-        wanted = {name: value for name, value in arguments.items() if name in prepared and value is not None}
-        wanted.pop(call.cache_name, None)
-        for name, value in wanted.items():
+        step_inputs = {
+            name: value for name, value in arguments.items() if name in prepared and value is not None
+        }
+        step_inputs.pop(call.cache_name, None)
+        for name, value in step_inputs.items():
             if isinstance(value, Tensor):
                 if name not in (COUNTED, *CONSTANT) or value.dim() != 2:
                     return None
             elif not isinstance(value, (bool, int, float, str)):
                 return None
-        return wanted
+        return step_inputs
 
     def _make_state(self, call: Call, bucket: Bucket, prefilled: Cache, vocabulary: int) -> StepState:
         cache = make_cache(

@@ -48,8 +48,8 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
                 progress()
                 return super().__call__(*args, **kwargs)
 
-        found = type(self)._get_stopping_criteria(self, *args, **kwargs)
-        return Steps(c if isinstance(c, same_on_all_ranks) else _DecidedByRank0(c, start) for c in found)
+        stopping = type(self)._get_stopping_criteria(self, *args, **kwargs)
+        return Steps(c if isinstance(c, same_on_all_ranks) else _DecidedByRank0(c, start) for c in stopping)
 
     return criteria
 
@@ -142,10 +142,10 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
 
         # Check that all ranks got the same call; whether some rank streams its tokens, and their draft
         # models.
-        given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
-        is_streamed = given.pop("streamer", None) is not None
-        draft = vocabulary_of_draft(given.pop(ARGUMENT, None))
-        digests = {name: digest(value) for name, value in given.items()}
+        arguments = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
+        is_streamed = arguments.pop("streamer", None) is not None
+        draft = vocabulary_of_draft(arguments.pop(ARGUMENT, None))
+        digests = {name: digest(value) for name, value in arguments.items()}
         calls = exchange(start, (digests, is_streamed, draft), start.timeout_s, "generate")
         compare_calls("generate", [call for call, _, _ in calls])
         is_streamed, drafts = any(streams for _, streams, _ in calls), [draft for _, _, draft in calls]

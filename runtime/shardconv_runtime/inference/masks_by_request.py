@@ -24,13 +24,13 @@ def _share_keys_by_groups() -> None:
     With a mask it copies keys and values for each head (5.23 and 5.24), since kernels of GPUs cannot take
     both a mask and groups. That of CPUs can. Earlier versions go on copying.
     """
-    found = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
-    if found is None:
+    original = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
+    if original is None:
         return
 
-    @functools.wraps(found)
+    @functools.wraps(original)
     def decided(attention_mask: Any, *args: Any, **kwargs: Any) -> bool:
-        return isinstance(attention_mask, MaskByRequest) or bool(found(attention_mask, *args, **kwargs))
+        return isinstance(attention_mask, MaskByRequest) or bool(original(attention_mask, *args, **kwargs))
 
     sdpa_attention.use_gqa_in_sdpa = decided
 
@@ -68,17 +68,17 @@ class MaskByRequest(Tensor):
             queries, keys = mask.plain.shape[-2:]
             if (args[0].shape[-2], args[1].shape[-2]) == (queries, keys):
                 return mask._attend(*args, options=kwargs)
-        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, cls))
+        self_mask = next(each for each in (*args, *kwargs.values()) if isinstance(each, cls))
         args, kwargs = tree_map(lambda each: each.plain if isinstance(each, cls) else each, (args, kwargs))
         result = func(*args, **kwargs)
-        return given if _is_same(result, given.plain) else result
+        return self_mask if _is_same(result, self_mask.plain) else result
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         results = []
         for start, end, first, last in self.blocks:
             options["attn_mask"] = self.plain[..., start:end, first:last]
-            own = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
-            results.append(scaled_dot_product_attention(*own, **options))
+            block = (query[..., start:end, :], key[..., first:last, :], value[..., first:last, :])
+            results.append(scaled_dot_product_attention(*block, **options))
         return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
 
 
@@ -119,9 +119,9 @@ SHARED_SCORES = 2048
 
 def _blocks(queries: Sequence[int], keys: Sequence[int]) -> list[Block]:
     """Return the blocks of a packed call."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     for (start, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
-        if found and (end - found[-1][0]) * (last - found[-1][2]) <= SHARED_SCORES:
-            start, _, first, _ = found.pop()
-        found.append((start, end, first, last))
-    return found
+        if blocks and (end - blocks[-1][0]) * (last - blocks[-1][2]) <= SHARED_SCORES:
+            start, _, first, _ = blocks.pop()
+        blocks.append((start, end, first, last))
+    return blocks

@@ -34,8 +34,8 @@ from .masks_by_request import masked_by_request
 def length_limit(config: Any) -> int | None:
     """Return the most tokens of a sequence before a rotary embedding changes; None if none ever does."""
     text = config.get_text_config(decoder=True)
-    given = getattr(text, "rope_parameters", None) or {}
-    kinds = [each for each in given.values() if isinstance(each, Mapping)] or [given]
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
     limits = []
     for parameters in kinds:
         kind = str(parameters.get("rope_type"))
@@ -261,18 +261,18 @@ class PagedModel:
         update = cache.update
         signature = inspect.signature(update)
         layers = self._heads.layers
-        found: Sequence[int] = range(len(layers))
+        numbers: Sequence[int] = range(len(layers))
         if self._kinds:  # the cache has a place for each layer, by its kind of attention
             free: dict[str, list[int]] = {kind: [] for kind in self._kinds}
             for place, kind in enumerate(self._kinds):
                 free[kind].append(place)
-            found = [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, layers)]
-        places = dict(zip(layers, found, strict=True))
+            numbers = [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, layers)]
+        places = dict(zip(layers, numbers, strict=True))
 
         @functools.wraps(update)
         def numbered(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            return update(**{**given, "layer_idx": places[given["layer_idx"]]})
+            arguments = signature.bind(*args, **kwargs).arguments
+            return update(**{**arguments, "layer_idx": places[arguments["layer_idx"]]})
 
         cache.update = numbered
 
@@ -353,31 +353,31 @@ def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     finally:
         PAGED.reset(token)
     kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {type(cache)}
-    if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-        kind = min(other.__name__ for other in others)
+    if unknown := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+        kind = min(other.__name__ for other in unknown)
         raise RefusedCallError(f"{name}: its cache has more than keys and values ({kind}); use generate")
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers)}
     if link is not None:  # a placeholder writes one head of one element
         layers = {i: (k, v) for i, (k, v) in layers.items() if k is None or k.shape[1:] != (1, 1, 1)}
     # Check that all layers cache alike; keys and values of each are local ``[1, heads, 1, head_dim]``.
-    found = {}
+    heads_of_layer = {}
     for index, (keys, values) in layers.items():
         if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:
             raise RefusedCallError(
                 f"{name}: layer {index} caches no keys and values of one shape; use generate"
             )
-        found[index] = CachedHeads(tuple(layers), keys.shape[1], keys.shape[3], keys.dtype)
-    if not found:
+        heads_of_layer[index] = CachedHeads(tuple(layers), keys.shape[1], keys.shape[3], keys.dtype)
+    if not heads_of_layer:
         raise RefusedCallError(f"{name}: this rank's layers cache nothing; use generate")
-    first = min(found)
-    for index, heads in found.items():
-        if heads != found[first]:
+    first = min(heads_of_layer)
+    for index, heads in heads_of_layer.items():
+        if heads != heads_of_layer[first]:
             raise RefusedCallError(
                 f"{name}: pages hold the same for every layer, and on this rank layer {first} caches "
-                f"{found[first].number} heads of {found[first].width} for a token, layer {index} caches "
-                f"{heads.number} of {heads.width}; use generate"
+                f"{heads_of_layer[first].number} heads of {heads_of_layer[first].width} for a token, layer "
+                f"{index} caches {heads.number} of {heads.width}; use generate"
             )
-    return found[first]
+    return heads_of_layer[first]
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -36,9 +36,9 @@ class CompiledStep:
         """Return the graph whose guards hold for these arguments now; None if there is none."""
         # Private, but nothing public tells which graph a call would run.
         for entry in _debug_get_cache_entry_list(self._function.__code__):
-            found = CapturedStep(self._function, entry.code, entry.guard_manager)
-            if not entry.code.co_freevars and found.holds(*args):
-                return found
+            step = CapturedStep(self._function, entry.code, entry.guard_manager)
+            if not entry.code.co_freevars and step.holds(*args):
+                return step
         return None
 
 

@@ -60,20 +60,20 @@ def choice_of(
     processors: Sequence[Any], samples: bool, prompt_length: int
 ) -> tuple[SamplingMode, dict[str, float]] | None:
     """Return how ``generate`` would choose, with the numbers; None if the graph has no such processor."""
-    found: dict[str, float] = {}
+    options: dict[str, float] = {}
     for processor in processors:
         name = NUMBERS.get(type(processor))
         is_default = all(getattr(processor, n, value) == value for n, value in _DEFAULTS.items())
-        if name is None or name in found or not is_default:
+        if name is None or name in options or not is_default:
             return None
         number = getattr(processor, name)
         if name == "top_p":
             number = 1 - number
         elif name == "min_length":
             number -= prompt_length
-        found[name] = number
-    most = 1 << (int(found.get("top_k", 0)) - 1).bit_length() if "top_k" in found else 0
-    return SamplingMode(samples, tuple(found), most), found
+        options[name] = number
+    most = 1 << (int(options.get("top_k", 0)) - 1).bit_length() if "top_k" in options else 0
+    return SamplingMode(samples, tuple(options), most), options
 
 
 @dataclass(frozen=True)
@@ -129,5 +129,5 @@ def _processed(name: str, choice: SamplingMode, logits: Tensor, number: Tensor, 
     assert name == "top_p"
     ascending, ids = logits.sort(-1)
     removed = ascending.softmax(-1).cumsum(-1) <= number
-    kept = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
-    return logits.masked_fill(torch.zeros_like(removed).scatter(1, ids, removed & ~kept), -float("inf"))
+    is_last = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
+    return logits.masked_fill(torch.zeros_like(removed).scatter(1, ids, removed & ~is_last), -float("inf"))

@@ -59,8 +59,8 @@ class StepsInFlight:
             requests, *sizes = self._schedule_batch(*budgets)
         finally:
             free, scheduler.max_requests_per_batch = scheduler.active_requests, most
-            kept = {name: state for name, state in active.items() if name in busy or name in free}
-            scheduler.active_requests = kept | free
+            states = {name: state for name, state in active.items() if name in busy or name in free}
+            scheduler.active_requests = states | free
         if requests is None and busy:
             requests = []  # there will be room in the cache when others have ended
         busy.update(each.state.request_id for each in requests or ())
@@ -191,12 +191,12 @@ class StagedBatchingManager(RankBatchingManager):
                 self._send_tokens(torch.full(shape, -1 - self._start.rank, dtype=torch.int32))
             raise
         if self._link.is_last:
-            own = tokens[:, : shape[1]].to("cpu", torch.int32, copy=True)
-            self._mark_failures(own)
-            messages = self._send_tokens(own)
+            local_tokens = tokens[:, : shape[1]].to("cpu", torch.int32, copy=True)
+            self._mark_failures(local_tokens)
+            messages = self._send_tokens(local_tokens)
         else:
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
-            own = messages[0].content
+            local_tokens = messages[0].content
         if not self._is_early:
             # Prepare to receive the messages of the next steps: as in the first one, for more tokens.
             num_tokens = self.batch_processor.inputs_and_outputs.num_q_tokens
@@ -204,7 +204,7 @@ class StagedBatchingManager(RankBatchingManager):
             self._processes.receive_early(transport.traffic, num_tokens, most_tokens, num_calls)
             self._is_early = True
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
-        self._flight.append(_Step(requests, own, messages, transport))
+        self._flight.append(_Step(requests, local_tokens, messages, transport))
 
     def _mark_failures(self, tokens: Tensor) -> None:
         """Put failures in the place of tokens ``[1 or 2, requests]``."""

@@ -86,12 +86,12 @@ class ShardedLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed for mypy
 
     def _run(self, method: Any, requests: Any, disable_tqdm: bool) -> Any:
         # They could differ after an interrupted run with use_cache, whose file each rank has for itself.
-        given = brief_digest([request.args for request in requests], "requests")
-        require_same_call(loaded(self.model).launch, method.__name__, {"requests": given})
+        digest = brief_digest([request.args for request in requests], "requests")
+        require_same_call(loaded(self.model).launch, method.__name__, {"requests": digest})
         is_first = not dist.is_initialized() or dist.get_rank() == 0
-        found = method(requests, disable_tqdm=disable_tqdm or not is_first)
+        results = method(requests, disable_tqdm=disable_tqdm or not is_first)
         self._has_run = True
-        return found
+        return results
 
 
 def main() -> None:

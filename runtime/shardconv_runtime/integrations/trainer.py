@@ -70,8 +70,10 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         # Let modules of FSDP2 return the names of the classes that FSDP2 derived theirs from.
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-                vars(module)["_get_name"] = partial(str, own.__name__)  # in place of a method of nn.Module
+                model_class = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+                vars(module)["_get_name"] = partial(
+                    str, model_class.__name__
+                )  # in place of a method of nn.Module
         super().__init__(model=model, args=args, **options)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -111,8 +113,8 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         prepare_other, tp = accelerator.prepare, self.get_tp_size()
 
         def prepare(*given: Any, **how: Any) -> Any:
-            found = tuple(prepare_one(each, **how) for each in given)
-            return found if len(found) > 1 else found[0]
+            prepared = tuple(prepare_one(each, **how) for each in given)
+            return prepared if len(prepared) > 1 else prepared[0]
 
         def prepare_one(given: Any, **how: Any) -> Any:
             if isinstance(given, nn.Module):
@@ -254,10 +256,13 @@ def _require_weights_of(model: Any, saved: Path) -> None:
         is_saved = there is None or there.tp != source.plan.tp or there.files == source.manifest.files
         remedy = f'load("{saved}")'
     else:
-        given = options.adapter if isinstance(options.adapter, Mapping) else {"default": options.adapter}
-        folders = {name: saved if (saved / WEIGHTS_NAME).is_file() else saved / name for name in given}
+        directories = (
+            options.adapter if isinstance(options.adapter, Mapping) else {"default": options.adapter}
+        )
+        folders = {name: saved if (saved / WEIGHTS_NAME).is_file() else saved / name for name in directories}
         is_saved = all(
-            given.get(name) is not None and _same_bytes(Path(given[name]) / WEIGHTS_NAME, folders[name])
+            directories.get(name) is not None
+            and _same_bytes(Path(directories[name]) / WEIGHTS_NAME, folders[name])
             for name in model.active_adapters
         )
         remedy = f'load(..., adapter="{saved}")'

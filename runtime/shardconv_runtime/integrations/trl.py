@@ -42,9 +42,9 @@ class _Sharded(ShardedTrainer):
     """A ``ShardedTrainer`` before one of TRL's trainers."""
 
     def __init__(self, model: Any, args: TrainingArguments, **options: Any) -> None:
-        given = {name: _base(each) for name, each in {"model": model, **options}.items() if name in MODELS}
-        forwards = {name: each.forward for name, each in given.items() if each is not None}
-        for name, each in given.items():
+        models = {name: _base(each) for name, each in {"model": model, **options}.items() if name in MODELS}
+        forwards = {name: each.forward for name, each in models.items() if each is not None}
+        for name, each in models.items():
             if each is not None and loaded(each).building.options.gather_logits is False:
                 raise RefusedCallError(
                     f"TRL reads logits of all tokens of {name}: load it without gather_logits=False"
@@ -161,19 +161,23 @@ def with_scores(model: Any, forward: Callable[..., Any], temperature: float) -> 
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
-        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        labels_given = {
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "num_items_in_batch": num_items_in_batch,
+        }
         if not fused_lm_head:
-            return forward(*args, **kwargs, **{k: v for k, v in given.items() if v is not None})
+            return forward(*args, **kwargs, **{k: v for k, v in labels_given.items() if v is not None})
         read_logits(self)
         outputs = forward(*args, **{**kwargs, "use_cache": False})
         logits = outputs.logits
         if shift_labels is None:
             assert labels is not None, "TRL gives labels, shifted or not"
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
-        found = scores(logits / temperature, shift_labels, num_items_in_batch)
+        result = scores(logits / temperature, shift_labels, num_items_in_batch)
         if kwargs.get("output_router_logits"):
-            found.aux_loss = outputs.aux_loss
-        return found
+            result.aux_loss = outputs.aux_loss
+        return result
 
     model.forward = types.MethodType(scored, model)
 
@@ -188,21 +192,21 @@ def scores(logits: Tensor, labels: Tensor, num_items: Any = None) -> FusedCausal
     """
     mask = labels != IGNORED
     log_probs = torch.log_softmax(logits.float() if logits.dtype != torch.float64 else logits, dim=-1)
-    wanted = labels.clamp(min=0)[..., None]
-    of_labels = log_probs.gather(-1, wanted)[..., 0]
+    targets = labels.clamp(min=0)[..., None]
+    of_labels = log_probs.gather(-1, targets)[..., 0]
     with torch.no_grad():
         sum_of_squares = (2 * log_probs).logsumexp(-1)
         is_top1 = (log_probs.argmax(-1) == labels) & mask
         mean_logits = logits.to(log_probs.dtype).mean(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    kept = [x.masked_fill(~mask, 0) for x in (of_labels, entropy, sum_of_squares, mean_logits)]
+    masked = [x.masked_fill(~mask, 0) for x in (of_labels, entropy, sum_of_squares, mean_logits)]
     total = mask.sum().clamp(min=1) if num_items is None else num_items
     return FusedCausalLMOutput(
-        loss=-kept[0].sum() / total,
-        log_probs=kept[0],
-        entropy=kept[1],
-        log_sum_sq_probs=kept[2],
-        mean_logits=kept[3],
+        loss=-masked[0].sum() / total,
+        log_probs=masked[0],
+        entropy=masked[1],
+        log_sum_sq_probs=masked[2],
+        mean_logits=masked[3],
         is_top1=is_top1,
         label_mask=mask,
     )

@@ -95,8 +95,8 @@ def require_same_values(model: InMemory, ranks: Launch) -> None:
     digest = sha256(repr(sums).encode()).hexdigest()
     if len(set(exchange(ranks, digest))) == 1:
         return
-    first, *others = exchange(ranks, sums)
-    for rank, theirs in enumerate(others, start=1):
+    first, *rest = exchange(ranks, sums)
+    for rank, theirs in enumerate(rest, start=1):
         for name in {**first, **theirs}:
             if first.get(name) != theirs.get(name):
                 raise InputsDifferError(

@@ -259,9 +259,9 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         args, outputs = tuple(_windowed(value) for value in args), _windowed(outputs)
         kwargs = {name: _windowed(value) for name, value in kwargs.items()} if kwargs else kwargs
-        given = windows_in((*args, *kwargs.values()))
+        windows = windows_in((*args, *kwargs.values()))
         changed = traits.changed(args, kwargs)
-        read_keys = {window.key for window in given}
+        read_keys = {window.key for window in windows}
         made = {window.key for window in windows_in((outputs,))} - read_keys
         changed_keys = {window.key for window in changed}
         writes = made | changed_keys
@@ -271,7 +271,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if traits.is_shaped:
             reads = set()
         elif traits.overwrites:
-            reads = {window.key for window in given if window not in changed}
+            reads = {window.key for window in windows if window not in changed}
             covered = {window.key for window in changed if window.spans} - reads
         for key in writes:
             self._writers[key].append(len(self.steps))
@@ -284,7 +284,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             PlanError: it depends on a meta tensor that was made outside of the block.
         """
-        own = memory_key(tensor)
+        memory = memory_key(tensor)
         todo: list[int] = []
         live: set[MemoryKey] = set()
         indices: set[int] = set()
@@ -302,7 +302,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "model's constructor, on the meta device; build the model without that device"
                 )
 
-        want(own, len(self.steps))
+        want(memory, len(self.steps))
         while todo:
             index = -heappop(todo)
             if index in indices:
@@ -310,14 +310,14 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             indices.add(index)
             step = self.steps[index]
             blank |= step.is_blank
-            is_written |= own in step.writes and not step.is_blank
+            is_written |= memory in step.writes and not step.is_blank
             for storage in step.writes & live:
                 live.discard(storage)
                 if storage not in step.covers:
                     want(storage, index)
             for storage in step.reads - live:
                 want(storage, index)
-        return Chain(tuple(sorted(indices)), blank, is_written or own in self._constants)
+        return Chain(tuple(sorted(indices)), blank, is_written or memory in self._constants)
 
     def value(self, tensor: Tensor, chain: Chain) -> Tensor:
         """Return the values of a meta tensor on the CPU, in new memory."""
@@ -439,8 +439,10 @@ class _Traits:
         """Return the tensors to which a call writes."""
         if not self.written_names:
             return []
-        given = [value for value, written in zip(args, self.written, strict=False) if written]
-        return windows_in([*given, *(value for name, value in kwargs.items() if name in self.written_names)])
+        written_values = [value for value, written in zip(args, self.written, strict=False) if written]
+        return windows_in(
+            [*written_values, *(value for name, value in kwargs.items() if name in self.written_names)]
+        )
 
 
 def _packet(func: Any) -> Any:

@@ -138,9 +138,11 @@ def sharded_class(kind: type[nn.Module]) -> type[ShardedNorm]:
     """
     # Libraries of kernels put their own forward in place of that of a class with a name of a kernel, and it
     # would take the norm of a rank's part.
-    own = {"kernel_layer_name": None} if hasattr(kind, "kernel_layer_name") else {}
+    attributes = {"kernel_layer_name": None} if hasattr(kind, "kernel_layer_name") else {}
     return types.new_class(
-        f"Sharded{kind.__name__}", (ShardedNorm, kind), exec_body=lambda namespace: namespace.update(own)
+        f"Sharded{kind.__name__}",
+        (ShardedNorm, kind),
+        exec_body=lambda namespace: namespace.update(attributes),
     )
 
 

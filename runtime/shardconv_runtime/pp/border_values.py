@@ -82,18 +82,18 @@ class _Measuring(Handover):
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return zeros of this form."""
-        found = torch.zeros(tuple(shape), dtype=dtype, device=self._device)
-        self.forms[crossing] = ValueForm(tuple(shape), found.dtype)
-        self.send(crossing, found, ())
-        return found
+        tensor = torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+        self.forms[crossing] = ValueForm(tuple(shape), tensor.dtype)
+        self.send(crossing, tensor, ())
+        return tensor
 
 
 def measured_forms(
     model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]
 ) -> dict[Crossing, ValueForm]:
     """Return the forms of all values that stages hand on in a call."""
-    with padded(model, inputs) as given:
-        return forms_inside(model, stage, given)
+    with padded(model, inputs) as padded_inputs:
+        return forms_inside(model, stage, padded_inputs)
 
 
 def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:

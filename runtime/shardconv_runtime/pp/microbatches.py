@@ -21,10 +21,10 @@ def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     if not sizes:
         raise OptionError("the batch has no tensors to divide into microbatches")
     if len(set(sizes.values())) > 1 or next(iter(sizes.values())) % count:
-        found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        sizes_text = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise OptionError(
-            f"a batch with first dims of {found} cannot be divided into {count} microbatches; give a list of "
-            "microbatches"
+            f"a batch with first dims of {sizes_text} cannot be divided into {count} microbatches; give a "
+            "list of microbatches"
         )
     chunks = {name: value.chunk(count) for name, value in tensors.items()}
     return [

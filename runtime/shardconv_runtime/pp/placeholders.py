@@ -93,6 +93,8 @@ def _with_own_attributes(module: _M) -> _M:
 def _with_own_dicts(module: _M) -> _M:
     """Return a copy of a module with the same values, of which hooks and tensors can be replaced."""
     made: _M = object.__new__(type(module))
-    own = module.__dict__.items()
-    made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
+    attributes = module.__dict__.items()
+    made.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes
+    }
     return made

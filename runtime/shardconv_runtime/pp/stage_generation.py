@@ -45,13 +45,13 @@ def _processors(link: StageLink, until_end: ExitStack) -> Any:
     """
 
     def processors(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        found = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
+        processors_of_rank = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
         returned = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         is_plain = generation_config.get_generation_mode().value in ("greedy_search", "sample")
         if is_plain and not any(getattr(generation_config, name, None) for name in returned):
             until_end.enter_context(link.keeping_results())
-            found.append(_TokensOfLastStage(link, draws=generation_config.do_sample))
-        return found
+            processors_of_rank.append(_TokensOfLastStage(link, draws=generation_config.do_sample))
+        return processors_of_rank
 
     return processors
 

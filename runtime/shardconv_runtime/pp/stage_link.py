@@ -64,13 +64,13 @@ class Handover(Transport):
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Return a value that the schedule has received."""
-        found = self.values.get(crossing)
-        if found is None or tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+        value = self.values.get(crossing)
+        if value is None or tuple(value.shape) != tuple(shape) or value.dtype != dtype:
             raise RefusedCallError(
                 f"{crossing[0]}, of another stage, is called otherwise than in the first microbatch; give "
                 "all microbatches the same arguments, in the same shapes"
             )
-        return found
+        return value
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Leave them as they are: only the last stage of a schedule has results."""

@@ -57,14 +57,14 @@ def keep_stage(
     Returns:
         The stages and their units. The model has only parameters of this stage.
     """
-    own = StageRank(link, plan.mesh, rank, device, dtype)
+    stage_rank = StageRank(link, plan.mesh, rank, device, dtype)
     units: dict[str, StagedUnit] = {}
     replaced: dict[Placeholder, nn.Module] = {}
     entries = module_plans(plan)
     for fqn, (entry, position) in staged_modules(plan).items():
         module = submodule(model, fqn)
         tables = _tables(module, entries.get(fqn), names[fqn])
-        units[fqn] = unit = StagedUnit(own, fqn, entry, position, names[fqn], tables)
+        units[fqn] = unit = StagedUnit(stage_rank, fqn, entry, position, names[fqn], tables)
         passes = [stage in entry.stages for stage in link.stages]
         if not any(passes):
             replaced[swap_for_placeholder(model, fqn, unit)] = module
@@ -116,7 +116,7 @@ class StageModel:
     @contextmanager
     def without_units(self, model: nn.Module) -> Iterator[None]:
         """Put placeholders in the place of this rank's modules too, while a measuring pass runs."""
-        kept: list[tuple[nn.Module, str, nn.Module]] = []
+        units: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             for fqn, unit in self._units.items():
                 path, _, attribute = fqn.rpartition(".")
@@ -124,21 +124,23 @@ class StageModel:
                 module = submodule(parent, attribute)
                 if isinstance(module, Placeholder) or gives_way(module) or not unit.entry.items:
                     continue  # it returns these results by itself, or there are none to return in its place
-                kept.append((parent, attribute, module))
+                units.append((parent, attribute, module))
                 swap_for_placeholder(model, fqn, unit)
             yield
         finally:
-            for parent, attribute, module in reversed(kept):
+            for parent, attribute, module in reversed(units):
                 parent._modules[attribute] = module
 
 
 def _tables(module: nn.Module, entry: ModulePlan | None, names: Sequence[str]) -> dict[str, int]:
     """Return the arguments of a module that are ids of a table -> the rows of the table, global."""
     steps = () if entry is None else entry.inputs
-    found = {step.port.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)}
-    if not found and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        found = {"0": module.num_embeddings}
-    return {names[int(name)] if name.isdigit() else name: rows for name, rows in found.items()}
+    num_rows = {
+        step.port.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)
+    }
+    if not num_rows and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        num_rows = {"0": module.num_embeddings}
+    return {names[int(name)] if name.isdigit() else name: rows for name, rows in num_rows.items()}
 
 
 def _drop_parameters(
@@ -149,19 +151,19 @@ def _drop_parameters(
     Code asks weights for their device and dtype. So the weights of such modules become one number in their
     shape, and parts of the model that have no parameters left show one number.
     """
-    kept = set(model.modules())
+    remaining = set(model.modules())
     one = nn.Parameter(torch.zeros((), dtype=dtype, device=device), requires_grad=False)
-    for module in kept - {model}:
+    for module in remaining - {model}:
         if module in replaced or next(module.parameters(), None) is not None:
             continue
         if any(inner in replaced for inner in module.modules()):
             module.parameters = functools.partial(_shown, one)  # type: ignore[method-assign]
     for module in replaced.values():
-        for owner in set(module.modules()) - kept:
+        for owner in set(module.modules()) - remaining:
             for name, tensor in owner._parameters.items():
                 if tensor is not None:
-                    own = dtype if tensor.is_floating_point() else tensor.dtype
-                    shown = torch.zeros((), dtype=own, device=device).expand(tensor.shape)
+                    target = dtype if tensor.is_floating_point() else tensor.dtype
+                    shown = torch.zeros((), dtype=target, device=device).expand(tensor.shape)
                     owner._parameters[name] = nn.Parameter(shown, requires_grad=False)
 
 
@@ -190,17 +192,17 @@ class _Sender:
         """Send, in the order of the plan."""
         unit = self._unit
         items = [output] if isinstance(output, Tensor) else output
-        given = unit.bound(args, kwargs) if self._given is None else self._given
+        arguments = unit.bound(args, kwargs) if self._given is None else self._given
         self._given = None
         planned = [item.tensor is not None for item in unit.entry.items]
         if [isinstance(item, Tensor) for item in items] != planned:
             raise _other_form(unit.fqn, "other results")
         for value in unit.entry.sent:
             item, tensor = items[value.item], unit.entry.items[value.item].tensor
-            shape, dtype = unit.shape(value.item, given), unit.dtype(tensor)
+            shape, dtype = unit.shape(value.item, arguments), unit.dtype(tensor)
             if tuple(item.shape) != shape or item.dtype != dtype:
-                found = f"{item.dtype} {list(item.shape)}, where {dtype} {list(shape)} was expected"
-                raise _other_form(unit.fqn, found)
+                received = f"{item.dtype} {list(item.shape)}, where {dtype} {list(shape)} was expected"
+                raise _other_form(unit.fqn, received)
             self._link.send((unit.fqn, value.item), item, value.to)
 
 

@@ -47,10 +47,10 @@ def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) ->
         group = axes_group(start.group, row)
         control = control_group(start.group, tuple(names[number] for number in row))
         ranks = replace(ranks, group=group, control=control)
-    others = axes_group(start.group, column)
-    warm_up([others], start.device)
-    transport = ProcessTransport(others, start.device)
-    return StageProcesses(ranks, StageLink(place, count, transport, others.size()))
+    other_group = axes_group(start.group, column)
+    warm_up([other_group], start.device)
+    transport = ProcessTransport(other_group, start.device)
+    return StageProcesses(ranks, StageLink(place, count, transport, other_group.size()))
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class ProcessTransport(Transport):
         """Wait for the next tensor of a stage."""
         if self._early is not None:
             return self._early.take(shape, dtype, source)
-        found = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        dist.recv(found, group=self.group, group_src=source % self.group.size())
-        return found
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        dist.recv(tensor, group=self.group, group_src=source % self.group.size())
+        return tensor
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast each from the last stage.
@@ -160,9 +160,9 @@ class AsyncTransport(Transport):
 
     def receive(self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
         """Wait for the next tensor of a stage."""
-        found = self._processes.receive(crossing, shape, dtype, source)
-        self._received.append(StageMessage(crossing, source, tuple(found.shape), found.dtype))
-        return found
+        tensor = self._processes.receive(crossing, shape, dtype, source)
+        self._received.append(StageMessage(crossing, source, tuple(tensor.shape), tensor.dtype))
+        return tensor
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast each from the last stage."""

@@ -138,8 +138,8 @@ class Pipeline:
         # Ranks of all stages compare their inputs, which costs a message: in the steps 1, 2, 4, 8 ...
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:
-            given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
-            require_same_inputs(self._start, given)
+            arguments = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
+            require_same_inputs(self._start, arguments)
         replicas: ReplicaComparison | None = vars(self.model).get(COMPARISON)
         if replicas is not None:
             replicas.require_same({f"{n} of {i}": v for i, part in enumerate(parts) for n, v in part.items()})
@@ -150,8 +150,11 @@ class Pipeline:
             self._prepared = None  # gives the buffers of the other one back
             stages = [self._torch_stage(each, made) for each in self._passes]
             for_torch: Any = stages if len(stages) > 1 else stages[0]
-            own = {"loss_fn": lambda loss, _: loss, "scale_grads": False}  # the last stage returns the loss
-            self._prepared = forms, self._schedule(for_torch, self.microbatches, **own)
+            options = {
+                "loss_fn": lambda loss, _: loss,
+                "scale_grads": False,
+            }  # the last stage returns the loss
+            self._prepared = forms, self._schedule(for_torch, self.microbatches, **options)
         schedule = self._prepared[1]
         losses: list[Tensor] = []
         with self._tied.apart():
@@ -167,7 +170,7 @@ class Pipeline:
     def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, ValueForm]) -> PipelineStage:
         link, number = self._link, each.number
         each.border = border = StageBoundary.of(self._stage, number, forms)
-        given = [form.tensor() for form in border.received.values()]
+        received = [form.tensor() for form in border.received.values()]
         left = [form.tensor() for form in border.left.values()]
         if number == link.count - 1:
             left = [torch.empty((), dtype=LOSS_DTYPE, device="meta", requires_grad=True)]
@@ -176,7 +179,7 @@ class Pipeline:
             number,
             link.count,
             self._stage.device,
-            input_args=tuple(given),
+            input_args=tuple(received),
             output_args=tuple(left),
             group=self._group,
         )
@@ -184,14 +187,16 @@ class Pipeline:
 
 def _require_schedule(schedule: str, link: StageLink, microbatches: int) -> None:
     """Check whether a schedule suits the stages of a process, and the number of microbatches."""
-    held = len(link.stages)
-    fitting, other = (SCHEDULES, SEVERAL) if held == 1 else (SEVERAL, SCHEDULES)
+    num_stages = len(link.stages)
+    fitting, other = (SCHEDULES, SEVERAL) if num_stages == 1 else (SEVERAL, SCHEDULES)
     names = ", ".join(map(repr, fitting))
     if schedule in other:
-        remedy = "load it with stages_per_process=" if held == 1 else "load it without stages_per_process"
+        remedy = (
+            "load it with stages_per_process=" if num_stages == 1 else "load it without stages_per_process"
+        )
         raise OptionError(
-            f"schedule={schedule!r} is not for {held} stage{'s' if held > 1 else ''} in each process; choose "
-            f"one of {names}, or {remedy}"
+            f"schedule={schedule!r} is not for {num_stages} stage{'s' if num_stages > 1 else ''} in each "
+            f"process; choose one of {names}, or {remedy}"
         )
     if schedule not in fitting:
         raise OptionError(f"schedule={schedule!r} should be one of {names}")
@@ -237,8 +242,8 @@ class _Step:
 
     @property
     def _own_function(self) -> StageLoss | None:
-        found = getattr(self.model, "loss_function", None)
-        return found if isinstance(found, StageLoss) else None
+        function = getattr(self.model, "loss_function", None)
+        return function if isinstance(function, StageLoss) else None
 
     def _uneven(self, counts: Sequence[int]) -> PlanError:
         return PlanError(

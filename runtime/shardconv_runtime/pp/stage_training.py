@@ -34,16 +34,16 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if (name := given_cache(given)) is not None:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if (name := given_cache(arguments)) is not None:
             raise RefusedCallError(
                 f"{name} was given to a model with several stages in each process, which keeps none; pass "
                 "full sequences, or load it without stages_per_process"
             )
-        given = without_cache(self, names, given)  # each pass would make one for its stage
+        arguments = without_cache(self, names, arguments)  # each pass would make one for its stage
         link, processes = stage.link, stage.link.transport
         output: Any = None
-        forms = forms_inside(self, stage, given)
+        forms = forms_inside(self, stage, arguments)
         for number in link.stages:
             border = StageBoundary.of(stage, number, forms)
             received = [
@@ -52,7 +52,7 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
             ]
             handover = border.handover(received)
             with link.through(handover, number):
-                output = self.forward(**given)
+                output = self.forward(**arguments)
             if number < link.count - 1:
                 for crossing, x in zip(border.left, border.leaving(handover), strict=True):
                     processes.send(crossing, x, (number + 1,))
@@ -92,9 +92,9 @@ class StageLoss:
                 kwargs["num_items_in_batch"] = self.num_items
             loss: Tensor = self.own(*args, **kwargs)
             return loss * self.num_parts if is_sum else loss
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        wide = any(value.dtype == torch.float64 for value in given)
-        device = given[0].device if given else None
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        wide = any(value.dtype == torch.float64 for value in tensors)
+        device = tensors[0].device if tensors else None
         return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
 
 

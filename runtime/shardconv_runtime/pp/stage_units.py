@@ -79,19 +79,21 @@ class StagedUnit:
             raise RefusedCallError(
                 f"{self.fqn} is on another stage; call the model itself, whose results every stage gets"
             )
-        given = self.bound(args, kwargs)
-        if not self.entry.takes_cache and any(hasattr(value, "get_seq_length") for value in given.values()):
+        arguments = self.bound(args, kwargs)
+        if not self.entry.takes_cache and any(
+            hasattr(value, "get_seq_length") for value in arguments.values()
+        ):
             raise RefusedCallError(
                 f"{self.fqn} is given a cache, and was traced without one: this call cannot be staged; pass "
                 "use_cache=False"
             )
         for name, check in self._checks:
-            ids = given.get(name)
+            ids = arguments.get(name)
             if isinstance(ids, Tensor) and not is_recorded(ids):
                 check(ids)
         for update in self._cache_calls:
-            update(given)
-        items = [self._item(index, given) for index in range(len(self.entry.items))]
+            update(arguments)
+        items = [self._item(index, arguments) for index in range(len(self.entry.items))]
         if self.entry.returns == "tensor":
             return items[0]
         return tuple(items) if self.entry.returns == "tuple" else items
@@ -137,16 +139,16 @@ class StagedUnit:
         times, over, at_most = dim.times, dim.over, dim.at_most
 
         def product(given: Mapping[str, Any]) -> int:
-            found = size
+            total = size
             for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
                 value = _found(given, path)
                 if value is None:
                     raise RefusedCallError(
                         f"{self.fqn}, of another stage, is called without {'.'.join(path)}"
                     )
-                found = found * value.shape[d]
-            found = found if times == over else found * times // over
-            return min(found, at_most) if at_most else found
+                total = total * value.shape[d]
+            total = total if times == over else total * times // over
+            return min(total, at_most) if at_most else total
 
         return product
 

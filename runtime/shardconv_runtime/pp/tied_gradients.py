@@ -31,13 +31,13 @@ class TiedGradients:
         assert isinstance(link.transport, ProcessTransport), "it was loaded on processes"
         tensors = named_tensors(model)
         plan, num_places = source.plan, link.num_places
-        held = [held_names(plan, stages_of(plan, place, num_places)) for place in range(num_places)]
+        names_of_place = [held_names(plan, stages_of(plan, place, num_places)) for place in range(num_places)]
         self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         for first in parameter_plans(plan):
-            places = tuple(place for place, names in enumerate(held) if first in names)
+            places = tuple(place for place, names in enumerate(names_of_place) if first in names)
             if len(places) < 2 or link.place not in places:
                 continue
-            tensor = tensors[held[link.place][first]]
+            tensor = tensors[names_of_place[link.place][first]]
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 self._tied.append((tensor, axes_group(link.transport.group, places)))
 

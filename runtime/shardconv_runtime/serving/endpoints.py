@@ -43,8 +43,8 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
     """Return the web application of rank 0."""
 
     def require_key(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+        header = request.headers.get("authorization", "")
+        if api_key is not None and not secrets.compare_digest(header.encode(), f"Bearer {api_key}".encode()):
             raise HTTPException(401, "the server wants its API key: Authorization: Bearer KEY")
 
     app = FastAPI(
@@ -130,7 +130,7 @@ async def _respond(
     prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
-    wanted = AnswerOptions(
+    options = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
         await served.with_grammar(body.sampling(defaults)),
         body.stops,
@@ -139,7 +139,7 @@ async def _respond(
         not body.skip_special_tokens,
     )
     answers = [
-        answer(served, prompt, wanted.of_choice(number)) for prompt in prompts for number in range(body.n)
+        answer(served, prompt, options.of_choice(number)) for prompt in prompts for number in range(body.n)
     ]
     form = _Form(served, is_chat, prompts, len(answers), body.skip_special_tokens)
     pieces = merged(answers)
@@ -152,22 +152,22 @@ async def _respond(
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:
     """Yield pieces of several answers as they come, with the numbers of their answers."""
-    found: asyncio.Queue[tuple[int, AnswerPiece | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, AnswerPiece | Exception | None]] = asyncio.Queue()
 
     async def collect(index: int, pieces: AsyncGenerator[AnswerPiece]) -> None:
         try:
             async with aclosing(pieces):
                 async for piece in pieces:
-                    found.put_nowait((index, piece))
-            found.put_nowait((index, None))
+                    queue.put_nowait((index, piece))
+            queue.put_nowait((index, None))
         except Exception as error:
-            found.put_nowait((index, error))
+            queue.put_nowait((index, error))
 
     tasks = [asyncio.ensure_future(collect(*each)) for each in enumerate(answers)]
     num_left = len(tasks)
     try:
         while num_left:
-            index, item = await found.get()
+            index, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
@@ -184,14 +184,14 @@ async def _whole(form: _Form, pieces: AsyncGenerator[Indexed], request: Request)
     """Answer in one piece; cancel the requests when the client disconnects."""
 
     async def collect() -> Response:
-        found: list[list[AnswerPiece]] = [[] for _ in form.last]
+        pieces_of_choice: list[list[AnswerPiece]] = [[] for _ in form.last]
         try:
             async with aclosing(pieces):
                 async for index, piece in pieces:
-                    found[index].append(form.seen(index, piece))
+                    pieces_of_choice[index].append(form.seen(index, piece))
         finally:
             form.log()
-        return JSONResponse(form.whole(found))
+        return JSONResponse(form.whole(pieces_of_choice))
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -289,8 +289,8 @@ def _reason(message: str) -> str:
 
 def num_levels(value: Any) -> int:
     """Return how many lists and objects of a JSON value are inside of each other."""
-    level, found = [value], 0
+    level, levels = [value], 0
     while level := [each for each in level if isinstance(each, dict | list)]:
-        found += 1
+        levels += 1
         level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
-    return found
+    return levels

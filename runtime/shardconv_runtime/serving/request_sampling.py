@@ -75,8 +75,8 @@ def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Samplin
             "support: its answers would differ from those of generate; to ignore it, pass "
             f"--ignore {' '.join(refused)}"
         )
-    found = {name: getattr(own, name) for name in DEFAULT_FIELDS}
-    return Sampling(**{n: value for n, value in found.items() if value is not None and n not in ignored})
+    defaults = {name: getattr(own, name) for name in DEFAULT_FIELDS}
+    return Sampling(**{n: value for n, value in defaults.items() if value is not None and n not in ignored})
 
 
 def _chooses(name: str, value: Any) -> bool:
@@ -99,11 +99,11 @@ def serving_config(own: Any) -> GenerationConfig:
 
 def processor_of(manager: Any) -> RequestProcessor:
     """Return the processor of a manager that was made by ``serving_config``."""
-    found = list(manager.logit_processor.logits_processor)
-    if [type(each) for each in found] != [RequestProcessor]:
-        names = ", ".join(type(each).__name__ for each in found)
+    processors = list(manager.logit_processor.logits_processor)
+    if [type(each) for each in processors] != [RequestProcessor]:
+        names = ", ".join(type(each).__name__ for each in processors)
         raise ShardconvError(f"the installed transformers chooses tokens by {names}; install another version")
-    only: RequestProcessor = found[0]
+    only: RequestProcessor = processors[0]
     return only
 
 
@@ -284,14 +284,14 @@ def _warped(scores: Tensor, settings: tuple[float, int, float, float]) -> Tensor
 
 def _generator(state: Any, seed: int, like: Tensor) -> torch.Generator:
     """Return the generator of a request's draws, which is kept with it."""
-    found: torch.Generator | None = vars(state).get(_GENERATOR)
-    if found is None:
-        found = torch.Generator(like.device).manual_seed(seed)
+    generator: torch.Generator | None = vars(state).get(_GENERATOR)
+    if generator is None:
+        generator = torch.Generator(like.device).manual_seed(seed)
         # A request that begins again has drawn before: a draw takes as many numbers as there are tokens.
         for _ in _tokens(state)[1]:
-            torch.empty_like(like).exponential_(generator=found)
-        vars(state)[_GENERATOR] = found
-    return found
+            torch.empty_like(like).exponential_(generator=generator)
+        vars(state)[_GENERATOR] = generator
+    return generator
 
 
 def _logprob(scores: Tensor, token: int, count: int) -> TokenLogprob:

@@ -30,9 +30,9 @@ class TextStream:
         if self.is_stopped:
             return ""
         self._held += self._decoded(tokens, is_last)
-        found = [self._held.find(stop) for stop in self._stops if stop in self._held]
-        if found:
-            self.is_stopped, text = True, self._held[: min(found)]
+        positions = [self._held.find(stop) for stop in self._stops if stop in self._held]
+        if positions:
+            self.is_stopped, text = True, self._held[: min(positions)]
             return text
         num_held = 0 if is_last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
         text = self._held[: len(self._held) - num_held]

@@ -69,8 +69,8 @@ MOST_KNOWN = 2**16
 def _bytes_of_characters() -> dict[str, int]:
     """Return the characters that stand for bytes in byte-level vocabularies."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    other_bytes = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(other_bytes)}
 
 
 BYTE_OF = _bytes_of_characters()

@@ -156,13 +156,13 @@ class _WithoutCache:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not (module.training and torch.is_grad_enabled()):
             return None
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if (name := given_cache(given)) is not None:
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if (name := given_cache(arguments)) is not None:
             raise RefusedCallError(
                 f"{name} was passed to a model that recomputes its activations: the cache would be "
                 "filled twice; pass full sequences"
             )
-        return (), without_cache(module, self._names, given)
+        return (), without_cache(module, self._names, arguments)
 
 
 # Calls that would make a cache of keys and values, and must not.

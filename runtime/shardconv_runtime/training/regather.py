@@ -171,11 +171,11 @@ class _Gathered:
     def begin(self) -> None:
         """Gather again, if that is necessary."""
         if self._full is None and self._pending is None:
-            kept = self._hooks.unpack(self._kept)
+            activation = self._hooks.unpack(self._kept)
             if self._is_part:
-                self._pending = self._step.begin_gathering(kept)
+                self._pending = self._step.begin_gathering(activation)
             else:
-                self._full = kept
+                self._full = activation
 
     def take(self) -> Tensor:
         """Return the tensor, for one of those that saved it; the last of them frees it again."""
@@ -245,9 +245,9 @@ def _then_begin(backward: Map, gathered: _Reference) -> Map:
     """Return ``backward``, after which a gather begins again."""
 
     def run(gradient: Tensor) -> Tensor:
-        found = backward(gradient)
+        gradients = backward(gradient)
         if (needed := gathered()) is not None:
             needed.begin()
-        return found
+        return gradients
 
     return run

@@ -69,9 +69,9 @@ class ReplicaComparison:
             if "mask" not in name and has_numbers:
                 names.append(name)
         number = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
-        found = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number])
         try:
-            work = dist.all_reduce(found, dist.ReduceOp.MAX, start.control, async_op=True)
+            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, start.control, async_op=True)
             assert work is not None
             work.wait(timedelta(seconds=start.timeout_s or CALL_TIMEOUT_S))
         except RuntimeError as failure:
@@ -79,7 +79,7 @@ class ReplicaComparison:
                 f"process {start.rank}: another replica did not call the model, or ended; its own "
                 f"output says why ({str(failure).splitlines()[0]})"
             ) from failure
-        if int(found[0]) == -int(found[1]):
+        if int(extremes[0]) == -int(extremes[1]):
             return
         calls = exchange(start, names)
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])

@@ -152,17 +152,17 @@ class _Padding:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pad the inputs; the model receives all arguments by name."""
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        tokens = given.get("input_ids")
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = arguments.get("input_ids")
         if tokens is None:
-            tokens = given.get("inputs_embeds")
+            tokens = arguments.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise OptionError(
                 "a sequence-parallel model needs input_ids or inputs_embeds, [B, S, ...]; pass one of them"
             )
-        if (name := given_cache(given)) is not None:
+        if (name := given_cache(arguments)) is not None:
             raise OptionError(f"a sequence-parallel model takes full sequences; leave {name} out")
-        given = without_cache(module, self._names, given)
+        arguments = without_cache(module, self._names, arguments)
         length = tokens.shape[1]
         missing = -length % self._num_ranks
         self._length = length if missing else None
@@ -172,23 +172,23 @@ class _Padding:
                 "plan does not allow padding the inputs of this model (its results would change, or this was "
                 f"not tried); pass a length that {self._num_ranks} divides"
             )
-        self._require_second_sequence(given)
+        self._require_second_sequence(arguments)
         if missing:
             # Refuse outputs whose tokens are not their own dim, since they cannot be trimmed.
             for name in FLAT_OUTPUTS:
-                if is_asked_for(module, name, given.get(name)):
+                if is_asked_for(module, name, arguments.get(name)):
                     raise RefusedCallError(
                         f"{name} was requested, and {length} tokens cannot be sharded over {self._num_ranks} "
                         "ranks without padding, which cannot be trimmed from it; pass a length that "
                         f"{self._num_ranks} divides"
                     )
-        self._pick(given, length, length + missing)
+        self._pick(arguments, length, length + missing)
         if missing:
-            self._pad(given, tokens, length, missing)
+            self._pad(arguments, tokens, length, missing)
         self._is_running = True
         if self._comm is not None:
             self._comm.sequence = length, length + missing
-        return (), given
+        return (), arguments
 
     def _require_second_sequence(self, given: Mapping[str, Any]) -> None:
         """Refuse a decoder's sequence that cannot be sharded; it may be made of the labels."""
@@ -204,24 +204,24 @@ class _Padding:
 
     def _pick(self, given: dict[str, Any], length: int, padded: int) -> None:
         """Leave the choice of positions to the head."""
-        kept = given.get(_KEPT)
+        positions = given.get(_KEPT)
         if self._picked is not None:
             self._picked.positions, self._picked.length = None, padded
-        if kept is None or (isinstance(kept, int) and not kept):
+        if positions is None or (isinstance(positions, int) and not positions):
             return
         if self._picked is None:
             raise OptionError(
                 f"{_KEPT} was passed to a sequence-parallel model, and the plan does not say which module "
                 "computes the logits; leave it out"
             )
-        if isinstance(kept, Tensor):
-            if len(kept) == padded != length:
+        if isinstance(positions, Tensor):
+            if len(positions) == padded != length:
                 raise OptionError(
-                    f"{_KEPT} has {len(kept)} positions, as many as the padded sequence; pass fewer"
+                    f"{_KEPT} has {len(positions)} positions, as many as the padded sequence; pass fewer"
                 )
-            self._picked.positions = torch.where(kept < 0, kept + length, kept)
+            self._picked.positions = torch.where(positions < 0, positions + length, positions)
         else:
-            self._picked.positions = slice(*slice(-kept, None).indices(length))
+            self._picked.positions = slice(*slice(-positions, None).indices(length))
         given[_KEPT] = 0
 
     def _pad(self, given: dict[str, Any], tokens: Tensor, length: int, missing: int) -> None:
