@@ -1,8 +1,9 @@
-"""Options for reaching the Hub, and how messages name options: on the command line, or in Python."""
+"""How models are named, on the Hub and in object stores, and how messages name options."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,31 @@ class Hub:
     cache_dir: str | os.PathLike[str] | None = None
     local_files_only: bool = False
     token: str | bool | None = None
+
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
+"""How URLs of object stores begin: S3 and servers of its protocol, Google Cloud Storage, Azure."""
+
+_URL = re.compile(r"([a-z][a-z0-9]*)://")
+_URL_OF_PATH = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Return whether a place is a URL such as ``s3://bucket/model``.
+
+    Raises:
+        OptionError: it is one of no known store, or went through a ``Path``.
+    """
+    text = os.fspath(place)
+    if _URL_OF_PATH.match(text):
+        raise OptionError(f"{text} is a URL that lost a slash, as in a Path; pass it as a string")
+    match = _URL.match(text)
+    if match is not None and match[1] not in SCHEMES:
+        raise OptionError(
+            f"{text}: no store has URLs that begin with {match[1]}://; they begin with "
+            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}"
+        )
+    return match is not None
 
 
 def looks_like_path(text: str) -> bool:

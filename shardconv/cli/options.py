@@ -22,7 +22,7 @@ from shardconv_runtime.files.small_files import stage_directories, variant
 from shardconv_runtime.files.tp_folders import folder_in, folders, only
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import EXPERT_MODES
-from shardconv_runtime.hub_options import Hub, looks_like_path
+from shardconv_runtime.hub_options import Hub, is_url, looks_like_path
 
 from ..arguments import (
     HUB_FIELDS,
@@ -43,6 +43,7 @@ from ..reporting.report import report
 if TYPE_CHECKING:
     from shardconv_runtime.files.hub_downloads import Repository
     from shardconv_runtime.files.manifest import Manifest
+    from shardconv_runtime.files.object_stores import ObjectDirectory
     from shardconv_runtime.format.plan import Plan
 
 
@@ -410,17 +411,23 @@ class Opened:
     plan: Plan
     repository: Repository | None = None
     """The repository on the Hub that it comes from."""
+    objects: ObjectDirectory | None = None
+    """The directory in an object store that it comes from."""
 
     @property
     def name(self) -> str:
         """The directory for reports: its path, or its place in a repository."""
+        if self.objects is not None:
+            return self.objects.url
         if self.repository is None:
             return str(self.directory)
         return f"{self.repository.repo_id}/{self.repository.path}".rstrip("/")
 
     def check_sizes(self) -> None:
         """Check that every file exists and has its size."""
-        if self.repository is None:
+        if self.objects is not None:
+            self.objects.check_sizes(self.manifest.files)
+        elif self.repository is None:
             for entry in self.manifest.files:
                 reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
                 check_size(self.directory, entry, reader)
@@ -441,6 +448,13 @@ def opened(source: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
         with without_hub_logging():
             published = find_all(source, Hub(**hub), tp)
         parts = [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in published]
+    elif is_url(source):
+        from shardconv_runtime.files.object_stores import find_all_stored
+
+        parts = []
+        for objects, directory in find_all_stored(source, tp):
+            described = read_manifest(directory)
+            parts.append(Opened(directory, described, read_plan(directory, described), objects=objects))
     else:
         directories = _directories(Path(source), tp)
         manifests = [read_manifest(directory) for directory in directories]
@@ -474,7 +488,11 @@ def is_on_hub(source: str) -> bool:
 
 
 def require_local(source: str) -> None:
-    """Refuse the id of a repository, for a command that reads every byte."""
+    """Refuse the id of a repository and a URL, for a command that reads every byte."""
+    if is_url(source):
+        raise MissingModelError(
+            f"{source} is in an object store; copy it to a directory first, and give that"
+        )
     if is_on_hub(source):
         raise MissingModelError(
             f"no such directory: {source}; download a repository on the Hub first: hf download {source} "

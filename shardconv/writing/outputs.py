@@ -27,6 +27,7 @@ from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directory
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stage_names import held_by, num_stages
+from shardconv_runtime.hub_options import is_url
 
 from .job import difference, is_placed, known_files, read_state
 from .workspace import refuse_if_busy
@@ -170,6 +171,8 @@ def prepared(
         settings: the options that decide the plan, with ``tp``. If an earlier run has completed ``out``, its
             plan must have been made with the same.
     """
+    if is_url(out):
+        raise OptionError(f"{out} is a URL; convert to a directory, and copy that to the object store")
     tp = int(str(settings["tp"]))
     outputs: Output | StageOutputs
     if pp == 1:

@@ -34,6 +34,7 @@ from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stored_layout import stored_plans
+from shardconv_runtime.hub_options import is_url
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import ExampleInputs
@@ -174,7 +175,8 @@ def require_unchanged(origin: Origin) -> None:
 
 def source_of(spec: ModelSpec) -> Source:
     """Return the source that the manifest names for a model."""
-    name = spec.name if spec.revision else _directory(spec).resolve().name
+    is_here = spec.revision is None and not is_url(spec.name)
+    name = _directory(spec).resolve().name if is_here else spec.name
     files = tuple(SourceFile(_name(spec, f), num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
 
@@ -188,7 +190,7 @@ def _identity(file: WeightFile) -> str:
     """Return text that changes when a file does: its hash if the Hub or its cache knows it, otherwise size
     and time."""
     if isinstance(file, RemoteFile):
-        return file.sha256 or file.commit
+        return file.identity
     stats = file.stat()
     seconds, rest = divmod(stats.st_mtime_ns, 10**9)
     when = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

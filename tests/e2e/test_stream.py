@@ -142,16 +142,16 @@ def test_what_came_before_an_interruption_is_not_asked_for_again(
     """Finished files are not; here each tensor has one of its own."""
     shardconv.convert(model, tmp_path / "expected", TP, writing=Writing(max_file_size=1))
     monkeypatch.setattr(copying, "MAX_WORKERS", 1)
-    read_into, count = remote_files.RemoteReader.read_into, 0
+    read_into, count = remote_files.HubReader.read_into, 0
 
-    def interrupted(self: remote_files.RemoteReader, offset: int, into: memoryview) -> None:
+    def interrupted(self: remote_files.HubReader, offset: int, into: memoryview) -> None:
         nonlocal count
         count += 1
         if count == 200:
             raise KeyboardInterrupt
         read_into(self, offset, into)
 
-    monkeypatch.setattr(remote_files.RemoteReader, "read_into", interrupted)
+    monkeypatch.setattr(remote_files.HubReader, "read_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
         shardconv.convert(REPO, tmp_path / "out", TP, writing=Writing(ranks=[RANK], max_file_size=1))
     before = weight_bytes(hub)

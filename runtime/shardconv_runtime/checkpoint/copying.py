@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import DamagedModelError
-from ..files.remote_files import RemoteFile, RemoteReader
+from ..files.remote_files import RangeReader, RemoteFile
 from ..format.header import dtype_name, item_bytes
 from .boxes import (
     BoxDim,
@@ -370,7 +370,7 @@ class OpenSources:
 
     def __init__(self) -> None:
         self._handles: dict[Path, int] = {}
-        self._readers: dict[RemoteFile, RemoteReader] = {}
+        self._readers: dict[RemoteFile, RangeReader] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> OpenSources:
@@ -414,9 +414,11 @@ class OpenSources:
                 self.read(leaf, start, part)  # raises the error
             end += length
 
-    def _reader(self, file: RemoteFile) -> RemoteReader:
+    def _reader(self, file: RemoteFile) -> RangeReader:
         with self._lock:
-            return self._readers.setdefault(file, RemoteReader(file))
+            if file not in self._readers:
+                self._readers[file] = file.reader()
+            return self._readers[file]
 
     def _handle(self, path: Path) -> int:
         with self._lock:

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import DamagedModelError, MissingModelError, SourceError, UnsupportedError, brief
 from ..files.manifest import MANIFEST_NAME, PLAN_NAME
 from ..files.model_config import CONFIG, unsafe_entry
-from ..hub_options import require_repo_id
+from ..hub_options import is_url, require_repo_id
 
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -39,9 +39,11 @@ _OTHER_WEIGHTS = {
 
 def model_directory(model: str | os.PathLike[str], *, need_weights: bool) -> Path | None:
     """Return the local directory of a model that can be converted; None if ``model`` is the id of a Hub
-    repository.
+    repository, or a URL.
     """
     text = os.fspath(model)
+    if is_url(text):
+        return None
     path = Path(text).expanduser()
     if path.is_dir():
         refuse_other_kinds(path, need_weights=need_weights)

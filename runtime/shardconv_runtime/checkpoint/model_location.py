@@ -11,15 +11,20 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
+from ..errors import MissingModelError, SourceError, UnsupportedError
 from ..files.hub_errors import explain, hub_failure
 from ..files.hub_time_limits import bounded
+from ..files.manifest import MANIFEST_NAME
 from ..files.model_config import CONFIG
+from ..files.object_stores import object_directory
 from ..files.remote_files import RemoteFile, remote_files
 from ..files.small_files import EXAMPLE_NAME, choose_files
-from ..hub_options import Hub
+from ..hub_options import Hub, is_url
 from .model_directory import (
     LAYOUTS,
+    index_of,
     model_directory,
+    refuse_other_kinds,
     wanted_weights,
 )
 
@@ -36,7 +41,7 @@ class Located:
     commit: str | None = None
     """The commit of a Hub repository."""
     remote: tuple[RemoteFile, ...] = ()
-    """The weight files that stay on the Hub."""
+    """The weight files that stay on the Hub or in an object store."""
     sizes: Mapping[str, int] | None = None
     """The files of the repository -> bytes; None for a local directory, or if it cannot be listed."""
 
@@ -45,6 +50,8 @@ def locate(
     model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
 ) -> Located:
     """Return the directory of the model and, for a Hub repository, its commit."""
+    if is_url(model):
+        return _in_store(os.fspath(model), code=code, need_weights=need_weights)
     if (local := model_directory(model, need_weights=need_weights)) is not None:
         return Located(local)
     text = os.fspath(model)
@@ -64,6 +71,31 @@ def locate(
         return Located(directory, commit, remote, sizes)
     _download(text, replace(hub, revision=commit), names)
     return Located(directory, commit, sizes=sizes)
+
+
+def _in_store(url: str, *, code: bool, need_weights: bool) -> Located:
+    """Return a model in an object store: its small files are copied to the cache, its weights stay there."""
+    there = object_directory(url)
+    sizes = {name: each.num_bytes for name, each in there.objects.items()}
+    if CONFIG not in sizes:
+        raise MissingModelError(f"no config.json in {url}; name the directory of a transformers model")
+    if need_weights and MANIFEST_NAME in sizes:
+        raise SourceError(f"{url} is a converted directory; download it to reshard or export it")
+    single, index = LAYOUTS[0]
+    indices = {index} & sizes.keys() - ({index} if single in sizes else set())
+    directory = there.local_copy({CONFIG, *choose_files(sizes, code=code).copied, *indices})
+    refuse_other_kinds(directory, need_weights=False)
+    if not need_weights:
+        return Located(directory, sizes=sizes)
+    weight_index = index_of(directory)
+    names = (single,) if weight_index is None else weight_index.files
+    if missing := [name for name in names if name not in sizes]:
+        if missing == [single]:
+            raise UnsupportedError(
+                f"{url} has no {single} and no {index}; save the model in that format there"
+            )
+        raise MissingModelError(f"{url} lacks {missing[0]}, which {index} names; copy the model there again")
+    return Located(directory, None, tuple(there.objects[name] for name in names), sizes)
 
 
 def _listed(repo_id: str, hub: Hub) -> dict[str, int] | None:

@@ -95,7 +95,7 @@ def resolve(
     hub = hub or Hub()
     located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
     directory = located.directory
-    if located.commit is not None:  # ``locate`` has checked the kind of a local directory
+    if located.commit is not None:  # ``locate`` has checked the kind of others
         refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     quantization = quantization_of(config)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, DamagedError
 from .manifest import OF_PIECES, FileEntry, sha256_checksum
+from .remote_files import RemoteFile
 
 PIECE_BYTES = 1 << 25
 """Part of the format: other pieces give another checksum."""
@@ -52,7 +53,7 @@ def shard_checksum(path: Path) -> str:
 
 
 def checksums(
-    files: Mapping[FileEntry, Path], advance: Callable[[int], object] = lambda num_bytes: None
+    files: Mapping[FileEntry, Path | RemoteFile], advance: Callable[[int], object] = lambda num_bytes: None
 ) -> dict[FileEntry, str | CheckpointError]:
     """Return the checksum of each file, of the kind in its entry, or the reason why it cannot be read.
 
@@ -66,7 +67,7 @@ def checksums(
             if entry.checksum.startswith(f"{OF_PIECES}:"):
                 for start, num_bytes in pieces_of(entry.num_bytes):
                     tasks[pool.submit(_piece_of_path, path, start, num_bytes)] = entry, start, num_bytes
-            else:
+            elif isinstance(path, Path):
                 tasks[pool.submit(sha256_checksum, path)] = entry, 0, entry.num_bytes
         try:
             for task in as_completed(tasks):
@@ -97,7 +98,11 @@ def pieces_of(num_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(PIECE_BYTES, num_bytes - start)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
-def _piece_of_path(path: Path, start: int, num_bytes: int) -> int:
+def _piece_of_path(path: Path | RemoteFile, start: int, num_bytes: int) -> int:
+    if isinstance(path, RemoteFile):
+        buffer = bytearray(num_bytes)
+        path.reader().read_into(start, memoryview(buffer))
+        return zlib.crc32(buffer)
     with open(path, "rb", buffering=0) as file:
         return piece_checksum(file.fileno(), start, num_bytes)
 

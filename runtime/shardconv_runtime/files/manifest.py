@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, DamagedError, MissingFileError, NotConvertedError, PlanError
 from ..format import plan_json
@@ -27,6 +28,9 @@ from ..format.header import StoredTensor, read_header
 from ..format.measured import Numerics
 from ..format.plan import Plan
 from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
+
+if TYPE_CHECKING:  # it imports the client of the Hub
+    from .remote_files import RemoteFile
 
 VERSION = 3
 FORMAT = "shardconv.manifest"
@@ -294,14 +298,14 @@ def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str)
 
 
 def check_shard(
-    path: str | os.PathLike[str], rank: int | None, tp: int, layout_sha256: str
+    path: Path | RemoteFile, rank: int | None, tp: int, layout_sha256: str
 ) -> dict[str, StoredTensor]:
     """Check that a safetensors file is complete and belongs to this rank and layout; return its tensors."""
-    metadata, tensors = read_header(path)
+    metadata, tensors = read_header(path) if isinstance(path, Path) else path.header()
     for key, expected in shard_metadata(rank, tp, layout_sha256).items():
         if key.startswith("shardconv.") and metadata.get(key) != expected:
             raise DamagedError(
-                f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {expected!r}: "
+                f"{path}: {key} is {str(metadata.get(key))[:80]!r} and should be {expected!r}: "
                 f"the file is from another rank or conversion; {_REMEDY}"
             )
     return tensors

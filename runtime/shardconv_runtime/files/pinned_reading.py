@@ -27,6 +27,7 @@ from torch import Tensor
 from ..errors import CheckpointError, DamagedError
 from ..format.header import ShardFile
 from .reading import REMEDY, Adjacent, FileSpan, stretches
+from .remote_files import RemoteFile
 
 BUFFER_BYTES = 16 << 20
 """Bytes of each staging buffer: the copy to the device takes about a millisecond, much longer than its start,
@@ -122,7 +123,7 @@ class _Span(NamedTuple):
 class _Fill:
     """The contents of one buffer: consecutive bytes of a file, which go to spans of the buffer."""
 
-    path: Path
+    path: Path | RemoteFile
     file_begin: int
     spans: tuple[_Span, ...]
     slab_begin: int
@@ -159,7 +160,7 @@ def staged(
     fills = deque(fill for slab in slabs for fill in slab.fills)
     size = max((fill.num_bytes for fill in fills), default=0)
     with ExitStack() as stack:
-        files = {shard.path: stack.enter_context(_Readable(shard.path)) for shard in shards}
+        files = {shard.path: stack.enter_context(_readable(shard.path)) for shard in shards}
         pool = ThreadPoolExecutor(num_buffers, "shardconv-read", device.enter_thread)
         stack.callback(device.finish)  # undone last first: no thread waits for an event of a lost copy
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -183,6 +184,10 @@ def staged(
                 device.publish(copied)
             for stretch, begin in slab.tensors:
                 yield from stretch.at(memory.untyped_storage(), begin)
+
+
+def _readable(path: Path | RemoteFile) -> _Readable:
+    return _Remote(path) if isinstance(path, RemoteFile) else _Readable(path)
 
 
 class _Readable:
@@ -218,6 +223,29 @@ class _Readable:
             if num_bytes == 0:
                 raise CheckpointError(f"{self._path}: ends at byte {at}, and was longer before; {REMEDY}")
             todo, at = _after(todo, num_bytes), at + num_bytes
+        return buffer
+
+
+class _Remote(_Readable):
+    """A file that threads read from over a network."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._reader = file.reader()
+
+    def __enter__(self) -> _Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, fill: _Fill, buffer: Tensor, free: DeviceEvent | None) -> Tensor:
+        """Fill a buffer, uint8 ``[n]``, once it is free, and return it."""
+        if free is not None:
+            free.synchronize()
+        view, at = memoryview(buffer.numpy()), fill.file_begin  # type: ignore[arg-type]  # it is a buffer
+        for begin, size in fill.spans:
+            self._reader.read_into(at, view[begin : begin + size])
+            at += size
         return buffer
 
 

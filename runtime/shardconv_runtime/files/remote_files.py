@@ -1,7 +1,7 @@
-"""Weight files that stay on the Hub and are read by byte ranges.
+"""Weight files that stay where they are, and are read by byte ranges: what all have, and those on the Hub.
 
-Requests use the session, headers, offline mode and retries of the ``huggingface_hub`` client, which lacks a
-function for reading a range of a file.
+Requests to the Hub use the session, headers, offline mode and retries of the ``huggingface_hub`` client,
+which lacks a function for reading a range of a file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,23 +48,88 @@ _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file at one commit of a repository; has the ``name`` and ``suffix`` of a ``Path``."""
+class RemoteFile(ABC):
+    """A file that is read over a network. It has the ``name`` and ``suffix`` of a ``Path``."""
 
-    repo_id: str
-    commit: str
     name: str
-    """The name in the repository."""
+    """The name in the directory of the model."""
     num_bytes: int
     sha256: str
-    """The sha256 of the bytes, in hex; empty if the Hub does not record it."""
-    hub: Hub = field(compare=False, repr=False)
+    """The sha256 of the bytes, in hex; empty if the service does not record it."""
 
     @property
     def suffix(self) -> str:
         """Return ``".safetensors"``."""
         return self.name[self.name.rfind(".") :]
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Return text that changes when the bytes do."""
+
+    @abstractmethod
+    def reader(self) -> RangeReader:
+        """Return what reads its bytes."""
+
+    def header(self) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+        """Return the metadata and the tensors of a safetensors file."""
+        return remote_header(self)
+
+
+class RangeReader(ABC):
+    """Reads ranges of one file; thread-safe."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on, and request no others.
+
+        After a broken connection only the missing bytes are requested again.
+        """
+        failures = silences = 0
+        while len(into):
+            count, problem = self.request(offset, into)
+            into, offset = into[count:], offset + count
+            if problem is None:
+                continue
+            failures, silences = (1, 0) if count else (failures + 1, silences)
+            silences += has_timed_out(problem)
+            if failures == TRIES or silences == SILENT_TRIES:
+                raise SourceError(
+                    f"{self._file}: byte {offset} cannot be read after {failures} tries "
+                    f"({self.explained(problem)}); check the network, then {again()}"
+                ) from problem
+            time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
+
+    @abstractmethod
+    def request(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
+        """Request bytes once; return the number of those received, and the error if a retry may help."""
+
+    def explained(self, error: Exception) -> str:
+        """Return the text of an error of a request."""
+        return brief(error)
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile(RemoteFile):
+    """A file at one commit of a repository."""
+
+    repo_id: str
+    commit: str
+    name: str
+    num_bytes: int
+    sha256: str
+    hub: Hub = field(compare=False, repr=False)
+
+    @property
+    def identity(self) -> str:
+        """Return the hash, or the commit."""
+        return self.sha256 or self.commit
+
+    def reader(self) -> HubReader:
+        """Return what reads its bytes."""
+        return HubReader(self)
 
     def __str__(self) -> str:
         return f"{self.repo_id}/{self.name} at {self.commit[:12]}"
@@ -71,7 +137,7 @@ class RemoteFile:
 
 def remote_files(
     repo_id: str, commit: str, names: Sequence[str], hub: Hub, *, must_exist: bool = True
-) -> tuple[RemoteFile, ...]:
+) -> tuple[HubFile, ...]:
     """Look up files of a repository without downloading them."""
     api = HfApi(token=hub.token)
     by_name: dict[str, RepoFile] = {}
@@ -87,7 +153,7 @@ def remote_files(
     if missing and must_exist:
         raise SourceError(f"{repo_id} lacks {missing[0]} at {commit[:12]}; download the model again")
     return tuple(
-        RemoteFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
+        HubFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
         for name, info in ((name, by_name[name]) for name in names if name in by_name)
     )
 
@@ -95,7 +161,7 @@ def remote_files(
 @cache
 def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """Return the metadata and the tensors of a safetensors file, read with two requests."""
-    reader = RemoteReader(file)
+    reader = file.reader()
 
     def read(offset: int, count: int) -> bytes:
         buffer = bytearray(max(min(count, file.num_bytes - offset), 0))
@@ -105,40 +171,22 @@ def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTen
     return parse_header(read, file.num_bytes, str(file))
 
 
-class RemoteReader:
-    """Reads ranges of one file; thread-safe.
+class HubReader(RangeReader):
+    """Reads ranges of a file on the Hub.
 
     The repository redirects to the address of the bytes, which expires. It is requested once, and again when
     it has expired.
     """
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
+    _file: HubFile
+
+    def __init__(self, file: HubFile) -> None:
+        super().__init__(file)
         self._lock = threading.Lock()
         self._known: _Address | None = None
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on, and request no others.
-
-        After a broken connection only the missing bytes are requested again.
-        """
-        failures = silences = 0
-        while len(into):
-            count, problem = self._try(offset, into)
-            into, offset = into[count:], offset + count
-            if problem is None:
-                continue
-            failures, silences = (1, 0) if count else (failures + 1, silences)
-            silences += has_timed_out(problem)
-            if failures == TRIES or silences == SILENT_TRIES:
-                raise SourceError(
-                    f"{self._file}: byte {offset} cannot be read after {failures} tries ({brief(problem)}); "
-                    f"check the network, then {again()}"
-                ) from problem
-            time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
-
-    def _try(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
-        """Return the number of bytes received, and the error if a retry may help."""
+    def request(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
+        """Request bytes once; return the number of those received, and the error if a retry may help."""
         received = 0
         try:
             address = self._address()

@@ -14,6 +14,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from ..format.header import STORED_NAME, item_bytes, stored_shape
 from ..format.plan import Plan, local_shape
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from .manifest import shard_metadata, shard_path
+from .remote_files import RemoteFile
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this many bytes, a cache line where they are mapped: headers are padded with
@@ -126,6 +128,9 @@ def grouped(num_bytes: Mapping[Key, int], limit: int) -> list[list[Key]]:
 # one. Blocks all over the file are not.
 
 
+NUM_THREADS = 16
+"""Blocks of a file on a network that are read at once."""
+
 NUM_BLOCKS, BLOCK_BYTES = 64, 4096
 """Blocks of a file; a file that is not longer than all of these is read in full."""
 
@@ -133,21 +138,42 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 4096
 def sample_checksum(path: str | os.PathLike[str]) -> str:
     """Return ``crc32:`` and 8 hex digits of equally distant blocks, from the first to the last of a file."""
     with open(path, "rb", buffering=0) as file:
-        last = max(0, os.fstat(file.fileno()).st_size - BLOCK_BYTES)
-        starts = dict.fromkeys(last * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS))
-        value, end = 0, 0
-        for start in starts:
-            begin = max(start, end)  # blocks of a short file overlap
-            end = start + BLOCK_BYTES
+        value = 0
+        for begin, end in _blocks(os.fstat(file.fileno()).st_size):
             file.seek(begin)
             value = zlib.crc32(file.read(end - begin), value)
     return f"crc32:{value:08x}"
 
 
-def check_sample(path: Path, sample: str) -> None:
+def _blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the first byte of each block and the one after its last."""
+    last, end = max(0, num_bytes - BLOCK_BYTES), 0
+    for start in dict.fromkeys(last * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)):
+        begin = max(start, end)  # blocks of a short file overlap
+        end = min(start + BLOCK_BYTES, num_bytes)
+        yield begin, end
+
+
+def _remote_sample(file: RemoteFile) -> str:
+    """Return the same checksum of a file that is read over a network."""
+    reader = file.reader()
+
+    def block(span: tuple[int, int]) -> bytearray:
+        data = bytearray(span[1] - span[0])
+        reader.read_into(span[0], memoryview(data))
+        return data
+
+    value = 0
+    with ThreadPoolExecutor(NUM_THREADS, "sample") as pool:
+        for data in pool.map(block, _blocks(file.num_bytes)):
+            value = zlib.crc32(data, value)
+    return f"crc32:{value:08x}"
+
+
+def check_sample(path: Path | RemoteFile, sample: str) -> None:
     """Check the blocks of a shard."""
     try:
-        checksum = sample_checksum(path)
+        checksum = _remote_sample(path) if isinstance(path, RemoteFile) else sample_checksum(path)
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
     if checksum != sample:

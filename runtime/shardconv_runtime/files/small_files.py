@@ -223,6 +223,17 @@ def told_left_out(left_out: Mapping[str, str]) -> list[str]:
 _NAMED = 6
 
 
+CACHE_VARIABLE = "SHARDCONV_CACHE"
+"""The environment variable with the directory of the cache; by default ``~/.cache/shardconv``."""
+
+
+def cache_directory() -> Path:
+    """Return the directory of shardconv's cache."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardconv"
+
+
 def entry_of(directory: Path, path: Path) -> FileEntry:
     """Return the entry in a manifest of a file other than a shard; ``path`` is relative to the directory."""
     file = directory / path

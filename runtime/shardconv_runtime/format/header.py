@@ -11,7 +11,6 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -123,7 +122,8 @@ class StoredTensor(NamedTuple):
 class ShardFile:
     """A safetensors file whose header was read and checked."""
 
-    path: Path
+    path: Any
+    """A ``Path``, or a file that is read over a network."""
     num_bytes: int
     """The number of bytes of the file, up to the end of the last tensor."""
     tensors: dict[str, StoredTensor]

@@ -140,7 +140,7 @@ class ModelBuilder:
             rank = step.shape(rank)
         if options.verify:
             for part in (checked, *checked.more):
-                rank_files.verify_checksums(part.directory, part.manifest, start.rank)
+                rank_files.verify_checksums(part.directory, part.manifest, start.rank, part.objects)
         read: ReadTensors
         if stored is None:
             read = self._source(rank)

@@ -22,6 +22,7 @@ from ..errors import OptionError, PlanError
 from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
 from ..files.model_config import building_failed, read_config, read_generation_config
+from ..files.object_stores import ObjectDirectory
 from ..files.reading import Span
 from ..format import plan_json
 from ..format.plan import Plan
@@ -128,6 +129,8 @@ class CheckedSource:
     plan: Plan
     repository: Repository | None = None
     """The repository from which this rank's files are still to be downloaded."""
+    objects: ObjectDirectory | None = None
+    """The object store that holds the shards; ``directory`` has only the small files."""
     files: rank_files.RankFiles | None = None
     """This rank's files, checked."""
     checkpoint: Mapping[str, LazyTensor] | None = None

@@ -24,11 +24,12 @@ from ..errors import CheckpointError, InputsDifferError, OptionError, PlanError,
 from ..files import fingerprint, manifest
 from ..files.hub_downloads import find
 from ..files.manifest import Manifest
+from ..files.object_stores import ObjectDirectory, find_stored
 from ..files.reading import ReadAhead
 from ..files.small_files import of_stage_of, variant
 from ..files.tp_folders import folder_in
 from ..format.plan import Plan
-from ..hub_options import Hub, require_repo_id
+from ..hub_options import Hub, is_url, require_repo_id
 from ..inference.compiling import warm_up_decoding
 from ..keywords import checked_keywords
 from ..loaded import LoadedModel, unwrapped
@@ -376,6 +377,9 @@ def _find_source(options: LoadOptions, rank: int, world_size: int) -> CheckedSou
         if options.plan is None or isinstance(options.plan, Planning):
             return None
         return with_plan(options, options.plan)
+    if is_url(options.path):
+        stored = find_stored(options.path, world_size, rank)
+        return None if stored is None else _stored_source(*stored)
     directory = Path(options.path).expanduser()
     if directory.is_dir():
         if not (directory / manifest.MANIFEST_NAME).is_file():
@@ -391,6 +395,11 @@ def _find_source(options: LoadOptions, rank: int, world_size: int) -> CheckedSou
     repository, described = there
     directory = repository.directory
     return CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
+
+
+def _stored_source(there: ObjectDirectory, directory: Path) -> CheckedSource:
+    described = manifest.read(directory)
+    return CheckedSource(directory, described, manifest.read_plan(directory, described), objects=there)
 
 
 def _require_hub_id(path: str) -> None:
@@ -411,7 +420,7 @@ def _with_files(source: CheckedSource, rank: int) -> CheckedSource:
     more = tuple(_with_files(each, rank) for each in source.more)
     if source.repository is not None:
         source.repository.fetch(source.manifest.files_of(place))
-    files = rank_files.check_files(source.directory, source.manifest, source.plan, place)
+    files = rank_files.check_files(source.directory, source.manifest, source.plan, place, source.objects)
     return replace(source, files=files, more=more)
 
 

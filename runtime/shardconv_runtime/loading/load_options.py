@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import CheckpointError, OptionError
-from ..files import manifest
+from ..files import manifest, object_stores
 from ..files.hub_downloads import beside
 from ..files.small_files import stage_directory
 from ..format.plan import Plan
@@ -108,14 +108,17 @@ def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
         return found
     count, more = num_stages(found.plan), []
     for stage in stages_of(found.plan, stages.own, count // per_process)[1:]:
-        name, repository = stage_directory(stage, count), found.repository
-        if repository is None:
-            directory = found.directory.parent / name
-            described = manifest.read(directory)
-        else:
-            repository, described = beside(repository, name)
+        name, repository, objects = stage_directory(stage, count), found.repository, found.objects
+        if repository is not None:
+            repository, _ = beside(repository, name)
             directory = repository.directory
-        other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
+        elif objects is not None:
+            objects, directory = object_stores.beside(objects, name)
+        else:
+            directory = found.directory.parent / name
+        described = manifest.read(directory)
+        plan = manifest.read_plan(directory, described)
+        other = CheckedSource(directory, described, plan, repository, objects)
         if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
             raise CheckpointError(
                 f"{directory} and {found.directory} are from two conversions; copy or convert the model again"

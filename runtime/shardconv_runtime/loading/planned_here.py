@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..files import fingerprint
 from ..files.hub_downloads import plan_path
 from ..files.manifest import MANIFEST_NAME, PLAN_NAME
 from ..files.model_config import CONFIG
-from ..files.small_files import EXAMPLE_NAME, VARIANT
+from ..files.small_files import CACHE_VARIABLE, EXAMPLE_NAME, VARIANT, cache_directory
 from ..format import plan_json
 from ..format.plan import Plan
 from ..format.typed_json import write_text
@@ -32,9 +31,6 @@ from ..versions import converter_function, tool_versions
 from .by_plan import ordinary
 from .checked_source import CheckedSource, LoadOptions
 from .in_memory import source_in_memory
-
-CACHE_VARIABLE = "SHARDCONV_CACHE"
-"""The environment variable with the directory of the cache; by default ``~/.cache/shardconv``."""
 
 _log = logging.getLogger(__name__)
 
@@ -142,13 +138,6 @@ def _cached(options: LoadOptions, planning: Planning, settings: dict[str, Any]) 
     content = {"settings": settings, "versions": tool_versions(), "files": files, "code": code}
     name = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return cache_directory() / "plans" / f"{name}.json"
-
-
-def cache_directory() -> Path:
-    """Return the directory of shardconv's cache."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardconv"
 
 
 def _described(directory: Path, *, with_sizes: bool) -> dict[str, str | int]:

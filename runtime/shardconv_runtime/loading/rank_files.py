@@ -26,8 +26,11 @@ from ..files.manifest import (
     sha256_checksum,
 )
 from ..files.model_config import CONFIG, GENERATION_CONFIG
+from ..files.object_stores import ObjectDirectory
 from ..files.pinned_reading import Cuda, staged
 from ..files.reading import REMEDY, Adjacent, Span, mapped
+from ..files.remote_files import RemoteFile
+from ..files.remote_shards import fetched
 from ..files.shard_files import check_sample
 from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.plan import Plan, local_shape, parameter_plans
@@ -37,13 +40,15 @@ from ..parallel.fused_products import refresh_fused
 from .transform import RankModel, Tensors
 
 
-def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
+def verify_checksums(
+    directory: Path, manifest: Manifest, rank: int, objects: ObjectDirectory | None = None
+) -> None:
     """Read all files of a rank, ``common/`` included, and compare their checksums and the manifest's own."""
     if not is_intact((directory / MANIFEST_NAME).read_text(encoding="utf-8")):
         raise CheckpointError(
             f"{directory}: {MANIFEST_NAME} is not the file that was written; copy it again, or convert again"
         )
-    paths = {entry: resolve(directory, entry.path) for entry in manifest.files_of(rank)}
+    paths = {entry: _file(directory, entry, objects) for entry in manifest.files_of(rank)}
     for entry, checksum in checksums(paths).items():
         if isinstance(checksum, CheckpointError):
             raise CheckpointError(f"{paths[entry]}: {checksum}") from checksum
@@ -54,6 +59,13 @@ def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
             )
 
 
+def _file(directory: Path, entry: FileEntry, objects: ObjectDirectory | None) -> Path | RemoteFile:
+    """Return a file of a converted directory, of which an object store may hold the shards."""
+    if objects is not None and entry.path.endswith(".safetensors"):
+        return objects.objects[entry.path]
+    return resolve(directory, entry.path)
+
+
 @dataclass(frozen=True)
 class RankFiles:
     """The safetensors files of one rank, ``common/`` included, whose headers agree with the plan."""
@@ -62,16 +74,25 @@ class RankFiles:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Return all byte ranges of the files, in the order in which they are read."""
-        return tuple((shard.path, 0, shard.num_bytes) for shard in self.shards)
+        """Return all byte ranges of the files on this machine, in the order in which they are read."""
+        local = (shard for shard in self.shards if isinstance(shard.path, Path))
+        return tuple((shard.path, 0, shard.num_bytes) for shard in local)
 
 
-def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
+def check_files(
+    directory: Path, manifest: Manifest, plan: Plan, rank: int, objects: ObjectDirectory | None = None
+) -> RankFiles:
     """Check, from only sizes and headers, that ``rank`` will find each of its tensors exactly once.
 
     The config and the model's own code are checked byte by byte.
+
+    Args:
+        objects: the object store that holds the shards, if they are not in ``directory``.
     """
-    check_sizes(directory, manifest, rank)
+    if objects is None:
+        check_sizes(directory, manifest, rank)
+    else:
+        objects.check_sizes(tuple(manifest.files_of(rank)))
     for entry in manifest.files_of(rank):
         decides = entry.path in (CONFIG, GENERATION_CONFIG) or entry.path.endswith(".py")
         if decides and sha256_checksum(resolve(directory, entry.path)) != entry.checksum:
@@ -86,7 +107,7 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
         in_shards = entry.rank is not None or entry.path.startswith(f"{COMMON_DIRECTORY}/")
         if not in_shards or not entry.path.endswith(".safetensors"):
             continue
-        path = resolve(directory, entry.path)
+        path = _file(directory, entry, objects)
         shards.append(ShardFile(path, entry.num_bytes, check_shard(path, entry.rank, plan.tp, layout)))
         if entry.sample:
             check_sample(path, entry.sample)
@@ -109,7 +130,8 @@ def tensors(shards: Sequence[ShardFile], device: torch.device, adjacent: Adjacen
     if device.type == "cuda" and hasattr(os, "preadv"):
         yield from staged(shards, Cuda(device), adjacent)
         return
-    for name, tensor in mapped(shards, adjacent):
+    is_remote = any(isinstance(shard.path, RemoteFile) for shard in shards)
+    for name, tensor in (fetched if is_remote else mapped)(shards, adjacent):
         yield name, tensor.to(device)
 
 

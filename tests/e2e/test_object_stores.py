@@ -1,0 +1,204 @@
+"""Models in an object store: what is read from there, and what happens if the store fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from checkpoints import save_causal
+from distributed import run_errors, run_processes
+from s3_server import BUCKET, Store, s3_store
+from shardconv_runtime.errors import AccessError, MissingModelError, NetworkError, OptionError, SourceError
+from shardconv_runtime.files import object_stores, remote_files
+from shardconv_runtime.files.small_files import CACHE_VARIABLE
+from shardconv_runtime.hub_options import is_url
+
+import shardconv
+
+pytest.importorskip("obstore")
+
+IDS = torch.arange(3, 19)[None]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in two files, and its conversion for two ranks."""
+    root = tmp_path_factory.mktemp("stores")
+    plain = save_causal("llama", root / "plain")
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype="auto")
+    model.save_pretrained(plain, max_shard_size="150KB")
+    (plain / "model.safetensors").unlink(missing_ok=True)
+    shardconv.convert(plain, root / "out", tp=2, check=False)
+    return root
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Store]:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.01)
+    with s3_store(monkeypatch) as started:
+        yield started
+
+
+def logits_of(url: str, **options: Any) -> torch.Tensor:
+    model = shardconv_runtime.load(url, **options)
+    with torch.no_grad():
+        result: torch.Tensor = model(IDS).logits
+    return result
+
+
+def unsharded(models: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(models / "plain", dtype="auto").eval()
+    with torch.no_grad():
+        result: torch.Tensor = model(IDS).logits
+    return result
+
+
+def shard_bytes(out: Path) -> int:
+    return sum(path.stat().st_size for path in out.rglob("*.safetensors"))
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process of its own: the library has threads, after which none could be forked."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function, *args).result()
+
+
+@pytest.mark.parametrize("page", [1000, 3])
+def test_each_rank_reads_its_own_bytes(models: Path, store: Store, page: int, tmp_path: Path) -> None:
+    """No weights are on the disk afterwards, and the ranks have read what their files hold, once."""
+    store.page = page
+    url = store.upload(models / "out", "converted")
+    for logits in run_processes(2, logits_of, url):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+    read = store.num_bytes_read() - shard_bytes(models / "out")
+    common = sum(path.stat().st_size for path in (models / "out" / "common").glob("*.safetensors"))
+    samples_and_headers = 2 * 3 * (64 * 4096 + 100_000)
+    assert 0 <= read - common <= samples_and_headers
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_checksums_are_compared_if_asked(models: Path, store: Store) -> None:
+    url = store.upload(models / "out", "converted")
+    assert run_processes(2, verified, url) == [None, None]
+    key = next(key for key in store.objects if "rank-00001" in key)
+    middle = len(store.objects[key]) // 2 + 5000
+    data = bytearray(store.objects[key])
+    data[middle] ^= 1
+    store.objects[key] = bytes(data)
+    for error in run_errors(2, verified, url):
+        assert "is damaged" in str(error)
+
+
+def verified(url: str) -> None:
+    shardconv_runtime.load(url, verify=True)
+
+
+def test_the_folder_for_the_number_of_ranks(models: Path, store: Store) -> None:
+    store.upload(models / "out", "folders/tp-2")
+    for logits in run_processes(2, logits_of, f"s3://{BUCKET}/folders"):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+    for error in run_errors(1, logits_of, f"s3://{BUCKET}/folders"):
+        assert "holds no converted model for 1 rank, but for 2" in str(error)
+
+
+def test_an_ordinary_model_is_planned_and_read(models: Path, store: Store) -> None:
+    url = store.upload(models / "plain", "plain")
+    for logits in run_processes(2, logits_of, url):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+
+
+def test_it_is_converted_to_the_same_bytes(models: Path, store: Store, tmp_path: Path) -> None:
+    url = store.upload(models / "plain", "plain")
+    apart(converted, url, tmp_path / "out")
+    shards = sorted(path.relative_to(models / "out") for path in (models / "out").rglob("*.safetensors"))
+    for path in shards:
+        assert (tmp_path / "out" / path).read_bytes() == (models / "out" / path).read_bytes()
+    assert store.num_bytes_read() <= shard_bytes(models / "plain") + 200_000
+
+
+def converted(url: str, out: Path) -> None:
+    shardconv.convert(url, out, tp=2, check=False)
+
+
+def test_faults_of_the_store_cost_time_only(models: Path, store: Store) -> None:
+    """Answers that are cut, errors of the server, throttling: every third request of an object."""
+    url = store.upload(models / "out", "converted")
+    faults = random.Random(0)
+    store.fault = lambda key: faults.choice(["", "", "", "", "cut", "503", "429"])
+    for logits in run_processes(2, logits_of, url):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+
+
+def test_a_file_that_is_replaced_meanwhile_is_an_error(models: Path, store: Store) -> None:
+    """Its size is the same; bytes of the two are never mixed."""
+    url = store.upload(models / "out", "converted")
+    key = next(key for key in store.objects if "rank-00000" in key and key.endswith(".safetensors"))
+
+    def fault(requested: str) -> str:
+        if requested == key and sum(each.key == key for each in store.requests) == 5:
+            store.objects[key] = store.objects[key][:-1] + b"?"
+        return ""
+
+    store.fault = fault
+    errors = run_errors(2, logits_of, url)
+
+    assert all(isinstance(error, SourceError) for error in errors)
+    assert "was replaced while it was read" in str(errors[0])
+
+
+def in_process(url: str) -> tuple[type[Exception], str]:
+    try:
+        object_stores.find_stored(url, 2)
+    except Exception as error:
+        return type(error), str(error)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("url", "fault", "kind", "message"),
+    [
+        ("s3://nobody/model", "", MissingModelError, "there is no such bucket"),
+        (f"s3://{BUCKET}/nothing", "", MissingModelError, "holds no files; check the bucket and the path"),
+        (f"s3://{BUCKET}/model", "403", AccessError, "the store refuses access (status 403"),
+        (f"s3://{BUCKET}/model", "301", AccessError, "is in another region; set AWS_REGION"),
+        (f"s3://{BUCKET}/model", "500", SourceError, "cannot be read after 6 tries (status 500"),
+    ],
+)
+def test_errors_are_one_line_without_secrets(
+    url: str, fault: str, kind: type[Exception], message: str, store: Store
+) -> None:
+    store.objects["model/manifest.json"] = store.objects["model/plan.json"] = b"{}"
+    store.fault = lambda key: fault
+    error, text = apart(in_process, url)
+    assert issubclass(error, kind)
+    assert message in text
+    assert text.startswith(url)
+    assert "\n" not in text
+    assert "secret" not in text
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    error, text = apart(in_process, f"s3://{BUCKET}/model")
+    assert issubclass(error, NetworkError)
+    assert "the store cannot be reached (no connection)" in text
+
+
+def test_urls() -> None:
+    assert is_url("s3://bucket/model")
+    assert not is_url("user/model")
+    assert not is_url("./s3:/x") or os.sep != "/"
+    with pytest.raises(OptionError, match="no store has URLs that begin with ftp://"):
+        is_url("ftp://host/model")
+    with pytest.raises(OptionError, match="lost a slash, as in a Path"):
+        is_url(Path("s3://bucket/model"))

@@ -1,0 +1,153 @@
+"""A server of the part of the S3 protocol that is used here, on this machine, with faults on request."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+BUCKET = "models"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for bytes of an object, as it was answered."""
+
+    key: str
+    first: int
+    num_bytes: int
+
+
+@dataclass
+class Store:
+    """The objects of a bucket by key, and what happens to requests for them."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    fault: Callable[[str], str] = lambda key: ""
+    """For each request of an object: ``"503"`` or another status, ``"cut"``, ``"silence"``, or nothing."""
+    page: int = 1000
+    """Objects in one answer to a request for a listing."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def upload(self, directory: Path, prefix: str) -> str:
+        """Copy a directory into the bucket, and return its URL."""
+        for path in directory.rglob("*"):
+            if path.is_file():
+                self.objects[f"{prefix}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()
+        return f"s3://{BUCKET}/{prefix}"
+
+    def num_bytes_read(self, suffix: str = ".safetensors") -> int:
+        """The bytes of objects that were sent."""
+        return sum(each.num_bytes for each in self.requests if each.key.endswith(suffix))
+
+
+def etag(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    store: Store
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        bucket, _, key = unquote(url.path).lstrip("/").partition("/")
+        if bucket != BUCKET:
+            self._error(404, "NoSuchBucket")
+        elif not key:
+            self._listing({name: values[0] for name, values in parse_qs(url.query).items()})
+        else:
+            self._object(key)
+
+    do_HEAD = do_GET
+
+    def _listing(self, query: dict[str, str]) -> None:
+        start = query.get("continuation-token", "")
+        keys = sorted(k for k in self.store.objects if k.startswith(query.get("prefix", "")) and k > start)
+        some, more = keys[: self.store.page], keys[self.store.page :]
+        contents = "".join(
+            f"<Contents><Key>{key}</Key><Size>{len(self.store.objects[key])}</Size>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{etag(self.store.objects[key])}</ETag>"
+            "</Contents>"
+            for key in some
+        )
+        token = f"<NextContinuationToken>{some[-1]}</NextContinuationToken>" if more else ""
+        text = (
+            f"<ListBucketResult><Name>{BUCKET}</Name><KeyCount>{len(some)}</KeyCount>"
+            f"<IsTruncated>{str(bool(more)).lower()}</IsTruncated>{contents}{token}</ListBucketResult>"
+        )
+        self._send(200, text.encode(), {"Content-Type": "application/xml"})
+
+    def _object(self, key: str) -> None:
+        with self.store.lock:
+            fault = self.store.fault(key)
+        if fault.isdigit():
+            self._error(int(fault), "Fault")
+            return
+        data = self.store.objects.get(key)
+        if data is None:
+            self._error(404, "NoSuchKey")
+            return
+        if self.headers.get("If-Match") not in (None, etag(data)):
+            self._error(412, "PreconditionFailed")
+            return
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        first, last = (0, len(data) - 1) if match is None else (int(match[1]), int(match[2]))
+        part = data[first : last + 1]
+        fields = {"ETag": etag(data), "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        if match is not None:
+            fields["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
+        if fault == "silence":
+            time.sleep(3)
+        sent = part[: len(part) // 2] if fault == "cut" else part
+        with self.store.lock:
+            self.store.requests.append(Request(key, first, len(sent)))
+        self._send(200 if match is None else 206, sent, fields, len(part))
+
+    def _error(self, status: int, code: str) -> None:
+        self._send(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode(), {})
+
+    def _send(self, status: int, data: bytes, fields: dict[str, str], length: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**fields, "Content-Length": str(len(data) if length is None else length)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+        if length is not None and length != len(data):
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A server with an empty bucket, which the environment names."""
+    store = Store()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Handler", (Handler,), {"store": store}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "a-secret-that-no-message-may-show",
+        "AWS_REGION": "us-east-1",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield store
+    finally:
+        server.shutdown()
+        server.server_close()
