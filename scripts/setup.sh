@@ -48,6 +48,8 @@ install_for_test() {
     install fastapi prometheus_client uvicorn openai ||
         echo "note: openai could not be installed; the tests of the server will be skipped" >&2
     # Without triton, which it needs for GPUs only.
+    install obstore ||
+        echo "note: obstore could not be installed; the tests of object stores will be skipped" >&2
     install --no-deps xgrammar apache-tvm-ffi ||
         echo "note: xgrammar could not be installed; the tests of answers by a schema will be skipped" >&2
     # The libraries of quantized formats, apart, since transformers imports each one that it finds into every

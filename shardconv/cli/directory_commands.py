@@ -40,6 +40,7 @@ from .options import (
     print_report,
     print_written,
     printable,
+    refuse_url,
     require_local,
     sequence_option,
     size_options,
@@ -269,6 +270,7 @@ def reshard_command(
       shardconv reshard out/ out-4/ --tp 4
       shardconv reshard out/ --in-place
     """
+    refuse_url(src)
     sequence_parallel = options["sequence_parallel"]
     if in_place:
         options_of_target = {"DST": dst, "--tp": tp, "--pp": options["pp"] > 1, "--stages": options["stages"]}

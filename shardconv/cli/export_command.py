@@ -33,6 +33,7 @@ from .options import (
     opened,
     print_complete,
     print_report,
+    refuse_url,
     size_options,
     stream_option,
     tp_option,
@@ -126,6 +127,8 @@ def export_command(
       shardconv export org/name state/ --format vllm --tp 4
       shardconv export ./my-model tp_plan.json --format tp_plan --tp 4
     """
+    if chosen in ("hf", "dcp"):
+        refuse_url(src)
     experts = options.pop("experts")
     if chosen in OF_TEXT:
         _export_text(src, dst, chosen, experts, as_json, quiet, verbose, options)
@@ -283,6 +286,7 @@ def push_command(src: str, repo_id: str, as_json: bool, quiet: bool, verbose: bo
       shardconv push out/ user/model-tp
       shardconv push out/ user/model-tp --dry-run
     """
+    refuse_url(src)
     try:
         with working(quiet, verbose) as progress:
             pushed = push(src, repo_id, progress=progress, **options)

@@ -244,7 +244,7 @@ def test_an_ordinary_model_is_not_waited_for(hub: HubServer) -> None:
 
 
 @pytest.fixture
-def file(hub: HubServer) -> remote_files.HubFile:
+def file(hub: HubServer) -> remote_files.RepositoryFile:
     """A file on the Hub that stays there."""
     commit = hub.add_repo(REPO, {"a.safetensors": bytes(range(256)) * 100})
     (found,) = remote_files.remote_files(REPO, commit, ["a.safetensors"], Hub())
@@ -252,7 +252,9 @@ def file(hub: HubServer) -> remote_files.HubFile:
     return found
 
 
-def test_ranges_of_a_silent_server_are_requested_thrice(hub: HubServer, file: remote_files.HubFile) -> None:
+def test_ranges_of_a_silent_server_are_requested_thrice(
+    hub: HubServer, file: remote_files.RepositoryFile
+) -> None:
     hub.faults.hang = True
     message = r"byte 10 cannot be read after 3 tries .* check the network, then try again"
     with soon(), pytest.raises(SourceError, match=message):
@@ -260,7 +262,9 @@ def test_ranges_of_a_silent_server_are_requested_thrice(hub: HubServer, file: re
     assert sum(asked(hub).values()) == remote_files.SILENT_TRIES
 
 
-def test_a_range_that_stops_is_asked_for_from_there_on(hub: HubServer, file: remote_files.HubFile) -> None:
+def test_a_range_that_stops_is_asked_for_from_there_on(
+    hub: HubServer, file: remote_files.RepositoryFile
+) -> None:
     """A byte that came is news, and the tries begin anew."""
     hub.faults.hang_after_bytes = 40
     buffer = bytearray(150)
@@ -272,14 +276,16 @@ def test_a_range_that_stops_is_asked_for_from_there_on(hub: HubServer, file: rem
         remote_files.HubReader(file).read_into(10, memoryview(buffer))
 
 
-def test_errors_are_repeated_more_often_than_silence(hub: HubServer, file: remote_files.HubFile) -> None:
+def test_errors_are_repeated_more_often_than_silence(
+    hub: HubServer, file: remote_files.RepositoryFile
+) -> None:
     hub.faults.error_every, hub.faults.only = 1, "/cdn/"
     with pytest.raises(SourceError, match=f"cannot be read after {remote_files.TRIES} tries"):
         remote_files.HubReader(file).read_into(10, memoryview(bytearray(100)))
     assert sum(request.status == 503 for request in recorded(hub)) == remote_files.TRIES
 
 
-def test_paths_are_not_asked_about_for_ever(hub: HubServer, file: remote_files.HubFile) -> None:
+def test_paths_are_not_asked_about_for_ever(hub: HubServer, file: remote_files.RepositoryFile) -> None:
     hub.faults.hang = True
     with soon(), pytest.raises(SourceError, match="does not answer when asked for user/model"):
         remote_files.remote_files(REPO, file.commit, ["a.safetensors"], Hub())

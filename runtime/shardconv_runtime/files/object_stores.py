@@ -72,7 +72,7 @@ class StoredObject(RemoteFile):
         return self.etag
 
     def reader(self) -> ObjectReader:
-        """Return what reads its bytes."""
+        """Return a reader of its bytes."""
         return ObjectReader(self)
 
     def read(self) -> bytes:
@@ -122,7 +122,7 @@ class ObjectDirectory:
 
     url: str
     objects: Mapping[str, StoredObject] = field(compare=False, repr=False)
-    """Its files and those of its folders, by their paths in it."""
+    """Its files, also in folders, by their paths in it."""
 
     def inside(self, path: str) -> ObjectDirectory:
         """Return a directory in this one; itself for the empty path."""

@@ -1,4 +1,4 @@
-"""Weight files that stay where they are, and are read by byte ranges: what all have, and those on the Hub.
+"""Weight files that stay where they are, and are read by byte ranges; those on the Hub.
 
 Requests to the Hub use the session, headers, offline mode and retries of the ``huggingface_hub`` client,
 which lacks a function for reading a range of a file.
@@ -69,7 +69,7 @@ class RemoteFile(ABC):
 
     @abstractmethod
     def reader(self) -> RangeReader:
-        """Return what reads its bytes."""
+        """Return a reader of its bytes."""
 
     def header(self) -> tuple[dict[str, str], dict[str, StoredTensor]]:
         """Return the metadata and the tensors of a safetensors file."""
@@ -112,7 +112,7 @@ class RangeReader(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile(RemoteFile):
+class RepositoryFile(RemoteFile):
     """A file at one commit of a repository."""
 
     repo_id: str
@@ -128,7 +128,7 @@ class HubFile(RemoteFile):
         return self.sha256 or self.commit
 
     def reader(self) -> HubReader:
-        """Return what reads its bytes."""
+        """Return a reader of its bytes."""
         return HubReader(self)
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class HubFile(RemoteFile):
 
 def remote_files(
     repo_id: str, commit: str, names: Sequence[str], hub: Hub, *, must_exist: bool = True
-) -> tuple[HubFile, ...]:
+) -> tuple[RepositoryFile, ...]:
     """Look up files of a repository without downloading them."""
     api = HfApi(token=hub.token)
     by_name: dict[str, RepoFile] = {}
@@ -153,7 +153,7 @@ def remote_files(
     if missing and must_exist:
         raise SourceError(f"{repo_id} lacks {missing[0]} at {commit[:12]}; download the model again")
     return tuple(
-        HubFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
+        RepositoryFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
         for name, info in ((name, by_name[name]) for name in names if name in by_name)
     )
 
@@ -178,9 +178,9 @@ class HubReader(RangeReader):
     it has expired.
     """
 
-    _file: HubFile
+    _file: RepositoryFile
 
-    def __init__(self, file: HubFile) -> None:
+    def __init__(self, file: RepositoryFile) -> None:
         super().__init__(file)
         self._lock = threading.Lock()
         self._known: _Address | None = None

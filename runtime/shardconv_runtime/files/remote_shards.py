@@ -27,7 +27,7 @@ AHEAD_BYTES = 1 << 29
 
 
 SLAB_BYTES = 1 << 26
-"""Most bytes of tensors that share memory, and so requests; a larger tensor has memory of its own."""
+"""Most bytes of tensors that share memory, and so requests; a larger tensor shares none."""
 
 
 def fetched(shards: Sequence[ShardFile], adjacent: Adjacent = ()) -> Generator[tuple[str, Tensor]]:
@@ -80,7 +80,7 @@ def _slabs(shard: ShardFile, adjacent: Adjacent) -> Iterator[_Slab]:
 def _requested(
     pool: ThreadPoolExecutor, reader: RangeReader, begin: int, storage: torch.UntypedStorage
 ) -> list[Future[None]]:
-    """Request bytes of a file for a storage, and return what waits for each piece."""
+    """Request bytes of a file for a storage, and return the pieces to wait for."""
     size = storage.nbytes()
     as_bytes: Any = tensor_at(storage, 0, size, torch.uint8, (size,)).numpy()
     memory, starts = memoryview(as_bytes), range(0, size, PIECE_BYTES)

@@ -124,7 +124,7 @@ def load(
             rank's files are then downloaded to the cache. If the repository has several directories
             ``tp-N/``, ``load`` uses the one for the number of processes. Or an ordinary model, local or on
             the Hub, of which this rank reads only its part. Bytes of its safetensors on the Hub are not
-            cached.
+            cached. Or the URL of either in an object store, such as ``s3://bucket/model``.
         plan: for an ordinary model, a plan that was made for it: a file (``shardconv plan MODEL -o FILE``), a
             directory with one, ``user/repo/plan.json`` on the Hub, or the value of ``shardconv.plan``; or a
             ``Planning(...)`` with which it is planned now. By default it is planned for all processes.

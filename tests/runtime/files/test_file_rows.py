@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from shardconv_runtime.files import remote_shards
 from shardconv_runtime.files.pinned_reading import staged
 from shardconv_runtime.files.reading import mapped, with_rows
+from shardconv_runtime.files.remote_files import RangeReader, RemoteFile
+from shardconv_runtime.files.remote_shards import fetched
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.slices import Range
 from test_reading import Host, assert_same
@@ -60,6 +64,49 @@ def test_rows_of_every_tensor(parts: int, tensors: dict[str, Tensor], shard: Sha
         wanted = {n: t[slice(*rows[n])] if n in rows else t for n, t in tensors.items()}
         assert_same(dict(mapped(with_rows([shard], rows))), wanted)
         assert_same(dict(staged(with_rows([shard], rows), Host(), buffer_bytes=256)), wanted)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_over_a_network(
+    parts: int, tensors: dict[str, Tensor], shard: ShardFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small pieces, and a few ahead: the bytes of the rows, each asked for once."""
+    monkeypatch.setattr(remote_shards, "PIECE_BYTES", 100)
+    monkeypatch.setattr(remote_shards, "SLAB_BYTES", 300)
+    monkeypatch.setattr(remote_shards, "AHEAD_BYTES", 1000)
+    asked: list[Range] = []
+    remote = replace(shard, path=MemoryFile(shard.path.read_bytes(), asked))
+    for part in range(parts):
+        rows = chunks(tensors, parts, part)
+        wanted = {n: t[slice(*rows[n])] if n in rows else t for n, t in tensors.items()}
+        asked.clear()
+        assert_same(dict(fetched(with_rows([remote], rows))), wanted)
+        assert sum(end - begin for begin, end in asked) == sum(t.nbytes for t in wanted.values())
+        assert_same(dict(staged(with_rows([remote], rows), Host(), buffer_bytes=256)), wanted)
+
+
+class MemoryFile(RemoteFile):
+    """A file that is read as one on a network."""
+
+    name = "model.safetensors"
+    sha256 = identity = ""
+
+    def __init__(self, data: bytes, asked: list[Range]) -> None:
+        self.num_bytes = len(data)
+        self.data = data
+        self.asked = asked
+
+    def reader(self) -> RangeReader:
+        return MemoryReader(self)
+
+
+class MemoryReader(RangeReader):
+    _file: MemoryFile
+
+    def request(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
+        self._file.asked.append((offset, offset + len(into)))
+        into[:] = self._file.data[offset : offset + len(into)]
+        return len(into), None
 
 
 def test_each_byte_is_read_once(
