@@ -13,10 +13,13 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, DamagedError
 from .manifest import OF_PIECES, FileEntry, sha256_checksum
-from .remote_files import RemoteFile
+
+if TYPE_CHECKING:  # it imports the client of the Hub
+    from .remote_files import RemoteFile
 
 PIECE_BYTES = 1 << 25
 """Part of the format: other pieces give another checksum."""
@@ -99,7 +102,7 @@ def pieces_of(num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _piece_of_path(path: Path | RemoteFile, start: int, num_bytes: int) -> int:
-    if isinstance(path, RemoteFile):
+    if not isinstance(path, Path):
         buffer = bytearray(num_bytes)
         path.reader().read_into(start, memoryview(buffer))
         return zlib.crc32(buffer)

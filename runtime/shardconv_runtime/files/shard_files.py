@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import DamagedError
 from ..format.fused_groups import adjacent_tensors, in_units
@@ -25,7 +25,9 @@ from ..format.header import STORED_NAME, item_bytes, stored_shape
 from ..format.plan import Plan, local_shape
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from .manifest import shard_metadata, shard_path
-from .remote_files import RemoteFile
+
+if TYPE_CHECKING:  # it imports the client of the Hub
+    from .remote_files import RemoteFile
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this many bytes, a cache line where they are mapped: headers are padded with
@@ -173,7 +175,7 @@ def _remote_sample(file: RemoteFile) -> str:
 def check_sample(path: Path | RemoteFile, sample: str) -> None:
     """Check the blocks of a shard."""
     try:
-        checksum = _remote_sample(path) if isinstance(path, RemoteFile) else sample_checksum(path)
+        checksum = sample_checksum(path) if isinstance(path, Path) else _remote_sample(path)
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
     if checksum != sample:
