@@ -111,6 +111,26 @@ def test_the_folder_for_the_number_of_ranks(models: Path, store: Store) -> None:
         assert "holds no converted model for 1 rank, but for 2" in str(error)
 
 
+def test_each_stage_is_a_folder(models: Path, store: Store, tmp_path: Path) -> None:
+    shardconv.convert(models / "plain", tmp_path / "out", tp=1, pp=2, check=False)
+    url = store.upload(tmp_path / "out", "staged")
+    for logits in run_processes(2, logits_of, url):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+
+
+def test_a_loaded_model_is_saved(models: Path, store: Store, tmp_path: Path) -> None:
+    """Config and other small files come from the copies of those in the store."""
+    run_processes(2, loaded_and_saved, store.upload(models / "out", "converted"), tmp_path / "saved")
+    for path in sorted((models / "out").rglob("*.safetensors")):
+        saved = tmp_path / "saved" / path.relative_to(models / "out")
+        assert saved.read_bytes() == path.read_bytes()
+    assert (tmp_path / "saved" / "config.json").is_file()
+
+
+def loaded_and_saved(url: str, out: Path) -> None:
+    shardconv_runtime.save(shardconv_runtime.load(url), out)
+
+
 def test_an_ordinary_model_is_planned_and_read(models: Path, store: Store) -> None:
     url = store.upload(models / "plain", "plain")
     for logits in run_processes(2, logits_of, url):
@@ -187,6 +207,24 @@ def test_errors_are_one_line_without_secrets(
     assert text.startswith(url)
     assert "\n" not in text
     assert "secret" not in text
+
+
+def copied(url: str) -> dict[str, bytes]:
+    directory = object_stores.object_directory(url)
+    copy = directory.local_copy(directory.objects)
+    return {
+        path.relative_to(copy).as_posix(): path.read_bytes() for path in copy.rglob("*") if path.is_file()
+    }
+
+
+def test_names_of_objects(store: Store) -> None:
+    """Folders that a console has made, names that have to be quoted, and a model whose name begins alike."""
+    files = {"assets/a b+c%41 ü.json": b"{}", "config.json": b"1"}
+    folders = {f"model/{name}": b"" for name in ("", "assets/", "tp-2/")}
+    store.objects |= folders | {f"model/{name}": data for name, data in files.items()} | {"model-2/x": b"2"}
+    assert apart(copied, f"s3://{BUCKET}/model/") == files | {"tp-2": b""}
+    store.objects["model//x"] = b"3"
+    assert "has an object with an empty part in its name" in apart(in_process, f"s3://{BUCKET}/model")[1]
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:

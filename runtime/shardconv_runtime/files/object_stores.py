@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import (
@@ -185,6 +185,9 @@ def object_directory(url: str) -> ObjectDirectory:
                 objects[each["path"]] = StoredObject(url, each["path"], each["size"], each["e_tag"] or "")
             if len(objects) > MOST_OBJECTS:
                 raise SourceError(f"{url} holds more than {MOST_OBJECTS} objects; name the folder of a model")
+    # Consoles of stores make an empty object for each folder, with the name of the folder.
+    parents = {str(parent) for name in objects for parent in PurePosixPath(name).parents}
+    objects = {n: each for n, each in objects.items() if n and (each.num_bytes or n not in parents)}
     if not objects:
         raise MissingModelError(f"{url} holds no files; check the bucket and the path")
     return ObjectDirectory(url, objects)
@@ -295,6 +298,8 @@ def _explained(what: str) -> Iterator[None]:
 def _failure(what: str, error: Exception) -> Exception:
     """Return the error to raise for one of the library: one line with the remedy."""
     kind, status, code = type(error).__name__, _status(error), _code(error)
+    if kind == "InvalidPathError":
+        return SourceError(f"{what} has an object with an empty part in its name (//); rename or remove it")
     if kind == "PreconditionError":
         return SourceError(f"{what} was replaced while it was read; {again()} when nobody writes there")
     if code == "NoSuchBucket":
