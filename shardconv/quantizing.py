@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.names import natural_key
 from shardconv_runtime.format.plan import Packing
 from shardconv_runtime.format.stored_layout import granularity, tensor_name
-from shardconv_runtime.packed.formats import format_of_checkpoint
+from shardconv_runtime.packed.formats import format_of_checkpoint, relative_error
 from shardconv_runtime.packed.packed_format import PackedFormat
 from shardconv_runtime.packed.quantizers import missing_packages
 from shardconv_runtime.parallel.meta_model import build_model
@@ -50,12 +51,14 @@ class QuantizedModel:
         settings: its ``quantization_config``.
         weights: its global weights, packed or not, by FQN.
         notes: about layers that stay plain although the format packs such layers.
+        errors: the relative error of each weight that was computed until now, by FQN.
     """
 
     spec: ModelSpec
     settings: Mapping[str, Any]
     weights: Weights
     notes: tuple[str, ...]
+    errors: Mapping[str, float]
 
 
 def quantized_model(
@@ -82,7 +85,8 @@ def quantized_model(
     if kept := _kept(spec, chosen, keep):
         skipped = sorted({*chosen.skipped, *kept}, key=natural_key)
         chosen = _chosen(spec, {**chosen.settings, packed_format.skips: skipped})
-    packed = _packed(spec, packed_format, chosen, weights)
+    library = _Library(packed_format, chosen.quantizer)
+    packed = _packed(spec, library, chosen, weights)
     notes: tuple[str, ...] = ()
     if not packed:
         raise SourceError(
@@ -104,6 +108,7 @@ def quantized_model(
         chosen.settings,
         {**weights, **packed},
         notes,
+        library.errors,
     )
 
 
@@ -126,6 +131,7 @@ def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
         copy_small_files=copy,
         identity=identity,
         identify=None if identify is None else lambda: {**identify(), "quantized": identity["quantized"]},
+        errors=lambda: dict(model.errors),
     )
 
 
@@ -200,11 +206,8 @@ def _chosen(spec: ModelSpec, settings: Mapping[str, Any]) -> _Chosen:
     return _Chosen(quantizer, said, tuple(quantizer.modules_to_not_convert), dtypes)
 
 
-def _packed(
-    spec: ModelSpec, packed_format: PackedFormat, chosen: _Chosen, weights: Weights
-) -> dict[str, PackedWeight]:
+def _packed(spec: ModelSpec, library: _Library, chosen: _Chosen, weights: Weights) -> dict[str, PackedWeight]:
     """Return the chosen weights, without those that cannot be packed for their sizes."""
-    library = _Library(packed_format, chosen.quantizer)
     stored: dict[str, LazyTensor] = {}
     plain: dict[str, LazyTensor] = {}
     for name, dtype in chosen.dtypes.items():
@@ -217,8 +220,11 @@ def _packed(
             stored |= parts
             plain[name] = weight
     found = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
-    packed = {name: found.of(name, found.plain[name]) for name in plain}
-    return {n: p for n, p in packed.items() if p is not None and not _is_divided(p.packing, plain[n])}
+    for name, weight in plain.items():
+        packed = found.of(name, found.plain[name])
+        if packed is not None and not _is_divided(packed.packing, weight):
+            library.weights[name] = packed
+    return dict(library.weights)
 
 
 def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
@@ -240,9 +246,16 @@ def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
 
 
 class _Library:
-    """Computes the stored tensors of a weight, and keeps them: they are written one after another."""
+    """Computes the stored tensors of a weight, and keeps them: they are written one after another.
+
+    Attributes:
+        weights: those that are packed, by FQN.
+        errors: relative errors of the computed ones, by FQN.
+    """
 
     def __init__(self, packed_format: PackedFormat, quantizer: Any) -> None:
+        self.weights: dict[str, PackedWeight] = {}
+        self.errors: dict[str, float] = {}
         self._format = packed_format
         self._quantizer = quantizer
         self._lock = threading.Lock()
@@ -272,9 +285,24 @@ class _Library:
         with self._lock:
             if name != self._name:
                 self._name, self._last = "", {}
-                self._last = self._format.packed(read_tensor(weight), self._quantizer)
-                self._name = name
+                plain = read_tensor(weight)
+                parts = self._format.packed(plain, self._quantizer)
+                self.errors[name] = self._error(name, plain, parts)
+                self._name, self._last = name, parts
             return self._last[part]
+
+    def _error(self, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> float:
+        """Return the error of a weight; ``SourceError`` if it is not a number."""
+        packed = self.weights[name]
+        shaped = {part: parts[part].reshape(tensor.shape) for part, tensor in packed.tensors.items()}
+        error = relative_error(packed.packing, shaped, weight)
+        if math.isfinite(error):
+            return error
+        raise SourceError(
+            f"{name}, {weight.dtype} {list(weight.shape)}, has values that are not finite, or that are not "
+            f"when they are quantized ({self._format.method}); leave it as it is (--keep), or choose another "
+            "--quantize"
+        )
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -201,6 +201,15 @@ class NumericsReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightErrorReport:
+    """How much a weight changed when it was quantized."""
+
+    name: str
+    error: float
+    """The Frobenius norm of the dequantized weight minus the weight, divided by the weight's norm."""
+
+
+@dataclass(frozen=True, slots=True)
 class DirectoryReport:
     """A converted directory, or the directory of a stage."""
 
@@ -212,6 +221,8 @@ class DirectoryReport:
     """Versions of the programs that wrote it."""
     numerics: NumericsReport | None
     files: tuple[FileReport, ...]
+    quantization_errors: tuple[WeightErrorReport, ...]
+    """Of the weights that were quantized when they were converted, worst first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +246,8 @@ class WrittenReport:
     plan: PlanReport
     files: tuple[FileReport, ...]
     """Empty until it is complete."""
+    quantization_errors: tuple[WeightErrorReport, ...]
+    """Of the weights that were quantized when they were converted, worst first; empty as ``files``."""
 
 
 @dataclass(frozen=True, slots=True)

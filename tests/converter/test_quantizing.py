@@ -13,8 +13,9 @@ import pytest
 import torch
 import transformers
 from distributed import run_processes
-from safetensors.torch import load_file
-from shardconv_runtime.errors import MissingPackageError, OptionError, SourceError
+from safetensors.torch import load_file, save_file
+from shardconv_runtime.errors import MissingPackageError, OptionError, ShardconvError, SourceError
+from shardconv_runtime.files import manifest
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.packed import packed_format, quantizers
 from shardconv_runtime.packed.formats import FORMATS, settings_of_scheme
@@ -22,7 +23,8 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import shardconv
-from shardconv.arguments import SCHEMES, Quantizing
+from shardconv.arguments import SCHEMES, Quantizing, Writing
+from shardconv.writing.workspace import Workspace
 
 Tensors = dict[str, torch.Tensor]
 
@@ -147,6 +149,53 @@ def test_verify_quantizes_the_source(tmp_path: Path) -> None:
     source = saved(dense(), tmp_path)
     quantized(source, tmp_path, 2, "fp8")
     assert shardconv.verify(tmp_path / "out-2", against=source).num_tensors == 23
+
+
+def test_errors_of_weights_are_measured_and_outlive_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(dense(num_hidden_layers=2), tmp_path)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    sizes = Writing(max_file_size=400_000)
+    shardconv.convert(source, whole, 2, quantize="fp8", check=False, writing=sizes)
+    shardconv.export(whole, tmp_path / "exported", "hf")
+    plain, stored = (load_file(d / "model.safetensors") for d in (source, tmp_path / "exported"))
+    expected = {}
+    for name in plain:
+        if f"{name}_scale_inv" in stored:
+            factors = stored[f"{name}_scale_inv"]
+            values = stored[name].double() * factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected[name] = float((values - plain[name].double()).norm() / plain[name].double().norm())
+    errors = manifest.read(whole).quantization_errors
+    assert errors is not None
+    assert len(errors) == 14
+    assert errors == pytest.approx(expected, rel=1e-4)
+
+    finish_file, finished = Workspace.finish_file, list[str]()
+
+    def stopping(self: Workspace, index: int, checksum: str) -> None:
+        finish_file(self, index, checksum)
+        finished.append(self.files[index].path)
+        if len(finished) == 5:
+            raise OSError("full")
+
+    monkeypatch.setattr(Workspace, "finish_file", stopping)
+    with pytest.raises(ShardconvError, match="cannot be written"):
+        shardconv.convert(source, out, 2, quantize="fp8", check=False, writing=sizes)
+    shardconv.convert(source, out, 2, quantize="fp8", check=False, writing=sizes)
+    assert len(finished) == len(set(finished)) == 9
+    assert manifest.read(out) == manifest.read(whole)
+    shardconv.reshard(whole, tmp_path / "resharded", 3)
+    assert manifest.read(tmp_path / "resharded").quantization_errors == errors
+
+
+def test_a_value_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    source = saved(dense(), tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SourceError, match=r"up_proj.weight.* has values that are not finite.*--keep"):
+        shardconv.convert(source, tmp_path / "out", 2, quantize="fp8", check=False)
 
 
 @pytest.mark.parametrize("intermediate", [384, 128])  # 128: one block of inputs

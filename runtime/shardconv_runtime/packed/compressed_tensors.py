@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from . import number_formats
-from .number_formats import PER_BYTE, WORD, check_exponents, unpacked, unpacked_fp4
+from .number_formats import PER_BYTE, WORD, check_exponents, from_float8, unpacked, unpacked_fp4
 from .packed_format import PackedFormat, Part, Rows, fill_as_stored
 from .stored_weights import (
     REMEDY,
@@ -197,7 +197,8 @@ class CompressedTensors(PackedFormat):
         values = _values(dict(packing.settings), tensors, held)
         if "*_global_scale" in tensors:
             return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
-        values = values.to(scale.dtype)
+        is_float8 = values.is_floating_point() and values.element_size() == 1
+        values = from_float8(values, scale.dtype) if is_float8 else values.to(scale.dtype)
         if "*_zero_point" in tensors:
             values = values - _zero_points(packing, tensors, held).to(scale.dtype)
         return values * scale
