@@ -70,6 +70,7 @@ _SILENT = {
     "TRANSFORMERS_VERBOSITY": "critical",
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "COMPRESSED_TENSORS_LOG_DISABLED": "true",
 }
 """Environment variables that the libraries read when they are imported."""
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 from distributed import run_processes
+from quantized_conversions import dense, encoder_decoder, mixture, quantized, require_equal, saved, stored
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import MissingPackageError, OptionError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
-from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.packed import packed_format, quantizers
 from shardconv_runtime.packed.formats import FORMATS, settings_of_scheme
 from transformers.quantizers import AutoHfQuantizer
@@ -26,58 +27,6 @@ import shardconv
 from shardconv.arguments import SCHEMES, Quantizing, Writing
 from shardconv.writing.workspace import Workspace
 
-Tensors = dict[str, torch.Tensor]
-
-
-def dense(**sizes: int) -> Any:
-    """A dense model with biases, with fewer heads of keys than of queries, and widths of 3 and 5 blocks."""
-    config = transformers.LlamaConfig(
-        **({"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1, "vocab_size": 64} | sizes),
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        attention_bias=True,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def mixture(intermediate: int) -> Any:
-    """A mixture of four experts, in per-expert files."""
-    config = transformers.MixtralConfig(
-        hidden_size=256,
-        intermediate_size=intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_local_experts=4,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def encoder_decoder() -> Any:
-    """With tied embeddings, and layers without biases."""
-    config = transformers.T5Config(
-        d_model=256, d_ff=384, num_heads=4, d_kv=64, num_layers=1, vocab_size=64, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def saved(model: Any, directory: Path) -> Path:
-    """The model with random values in all of its parameters, in bfloat16."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    model.to(torch.bfloat16).save_pretrained(directory / "source")
-    return directory / "source"
-
-
-def quantized(source: Path, directory: Path, tp: int, scheme: str) -> tuple[Plan, Path]:
-    """Convert and export again."""
-    plan = shardconv.convert(source, directory / f"out-{tp}", tp, quantize=scheme, check=False)
-    shardconv.export(directory / f"out-{tp}", directory / f"hf-{tp}", "hf")
-    return plan, directory / f"hf-{tp}"
-
 
 def by_transformers(cls: Any, source: Path, directory: Path, config: Any) -> Path:
     """Quantized while it is loaded, and saved; on a CPU, which only the check of the environment refuses."""
@@ -85,22 +34,6 @@ def by_transformers(cls: Any, source: Path, directory: Path, config: Any) -> Pat
         model = cls.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
     model.save_pretrained(directory / "library")
     return directory / "library"
-
-
-def stored(directory: Path) -> Tensors:
-    """All tensors of a checkpoint in one file, as bytes."""
-    tensors = load_file(directory / "model.safetensors")
-    return {
-        f"{name} {t.dtype} {list(t.shape)}": t.reshape(-1).view(torch.uint8) for name, t in tensors.items()
-    }
-
-
-def require_equal(one: Path, other: Path) -> None:
-    """The same tensors, bit for bit, and the same config."""
-    ours, theirs = stored(one), stored(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
 
 
 def test_float8_has_the_bits_of_transformers_for_any_number_of_ranks(tmp_path: Path) -> None:
@@ -185,7 +118,7 @@ def test_errors_of_weights_are_measured_and_outlive_a_crash(
     shardconv.convert(source, out, 2, quantize="fp8", check=False, writing=sizes)
     assert len(finished) == len(set(finished)) == 9
     assert manifest.read(out) == manifest.read(whole)
-    shardconv.reshard(whole, tmp_path / "resharded", 3)
+    shardconv.reshard(whole, tmp_path / "resharded", 3, check=False)
     assert manifest.read(tmp_path / "resharded").quantization_errors == errors
 
 
@@ -256,7 +189,7 @@ def test_a_model_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_scheme_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="fp8, int8, nf4, not in 'nf5'; the nearest is nf4"):
+    with pytest.raises(OptionError, match="w8a16, w8a8, not in 'nf5'; the nearest is nf4"):
         shardconv.convert(tmp_path, tmp_path / "out", 2, quantize="nf5")
 
 

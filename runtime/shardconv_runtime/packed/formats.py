@@ -67,6 +67,11 @@ def settings_of_scheme(scheme: str, dtype: str) -> Mapping[str, Any]:
     return next(settings[scheme] for each in FORMATS if scheme in (settings := each.schemes(dtype)))
 
 
+def packing_format(settings: Mapping[str, Any]) -> PackedFormat:
+    """Return the format in which a scheme packs plain weights, not configured."""
+    return QUANT_METHODS[quant_method(settings)]
+
+
 def can_pack(settings: Mapping[str, Any]) -> bool:
     """Return whether plain weights can be quantized in the format of a checkpoint."""
     method = quant_method(settings)
