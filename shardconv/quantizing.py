@@ -124,7 +124,8 @@ def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
     def copy(directory: Path) -> list[FileEntry]:
         entries = [entry for entry in origin.copy_small_files(directory) if entry.path != CONFIG]
         config = directory / CONFIG
-        text = config_with_quantization(config.read_text(encoding="utf-8"), model.settings)
+        parts = getattr(model.spec.config, "sub_configs", ())
+        text = config_with_quantization(config.read_text(encoding="utf-8"), model.settings, parts)
         config.write_text(text, encoding="utf-8")
         return [*entries, entry_of(directory, Path(CONFIG))]
 

@@ -170,7 +170,9 @@ def errors_record(manifests: Iterable[Manifest]) -> tuple[records.WeightErrorRep
 
 def numerics_record(found: Numerics | None) -> records.NumericsReport | None:
     """Return the result of ``verify --numerics``."""
-    return None if found is None else records.NumericsReport(found.worst, found.tolerance, found.dtype)
+    if found is None:
+        return None
+    return records.NumericsReport(found.worst, found.tolerance, found.dtype, found.quantization)
 
 
 def directory_record(directory: str, manifest: Manifest) -> records.DirectoryReport:

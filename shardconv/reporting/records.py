@@ -198,6 +198,9 @@ class NumericsReport:
     """The largest difference, relative to the largest output."""
     tolerance: float
     dtype: str
+    quantization: float | None
+    """The largest difference of an output when the weights are not quantized, relative to the largest value;
+    null: not measured."""
 
 
 @dataclass(frozen=True, slots=True)

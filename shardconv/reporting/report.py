@@ -275,7 +275,10 @@ def numerics_text(found: Numerics | None) -> str:
     if found is None:
         return "not measured; to compare all ranks with the unsharded model, run shardconv verify --numerics"
     inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in found.inputs.items())
+    quantizing = ""
+    if found.quantization is not None:
+        quantizing = f"; quantizing changes an output by at most {found.quantization:.1e} of the largest one"
     return (
         f"the simulated ranks differ from the unsharded model by at most {found.worst:.1e} of its largest "
-        f"output ({found.dtype}, tolerance {found.tolerance:.0e}; {inputs})"
+        f"output ({found.dtype}, tolerance {found.tolerance:.0e}; {inputs}){quantizing}"
     )

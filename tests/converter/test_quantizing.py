@@ -81,7 +81,17 @@ def test_more_modules_stay_as_they_are(tmp_path: Path) -> None:
 def test_verify_quantizes_the_source(tmp_path: Path) -> None:
     source = saved(dense(), tmp_path)
     quantized(source, tmp_path, 2, "fp8")
-    assert shardconv.verify(tmp_path / "out-2", against=source).num_tensors == 23
+    found = shardconv.verify(tmp_path / "out-2", against=source, numerics=True)
+    assert found.num_tensors == 23
+    # The outputs of the ranks are compared with the quantized source, and with the source as it is.
+    inputs = {"input_ids": torch.arange(14).reshape(2, 7)}
+    with torch.no_grad():
+        models = (transformers.LlamaForCausalLM.from_pretrained(d) for d in (source, tmp_path / "hf-2"))
+        plain, quantized_logits = (model.double()(**inputs).logits for model in models)
+    difference = float((quantized_logits - plain).abs().max() / plain.abs().max())
+    assert found.numerics is not None
+    assert found.numerics.quantization == pytest.approx(difference, rel=0.5)  # of other inputs
+    assert found.numerics.worst < 1e-9
 
 
 def test_errors_of_weights_are_measured_and_outlive_a_crash(
@@ -277,3 +287,25 @@ def test_ranks_compute_with_the_dequantized_weights(tmp_path: Path) -> None:
         expected = model.double()(torch.arange(14).reshape(2, 7)).logits
     for logits in run_processes(2, logits_of_rank, tmp_path / "out-2"):
         torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def packed_logits_of_rank(path: Path) -> torch.Tensor:
+    """Runs on each rank."""
+    import shardconv_runtime
+
+    model = shardconv_runtime.load(path)
+    with torch.no_grad():
+        return model(torch.arange(14).reshape(2, 7)).logits.float()
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_ranks_compute_with_weights_of_bitsandbytes(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    _, exported = quantized(saved(dense(), tmp_path), tmp_path, 2, scheme)
+    model = transformers.LlamaForCausalLM.from_pretrained(exported)
+    with torch.no_grad():
+        expected = model(torch.arange(14).reshape(2, 7)).logits.float()
+    first, second = run_processes(2, packed_logits_of_rank, tmp_path / "out-2")
+    assert torch.equal(first, second)
+    assert (first - expected).abs().max() < 0.02 * expected.abs().max()
