@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine_tokens
 import pytest
+import torch
+import transformers
 from places import ROOT
 from vllm_models import NEEDS_VLLM, save
 
@@ -19,10 +22,10 @@ TP = 2
 TIMEOUT_S = 600
 
 
-def tokens(directory: Path, load_format: str) -> list[list[int]]:
+def tokens(directory: Path, load_format: str, tp: int = TP) -> list[list[int]]:
     """What the engine generates, two ranks in processes of their own."""
     program = ROOT / "tests" / "engines" / "engine_tokens.py"
-    command = [sys.executable, str(program), str(directory), load_format, str(TP)]
+    command = [sys.executable, str(program), str(directory), load_format, str(tp)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("[[")]
     assert lines, ended.stdout[-2000:] + ended.stderr[-3000:]
@@ -49,3 +52,21 @@ def test_the_engine_generates_the_same_tokens(kind: str, tmp_path: Path) -> None
     assert tokens(tmp_path / "state", "sharded_state") == wanted
     swap_ranks(tmp_path / "state")
     assert tokens(tmp_path / "state", "sharded_state") != wanted
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_the_engine_reads_a_model_that_was_quantized(tmp_path: Path) -> None:
+    """Of the schemes of --quantize, vLLM has kernels for w4a16 and w8a8 on CPUs."""
+    pytest.importorskip("compressed_tensors")
+    model = save("dense", tmp_path / "model", intermediate_size=256)
+    shardconv.convert(model, tmp_path / "out", TP, quantize="w4a16", check=False)
+    shardconv.export(tmp_path / "out", tmp_path / "quantized", "hf")
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
+    expected = []
+    for prompt in engine_tokens.PROMPTS:
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": engine_tokens.NUM_TOKENS, "do_sample": False}
+        generated = quantized.generate(ids, eos_token_id=None, **settings)
+        expected.append(generated[0, len(prompt) :].tolist())
+    assert len({token for ids in expected for token in ids}) > 3, "the tokens tell weights apart"
+    assert tokens(tmp_path / "quantized", "auto", 1) == expected
