@@ -23,7 +23,7 @@ MEMORY = 512 * 2**20
 
 MIN_MEMORY = 2**20
 
-SCHEMES = ("fp8", "int8", "nf4")
+SCHEMES = ("fp8", "fp8_dynamic", "int8", "nf4", "w4a16", "w8a16", "w8a8")
 """Schemes in which weights can be quantized; some format of the runtime has each."""
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -35,7 +35,7 @@ class Quantizing:
     """How weights are quantized while they are copied.
 
     Attributes:
-        scheme: ``"fp8"``, ``"nf4"`` or ``"int8"``.
+        scheme: one of ``SCHEMES``.
         keep: patterns of modules that stay as they are, such as ``"model.layers.0.*"``, besides those that
             transformers does not quantize.
 

@@ -80,8 +80,9 @@ def convert(
         random_init: write the weights of a newly initialized model: True, or ``RandomInit(seed=...)``.
             ``model`` needs only a config.
         quantize: scheme in which weights of linear layers and experts are packed while they are copied:
-            ``"fp8"``, ``"nf4"``, ``"int8"``, or ``Quantizing(scheme, keep=...)``. The stored tensors are
-            those that transformers makes of the unsharded model, for any ``tp``.
+            ``"fp8"``, ``"nf4"``, ``"w4a16"`` or another one of ``arguments.SCHEMES``, or
+            ``Quantizing(scheme, keep=...)``. For any ``tp`` the stored tensors are equal to the ones that the
+            format's library makes of the unsharded model.
         keep_unused: keep the tensors of the checkpoint that the model does not use, for example
             multi-token-prediction layers, in a file that no rank reads. ``export`` writes them back.
         check: simulate the ranks in float64 and check the plan before anything is written.

@@ -8,7 +8,8 @@ quantizes the model while it loads it.
 from __future__ import annotations
 
 import fnmatch
-import json
+import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,8 @@ from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.names import natural_key
 from shardconv_runtime.format.plan import Packing
 from shardconv_runtime.format.stored_layout import granularity, tensor_name
-from shardconv_runtime.packed.formats import format_of_checkpoint
-from shardconv_runtime.packed.packed_format import PackedFormat
+from shardconv_runtime.packed.formats import format_of_checkpoint, packing_format, relative_error
+from shardconv_runtime.packed.packed_format import Chosen, PackedFormat
 from shardconv_runtime.packed.quantizers import missing_packages
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
@@ -50,60 +51,70 @@ class QuantizedModel:
         settings: its ``quantization_config``.
         weights: its global weights, packed or not, by FQN.
         notes: about layers that stay plain although the format packs such layers.
+        errors: the relative error of each weight that was computed until now, by FQN.
     """
 
     spec: ModelSpec
     settings: Mapping[str, Any]
     weights: Weights
     notes: tuple[str, ...]
+    errors: Mapping[str, float]
 
 
 def quantized_model(
-    spec: ModelSpec, weights: Weights, settings: Mapping[str, Any], keep: Sequence[str] = ()
+    spec: ModelSpec,
+    weights: Weights,
+    settings: Mapping[str, Any],
+    keep: Sequence[str] | None = None,
 ) -> QuantizedModel:
-    """Return a model with the weights packed that transformers would pack while loading it.
+    """Return a model with the weights packed that its format's library would pack.
 
     Args:
         weights: its plain weights, global, by FQN.
         settings: the ``quantization_config``; it may leave out defaults.
-        keep: patterns of modules that stay plain, besides those that transformers leaves so.
+        keep: patterns of modules that stay plain, besides the library's own choice. None: the settings come
+            from a quantized model, and name all of them.
 
     Raises:
         MissingPackageError: the library of the format is not installed.
         SourceError: the format cannot pack the weights of this model.
     """
-    packed_format = format_of_checkpoint(settings, spec.name)
+    packed_format = packing_format(settings)
     if missing := missing_packages(packed_format.packers):
         raise MissingPackageError(
             f"weights are quantized ({settings['quant_method']}) by {' and '.join(missing)}, which is not "
             f"installed: pip install {' '.join(missing)}"
         )
-    chosen = _chosen(spec, settings)
-    if kept := _kept(spec, chosen, keep):
-        skipped = sorted({*chosen.skipped, *kept}, key=natural_key)
-        chosen = _chosen(spec, {**chosen.settings, packed_format.skips: skipped})
-    packed = _packed(spec, packed_format, chosen, weights)
+    chosen, stacks = _choose(spec, packed_format, settings)
     notes: tuple[str, ...] = ()
+    kept = _kept(spec, chosen, stacks, keep or ())
+    if keep is not None and (rest := [name for name in stacks if name.rpartition(".")[0] not in kept]):
+        notes = (_told_of_stacks(spec, weights, chosen, rest, packed_format),)
+    if kept := kept & {name.rpartition(".")[0] for name in chosen.weights}:
+        skipped = sorted({*chosen.skipped, *kept}, key=natural_key)
+        chosen, _ = _choose(spec, packed_format, {**chosen.settings, packed_format.skips: skipped})
+    library = _Library(format_of_checkpoint(chosen.settings, spec.name), chosen.quantizer)
+    packed = _packed(spec, library, chosen, weights)
     if not packed:
         raise SourceError(
             f"no weight of {spec.name} consists of full blocks of {packed_format.method}; choose another "
             "--quantize"
         )
-    if plain := chosen.dtypes.keys() - packed.keys():
+    if plain := {*chosen.weights} - packed.keys():
         owners = sorted({name.rpartition(".")[0] for name in plain}, key=natural_key)
-        shape = list(weights[next(name for name in chosen.dtypes if name in plain)].shape)
+        shape = list(weights[min(plain, key=natural_key)].shape)
         others = f" and {len(owners) - 1} others" if owners[1:] else ""
-        notes = (
-            f"{owners[0]} {shape}{others} are not quantized: they are not made of full blocks of the format",
-        )
+        reason = "they are not made of full blocks of the format"
+        notes = (*notes, f"{owners[0]} {shape}{others} are not quantized: {reason}")
         skipped = sorted({*chosen.skipped, *owners}, key=natural_key)
-        chosen = _chosen(spec, {**chosen.settings, packed_format.skips: skipped})
-        packed = {name: packed[name] for name in chosen.dtypes}
+        chosen, _ = _choose(spec, packed_format, {**chosen.settings, packed_format.skips: skipped})
+        packed = {name: packed[name] for name in chosen.weights}
     return QuantizedModel(
         replace(spec, quantization=chosen.settings, dequantize=False),
         chosen.settings,
         {**weights, **packed},
         notes,
+        library.errors,
     )
 
 
@@ -113,7 +124,8 @@ def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
     def copy(directory: Path) -> list[FileEntry]:
         entries = [entry for entry in origin.copy_small_files(directory) if entry.path != CONFIG]
         config = directory / CONFIG
-        text = config_with_quantization(config.read_text(encoding="utf-8"), model.settings)
+        parts = getattr(model.spec.config, "sub_configs", ())
+        text = config_with_quantization(config.read_text(encoding="utf-8"), model.settings, parts)
         config.write_text(text, encoding="utf-8")
         return [*entries, entry_of(directory, Path(CONFIG))]
 
@@ -126,54 +138,59 @@ def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
         copy_small_files=copy,
         identity=identity,
         identify=None if identify is None else lambda: {**identify(), "quantized": identity["quantized"]},
+        errors=lambda: dict(model.errors),
     )
 
 
-def _kept(spec: ModelSpec, chosen: _Chosen, patterns: Sequence[str]) -> set[str]:
-    """Return the modules of chosen weights that match a pattern."""
-    owners = {name.rpartition(".")[0] for name in chosen.dtypes}
+def _kept(spec: ModelSpec, chosen: Chosen, stacks: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Return the modules of chosen weights, or of stacks of matrices, that match a pattern."""
+    owners = {name.rpartition(".")[0] for name in chosen.weights}
+    plain = {name.rpartition(".")[0] for name in stacks}
     kept: set[str] = set()
     for pattern in patterns:
-        matches = fnmatch.filter(owners, pattern)
+        matches = fnmatch.filter(owners | plain, pattern)
         if not matches:
             raise OptionError(
                 f"keep: {pattern!r} matches no module of {spec.name} whose weight would be quantized; there "
                 f"is for example {min(owners, key=natural_key)}"
             )
         kept |= set(matches)
-    if kept == owners:
+    if patterns and kept >= owners:
         raise OptionError("keep: the patterns match everything; leave out --quantize")
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The weights that transformers packs while it loads a model."""
+def _told_of_stacks(
+    spec: ModelSpec, weights: Weights, chosen: Chosen, stacks: Sequence[str], packed_format: PackedFormat
+) -> str:
+    """Return a note about stacks of matrices that stay plain; refuse if they are most of the model."""
+    name = stacks[0]
+    others = f" and {len(stacks) - 1} others" if stacks[1:] else ""
+    shown = f"{name} {list(weights[name].shape)}{others}"
+    plain, packed = (sum(math.prod(weights[n].shape) for n in names) for names in (stacks, chosen.weights))
+    if plain <= packed:
+        return f"{shown} are not quantized: the library packs no stacks of matrices"
+    owner = re.sub(r"(^|\.)\d+(\.|$)", r"\1*\2", name.rpartition(".")[0])
+    raise SourceError(
+        f"{shown} of {spec.name} are stacks of matrices, which are not packed ({packed_format.method}), and "
+        f"most of the model; choose another --quantize, or leave them as they are: --keep {owner!r}"
+    )
 
-    quantizer: Any
-    settings: Mapping[str, Any]
-    """All settings, as in config.json."""
-    skipped: tuple[str, ...]
-    """Names of modules that stay plain."""
-    dtypes: Mapping[str, str]
-    """FQN of each such weight -> the dtype in which it is loaded."""
 
-
-def _chosen(spec: ModelSpec, settings: Mapping[str, Any]) -> _Chosen:
-    from transformers.quantizers import AutoHfQuantizer  # imports all quantizers, and their libraries
-
+def _choose(
+    spec: ModelSpec, packed_format: PackedFormat, settings: Mapping[str, Any]
+) -> tuple[Chosen, list[str]]:
+    """Return the weights that the format's library quantizes, and stacks of matrices that stay plain."""
     model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
     modules = dict(model.named_modules())
     plain = dict(model.named_parameters(remove_duplicate=False))
+    method = settings["quant_method"]
     try:
-        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=False)
-        quantizer.preprocess_model(
-            model=model, dtype=getattr(torch, spec.dtype), device_map={"": "cpu"}, checkpoint_files=None
-        )
-    except Exception as error:  # each quantizer has its own errors
+        chosen = packed_format.choose(model, settings)
+    except Exception as error:  # each library has its own errors
         raise SourceError(
-            f"transformers cannot quantize {spec.model_class.__name__} of {spec.name} "
-            f"({settings['quant_method']}): {brief(error)}; choose another --quantize"
+            f"{spec.model_class.__name__} of {spec.name} cannot be quantized ({method}): {brief(error)}; "
+            "choose another --quantize"
         ) from error
     present = dict(model.named_parameters(remove_duplicate=False))
     replaced = {name for name, module in model.named_modules() if modules.get(name) is not module}
@@ -186,28 +203,28 @@ def _chosen(spec: ModelSpec, settings: Mapping[str, Any]) -> _Chosen:
         ):
             raise SourceError(
                 f"{name} {list(parameter.shape)} of {spec.name} belongs to a {type(owner).__name__}, whose "
-                f"weights transformers does not quantize as they are ({settings['quant_method']}); choose "
-                "another --quantize"
+                f"weights transformers does not quantize as they are ({method}); choose another --quantize"
             )
-    names = [name for name in plain if quantizer.param_needs_quantization(model, name)]
-    if not names:
+    if not chosen.weights:
         raise SourceError(
             f"{spec.model_class.__name__} of {spec.name} has no weight that transformers quantizes "
-            f"({settings['quant_method']}); leave out --quantize"
+            f"({method}); leave out --quantize"
         )
-    said = json.loads(json.dumps(quantizer.quantization_config.to_dict()))
-    dtypes = {name: dtype_name(plain[name].dtype) for name in names}
-    return _Chosen(quantizer, said, tuple(quantizer.modules_to_not_convert), dtypes)
+    stacks = [
+        name
+        for name, parameter in plain.items()
+        if name not in chosen.weights
+        and (parameter.dim(), min(parameter.shape, default=0) > 1) == (3, True)  # [1, N, D] is one matrix
+        and not type(modules[name.rpartition(".")[0]]).__module__.startswith("torch.")  # a convolution
+    ]
+    return chosen, stacks
 
 
-def _packed(
-    spec: ModelSpec, packed_format: PackedFormat, chosen: _Chosen, weights: Weights
-) -> dict[str, PackedWeight]:
+def _packed(spec: ModelSpec, library: _Library, chosen: Chosen, weights: Weights) -> dict[str, PackedWeight]:
     """Return the chosen weights, without those that cannot be packed for their sizes."""
-    library = _Library(packed_format, chosen.quantizer)
     stored: dict[str, LazyTensor] = {}
     plain: dict[str, LazyTensor] = {}
-    for name, dtype in chosen.dtypes.items():
+    for name, dtype in chosen.weights.items():
         weight = weights[name]
         assert isinstance(weight, LazyTensor), "the source is not quantized"
         loaded = cast(weight, dtype)
@@ -217,8 +234,11 @@ def _packed(
             stored |= parts
             plain[name] = weight
     found = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
-    packed = {name: found.of(name, found.plain[name]) for name in plain}
-    return {n: p for n, p in packed.items() if p is not None and not _is_divided(p.packing, plain[n])}
+    for name, weight in plain.items():
+        packed = found.of(name, found.plain[name])
+        if packed is not None and not _is_divided(packed.packing, weight):
+            library.weights[name] = packed
+    return dict(library.weights)
 
 
 def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
@@ -240,9 +260,16 @@ def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
 
 
 class _Library:
-    """Computes the stored tensors of a weight, and keeps them: they are written one after another."""
+    """Computes the stored tensors of a weight, and keeps them: they are written one after another.
+
+    Attributes:
+        weights: those that are packed, by FQN.
+        errors: relative errors of the computed ones, by FQN.
+    """
 
     def __init__(self, packed_format: PackedFormat, quantizer: Any) -> None:
+        self.weights: dict[str, PackedWeight] = {}
+        self.errors: dict[str, float] = {}
         self._format = packed_format
         self._quantizer = quantizer
         self._lock = threading.Lock()
@@ -272,9 +299,24 @@ class _Library:
         with self._lock:
             if name != self._name:
                 self._name, self._last = "", {}
-                self._last = self._format.packed(read_tensor(weight), self._quantizer)
-                self._name = name
+                plain = read_tensor(weight)
+                parts = self._format.packed(plain, self._quantizer)
+                self.errors[name] = self._error(name, plain, parts)
+                self._name, self._last = name, parts
             return self._last[part]
+
+    def _error(self, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> float:
+        """Return the error of a weight; ``SourceError`` if it is not a number."""
+        packed = self.weights[name]
+        shaped = {part: parts[part].reshape(tensor.shape) for part, tensor in packed.tensors.items()}
+        error = relative_error(packed.packing, shaped, weight)
+        if math.isfinite(error):
+            return error
+        raise SourceError(
+            f"{name}, {weight.dtype} {list(weight.shape)}, has values that are not finite, or that are not "
+            f"when they are quantized ({self._format.method}); leave it as it is (--keep), or choose another "
+            "--quantize"
+        )
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import DamagedError, OptionError, OutputExistsError
-from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import MANIFEST_NAME
-from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
@@ -22,7 +20,13 @@ from ..converted.verify import Verified, describe, verify
 from ..exports.state_files import is_engine_state, verify_state
 from ..reporting import records
 from ..reporting.picture import picture
-from ..reporting.plan_records import directory_record, files_record, numerics_record, plan_record
+from ..reporting.plan_records import (
+    directory_record,
+    errors_record,
+    files_record,
+    numerics_record,
+    plan_record,
+)
 from ..reporting.report import files_report
 from ..reporting.summary import human_bytes, summarize
 from .options import (
@@ -36,6 +40,7 @@ from .options import (
     opened,
     part_options,
     print_complete,
+    print_errors,
     print_plan,
     print_report,
     print_written,
@@ -52,6 +57,7 @@ from .options import (
     where_options,
     working,
     writing_from,
+    written_manifests,
 )
 
 
@@ -118,6 +124,7 @@ def inspect_command(
     for part in parts:
         title = f"{part.directory.name}\n" if len(parts) > 1 else ""
         click.echo(printable("\n" + title + files_report(part.manifest)), nl=False)
+    print_errors([part.manifest for part in parts], plan)
 
 
 def write_page(
@@ -323,10 +330,10 @@ def reshard_command(
 
 def written_record(dst: str, solved: Plan, *, was_complete: bool) -> records.WrittenReport:
     """Return the report of a command that has written a converted directory, or a part of it."""
-    directories = stage_directories(Path(dst)) or [Path(dst)]
-    is_complete = all((directory / MANIFEST_NAME).is_file() for directory in directories)
-    files = [entry for d in directories if is_complete for entry in manifest.read(d).files]
-    return records.WrittenReport(dst, is_complete, was_complete, plan_record(solved), files_record(files))
+    manifests = written_manifests(dst)
+    files = files_record(entry for each in manifests for entry in each.files)
+    plan, errors = plan_record(solved), errors_record(manifests)
+    return records.WrittenReport(dst, bool(manifests), was_complete, plan, files, errors)
 
 
 @click.command("adapt", cls=RenamedOptions)
@@ -380,7 +387,7 @@ def adapt_command(
     with working(quiet, verbose) as progress:
         plan = adapt(src, source, dst, seed=seed or 0, check=not no_check, progress=progress, **options)
     if as_json:
-        print_report(records.WrittenReport(dst, True, False, plan_record(plan), ()))
+        print_report(records.WrittenReport(dst, True, False, plan_record(plan), (), ()))
     elif not quiet:
         if plan.inference_only:
             click.echo(f"{dst}: for inference only: {plan.inference_only}")

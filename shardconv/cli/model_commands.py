@@ -37,6 +37,7 @@ from .options import (
     model_options,
     part_options,
     print_complete,
+    print_errors,
     print_report,
     print_written,
     quantize_options,
@@ -50,6 +51,7 @@ from .options import (
     was_complete,
     working,
     writing_from,
+    written_manifests,
 )
 
 OLD_FORMATS = {"json": "plan", "tp_plan": "tp_plan", "shards": "shards"}
@@ -118,6 +120,7 @@ def convert_command(
     elif solved.stages is not None:
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(dst, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
+        print_errors(written_manifests(dst), solved)
     elif (Path(dst) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         largest_rank = human_bytes(max(summary.rank_bytes))
@@ -127,6 +130,7 @@ def convert_command(
         if initial:
             drawn = f", initialized at random with seed {initial.seed}"
         print_written(dst, f"{largest_rank} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
+        print_errors(written_manifests(dst), solved)
 
 
 @click.command("plan")

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -38,7 +38,8 @@ from ..arguments import (
 from ..converted.shards import of_all_stages
 from ..reporting.progress import for_terminal
 from ..reporting.records import json_text
-from ..reporting.report import report
+from ..reporting.report import errors_report, report
+from ..reporting.summary import num_packed
 
 if TYPE_CHECKING:
     from shardconv_runtime.files.hub_downloads import Repository
@@ -70,6 +71,7 @@ _SILENT = {
     "TRANSFORMERS_VERBOSITY": "critical",
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "COMPRESSED_TENSORS_LOG_DISABLED": "true",
 }
 """Environment variables that the libraries read when they are imported."""
 
@@ -103,6 +105,25 @@ def print_report(report: Any) -> None:
 def print_written(dst: str, held: str, ranks: str) -> None:
     """Print how much of a model is in a directory for each rank, and how to see its plan."""
     click.echo(f"{dst}: {held} on each of {ranks}; to see the plan, run shardconv inspect {dst}")
+
+
+def written_manifests(dst: str) -> list[Manifest]:
+    """Return the manifest of a converted directory, or of all its stages; none until all are complete."""
+    directories = stage_directories(Path(dst)) or [Path(dst)]
+    is_complete = all((directory / MANIFEST_NAME).is_file() for directory in directories)
+    return [read_manifest(directory) for directory in directories if is_complete]
+
+
+def print_errors(manifests: Iterable[Manifest], plan: Plan) -> None:
+    """Print the errors of weights that were quantized when they were converted, if any were.
+
+    Args:
+        manifests: one for each stage.
+        plan: the plan of all stages.
+    """
+    errors = {name: error for each in manifests for name, error in (each.quantization_errors or {}).items()}
+    if errors:
+        click.echo(printable("\n" + errors_report(errors, num_packed(plan))), nl=False)
 
 
 def was_complete(dst: str, *, overwrite: bool = False) -> bool:

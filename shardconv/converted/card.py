@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.packed.formats import format_of
 
-from ..reporting.report import numerics_text
-from ..reporting.summary import human_bytes, human_count, packed_methods, summarize, weights_text
+from ..reporting.report import WORST, errors_text, numerics_text, worst_first
+from ..reporting.summary import human_bytes, human_count, num_packed, packed_methods, summarize, weights_text
 from .published import Published
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
@@ -48,6 +48,7 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
     )
     lines = [BEGIN, *_introduction(repo_id, variants), "", *_loading(repo_id, variants)]
     lines += ["", *_variants(variants), "", *_pictures(variants)]
+    lines += [*_errors(variants)]
     lines += ["", *_making(variants), "", *_verifying(repo_id, variants), END]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
@@ -179,6 +180,20 @@ def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
         yield ""
     for variant in measured:
         yield f"- {escaped(variant.path)}: {escaped(numerics_text(variant.manifest.numerics))}"
+
+
+def _errors(variants: Sequence[Published]) -> Iterator[str]:
+    """Yield the errors of weights that were quantized when they were converted, worst first."""
+    for variant in variants:
+        if errors := variant.quantization_errors:
+            yield ""
+            text = errors_text(errors, num_packed(variant.plan))
+            yield f"{escaped(variant.path)}: {escaped(text)}. The largest:"
+            yield ""
+            yield "| error | weight |"
+            yield "|--:|---|"
+            for name, error in worst_first(errors)[:WORST]:
+                yield f"| {error:.2e} | {escaped(name)} |"
 
 
 BEGIN, END = "<!-- shardconv: begin -->", "<!-- shardconv: end -->"

@@ -132,6 +132,12 @@ def copy_unused(found: Converted, directory: Path) -> list[FileEntry]:
     return small_files.copy_unused(found.directory, found.manifest, directory)
 
 
+def errors(found: Converted) -> dict[str, float]:
+    """Return the errors of weights that were quantized when they were converted, by FQN."""
+    manifests = found.stages or (found.manifest,)
+    return {name: e for each in manifests for name, e in (each.quantization_errors or {}).items()}
+
+
 def unused(found: Converted) -> dict[str, LazyTensor]:
     """Return the tensors that the model does not use, which were copied from the source."""
     if not any(entry.path == UNUSED_NAME for entry in found.manifest.files):

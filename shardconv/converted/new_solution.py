@@ -47,6 +47,7 @@ def resharded(
         lambda directory: derived_directory.copy_small_files(found, directory),
         lambda: derived_directory.identity(found),
         copy_unused=lambda directory: derived_directory.copy_unused(found, directory),
+        errors=lambda: derived_directory.errors(found),
     )
     solved = solved_again(derived_directory.spec_of(found), found.plan, options, progress.stage)
     weights = derived_directory.weights_of(found)

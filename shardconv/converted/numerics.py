@@ -7,6 +7,7 @@ any size runs in the memory of its largest parameter.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,19 @@ KEPT_BYTES = 1 << 28
 
 
 def run_numerics(
-    converted: Converted, spec: ModelSpec, weights: Mapping[str, LazyTensor] | None, progress: Progress
+    converted: Converted,
+    spec: ModelSpec,
+    weights: Mapping[str, LazyTensor] | None,
+    progress: Progress,
+    plain: Mapping[str, LazyTensor] | None = None,
 ) -> Numerics:
-    """Compare the ranks of a converted model with the unsharded model."""
+    """Compare the ranks of a converted model with the unsharded model.
+
+    Args:
+        weights: global weights of the source, by their names in files; None: the files have them.
+        plain: global weights of the source by FQN, before they are quantized; the outputs with them are
+            compared as well.
+    """
     progress.stage("tracing")
     plan = converted.plan
     model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype), dict(plan.tied))
@@ -92,12 +103,14 @@ def run_numerics(
     unsharded = _dequantized(converted, converted.weights() if weights is None else weights)
     stored = converted.tensors
     ranks = [_dequantized(converted, {**stored[None], **stored[rank]}, rank) for rank in range(plan.tp)]
-    precision, worst = _Runs(converted, model, inputs, tape, unsharded, ranks).compare(progress)
+    runs = _Runs(converted, model, inputs, tape, unsharded, ranks, plain)
+    precision, worst, quantization = runs.compare(progress)
     return Numerics(
         worst=worst,
         tolerance=precision.tolerance,
         dtype=dtype_name(precision.dtype),
         inputs={name: tuple(tensor.shape) for name, tensor in sorted(inputs.tensors.items())},
+        quantization=quantization,
     )
 
 
@@ -131,13 +144,14 @@ class _Runs:
     tape: Tape
     unsharded: Mapping[str, LazyTensor]
     ranks: Sequence[Mapping[str, LazyTensor]]
+    plain: Mapping[str, LazyTensor] | None
 
-    def compare(self, progress: Progress) -> tuple[Precision, float]:
+    def compare(self, progress: Progress) -> tuple[Precision, float, float | None]:
         """Run in the best precision for which there is memory, and that the model supports."""
         problem: TooLargeToRead | Unprovable | None = None
         for precision in PRECISIONS:
             try:
-                return precision, self._compare_in(precision, progress)
+                return precision, *self._compare_in(precision, progress)
             except (TooLargeToRead, Unprovable) as error:
                 # A traceback would keep the weights in memory.
                 problem = problem or error.with_traceback(None)
@@ -149,7 +163,7 @@ class _Runs:
             ) from problem
         raise ShardconvError(f"{where} {problem}; leave out --numerics, or use a larger machine") from problem
 
-    def _compare_in(self, precision: Precision, progress: Progress) -> float:
+    def _compare_in(self, precision: Precision, progress: Progress) -> tuple[float, float | None]:
         plan, num_bytes = self.converted.plan, sum(tensor.num_bytes for tensor in self.unsharded.values())
         reads = self._reads(precision)
         comparison = ModuleComparison(plan, module_plans(plan), precision)
@@ -162,7 +176,7 @@ class _Runs:
             raise Unprovable("an output has no finite value")
         worst = max(math.inf if outputs is None else largest_difference(outputs, want) for outputs in ranks)
         if worst <= precision.tolerance:
-            return worst
+            return worst, self._of_quantization(want, precision, reads, progress)
         problem = (
             f"simulated ranks differ from the unsharded model by {worst:.1e} of its largest output (allowed: "
             f"{precision.tolerance:.0e}) on the real weights"
@@ -173,6 +187,18 @@ class _Runs:
             f"{self.converted.directory}: {with_module(problem, comparison.found)}; compare the directory "
             "with --against MODEL, or convert the model again"
         )
+
+    def _of_quantization(
+        self, want: list[Tensor], precision: Precision, reads: RecentReads, progress: Progress
+    ) -> float | None:
+        """Return the largest difference between the model's outputs and those with plain weights."""
+        if self.plain is None:
+            return None
+        num_bytes = sum(tensor.num_bytes for tensor in self.plain.values())
+        with progress.bar("running the model without quantization", num_bytes) as advance:
+            weights = FileWeights(self.plain, (), reads, advance)
+            model = weights.put_into(copy.deepcopy(self.model).to(precision.dtype), None, precision.dtype)
+            return largest_difference(want, outputs_of(model, self.inputs, precision))
 
     def _reads(self, precision: Precision) -> RecentReads:
         """Return a reader that keeps as many weights as fit in the free memory."""

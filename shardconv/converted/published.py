@@ -36,6 +36,12 @@ class Published:
         """The manifest of the first stage."""
         return self.manifests[0]
 
+    @property
+    def quantization_errors(self) -> dict[str, float]:
+        """Errors of the weights that were quantized when they were converted, by FQN."""
+        errors = (each.quantization_errors or {} for each in self.manifests)
+        return {name: error for each in errors for name, error in each.items()}
+
 
 def published(directories: Sequence[Path]) -> Published:
     """Read a model that was converted for one number of ranks, from its directories, one for each stage."""

@@ -54,6 +54,8 @@ class Reference:
     problems: tuple[str, ...]
     """Problems of weights that are missing, not in the plan, or of another shape. They are not in
     ``weights``."""
+    plain: Mapping[str, LazyTensor] | None = None
+    """Global weights by FQN before they are quantized; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,13 @@ def read_reference(
     stays_packed = is_packed and quantization is not None and method == quant_method(quantization)
     spec = replace(spec, dtype=plan.model.dtype, dequantize=method is not None and not stays_packed)
     found_weights = lazy_weights(spec)
-    checkpoint = found_weights.tensors
+    checkpoint, plain_weights = found_weights.tensors, None
     if is_packed and quantization is not None and not stays_packed and can_pack(quantization):
         plain = replace(spec, tied=found_weights.tied)
         with suppress(SourceError):  # other weights than the plan's: the comparison says what is missing
             checkpoint = quantized_model(plain, checkpoint, quantization).weights
+            tensors = found_weights.tensors.items()
+            plain_weights = {name: tensor for name, tensor in tensors if isinstance(tensor, LazyTensor)}
     _, stored = flatten(plan, checkpoint)
     weights: dict[str, LazyTensor] = {}
     problems = []
@@ -121,7 +125,7 @@ def read_reference(
         tied |= {alias} if packing is None else {tensor_name(alias, t.name) for t in packing.tensors}
     planned = stored_plans(plan).keys() | tied
     problems += [f"{name}: is in {model}, and not in the plan" for name in stored if name not in planned]
-    return Reference(spec, weights, tuple(problems))
+    return Reference(spec, weights, tuple(problems), plain_weights)
 
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:

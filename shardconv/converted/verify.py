@@ -74,6 +74,7 @@ def verify(
             cast as the plan says.
         numerics: run all ranks in this process on their real weights and compare them with the unsharded
             model. This needs about the memory of the largest weight. The result is written to the manifest.
+            If ``against`` is not quantized and ``out`` is, the outputs of both are compared, too.
         hub: how the Hub is reached: ``Hub(revision=..., cache_dir=..., local_files_only=..., token=...)``.
         trust_remote_code: import the Python code of ``against`` and, for ``numerics``, of ``out``.
         progress: where to report progress.
@@ -144,7 +145,8 @@ def verify(
         try:
             spec = resolve(parts[0].directory, trust_remote_code=trust_remote_code, need_weights=False)
             weights = None if reference is None else reference.weights
-            outcome = run_numerics(shards.read(directory), spec, weights, progress)
+            plain = None if reference is None else reference.plain
+            outcome = run_numerics(shards.read(directory), spec, weights, progress, plain)
         except CheckpointError:
             for part in parts:  # the ranks differ now, so an earlier result is removed
                 if part.manifest.numerics is not None:

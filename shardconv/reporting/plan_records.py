@@ -12,7 +12,7 @@ from shardconv_runtime.format.stage_names import num_stages
 
 from . import records
 from .plan_lines import Workload, cached_tokens, fits, needs, parts, tightest, weight_bytes
-from .report import TOKENS, unplanned
+from .report import TOKENS, unplanned, worst_first
 from .summary import (
     LayerKind,
     all_notes,
@@ -164,9 +164,17 @@ def files_record(entries: Iterable[FileEntry]) -> tuple[records.FileReport, ...]
     return tuple(records.FileReport(e.path, e.num_bytes, e.rank, e.checksum) for e in entries)
 
 
+def errors_record(manifests: Iterable[Manifest]) -> tuple[records.WeightErrorReport, ...]:
+    """Return the errors of weights that were quantized when they were converted, worst first."""
+    errors = {name: error for each in manifests for name, error in (each.quantization_errors or {}).items()}
+    return tuple(records.WeightErrorReport(name, error) for name, error in worst_first(errors))
+
+
 def numerics_record(found: Numerics | None) -> records.NumericsReport | None:
     """Return the result of ``verify --numerics``."""
-    return None if found is None else records.NumericsReport(found.worst, found.tolerance, found.dtype)
+    if found is None:
+        return None
+    return records.NumericsReport(found.worst, found.tolerance, found.dtype, found.quantization)
 
 
 def directory_record(directory: str, manifest: Manifest) -> records.DirectoryReport:
@@ -179,4 +187,5 @@ def directory_record(directory: str, manifest: Manifest) -> records.DirectoryRep
         dict(manifest.tools),
         numerics_record(manifest.numerics),
         files_record(manifest.files),
+        errors_record([manifest]),
     )

@@ -198,6 +198,18 @@ class NumericsReport:
     """The largest difference, relative to the largest output."""
     tolerance: float
     dtype: str
+    quantization: float | None
+    """The largest difference of an output when the weights are not quantized, relative to the largest value;
+    null: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightErrorReport:
+    """How much a weight changed when it was quantized."""
+
+    name: str
+    error: float
+    """The Frobenius norm of the dequantized weight minus the weight, divided by the weight's norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +224,8 @@ class DirectoryReport:
     """Versions of the programs that wrote it."""
     numerics: NumericsReport | None
     files: tuple[FileReport, ...]
+    quantization_errors: tuple[WeightErrorReport, ...]
+    """Of the weights that were quantized when they were converted, worst first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +249,8 @@ class WrittenReport:
     plan: PlanReport
     files: tuple[FileReport, ...]
     """Empty until it is complete."""
+    quantization_errors: tuple[WeightErrorReport, ...]
+    """Of the weights that were quantized when they were converted, worst first; empty as ``files``."""
 
 
 @dataclass(frozen=True, slots=True)

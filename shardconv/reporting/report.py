@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.measured import Numerics
+from shardconv_runtime.format.names import natural_key
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape
 
 from .plan_lines import Workload, device_lines, fused_lines, memory_lines, stage_lines
@@ -234,12 +236,49 @@ def files_report(manifest: Manifest) -> str:
     return "\n".join(lines) + "\n"
 
 
+WORST = 10
+"""The most weights whose errors are listed in a text."""
+
+
+def worst_first(errors: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the errors of weights by FQN, the largest first."""
+    return sorted(errors.items(), key=lambda item: (-item[1], natural_key(item[0])))
+
+
+def errors_text(errors: Mapping[str, float], num_quantized: int) -> str:
+    """Return a sentence about the errors of quantized weights.
+
+    Args:
+        errors: the relative error of each weight by FQN, not empty.
+        num_quantized: the number of quantized weights; those without an error are said to lack one.
+    """
+    lacking = num_quantized - len(errors)
+    rest = f"; {lacking} others were not measured" if lacking > 0 else ""
+    return (
+        f"relative errors of {len(errors)} quantized weights (Frobenius norm): at most "
+        f"{max(errors.values()):.2e}, median {statistics.median(errors.values()):.2e}{rest}"
+    )
+
+
+def errors_report(errors: Mapping[str, float], num_quantized: int) -> str:
+    """Return the errors of quantized weights as text, worst first; see ``errors_text``."""
+    lines = ["QUANTIZED"]
+    lines += textwrap.wrap(
+        errors_text(errors, num_quantized), WIDTH, initial_indent="  ", subsequent_indent="  "
+    )
+    lines += [f"  {error:.2e}  {name}" for name, error in worst_first(errors)[:WORST]]
+    return "\n".join(lines) + "\n"
+
+
 def numerics_text(found: Numerics | None) -> str:
     """Return the result of ``verify --numerics``, or that there is none, in one line."""
     if found is None:
         return "not measured; to compare all ranks with the unsharded model, run shardconv verify --numerics"
     inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in found.inputs.items())
+    quantizing = ""
+    if found.quantization is not None:
+        quantizing = f"; quantizing changes an output by at most {found.quantization:.1e} of the largest one"
     return (
         f"the simulated ranks differ from the unsharded model by at most {found.worst:.1e} of its largest "
-        f"output ({found.dtype}, tolerance {found.tolerance:.0e}; {inputs})"
+        f"output ({found.dtype}, tolerance {found.tolerance:.0e}; {inputs}){quantizing}"
     )

@@ -208,6 +208,11 @@ def packed_methods(plan: Plan) -> tuple[str, ...]:
     return tuple(sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None}))
 
 
+def num_packed(plan: Plan) -> int:
+    """Return the number of parameters that are stored packed."""
+    return sum(entry.packing is not None for entry in parameter_plans(plan).values())
+
+
 def weights_text(plan: Plan) -> str:
     """Return the dtype of a model, and the formats of its packed parameters, as text."""
     packed = ", ".join(packed_methods(plan))

@@ -37,6 +37,8 @@ class TargetFile:
     layout: FileLayout
     tensor: Callable[[str], LazyTensor] = field(repr=False, compare=False)
     """The source of a tensor, by name; called when the file is written."""
+    measured: Callable[[], Mapping[str, float]] = field(default=dict, repr=False, compare=False)
+    """Numbers about its weights, by name, that are known when the file is written; they are journaled."""
 
     @property
     def header(self) -> bytes:

@@ -1,7 +1,8 @@
 """``OUT/.partial``: the workspace in which the files of an output directory are written, to survive crashes.
 
     OUT/.partial/job.json              everything that determines the output; no other job may continue it
-    OUT/.partial/OWNER.journal         the finished files of the owner: lines ``CHECKSUM PATH``
+    OUT/.partial/OWNER.journal         the finished files of the owner: lines ``CHECKSUM PATH``, and before
+                                       each ``measured NUMBER NAME`` for numbers about its weights
     OUT/.partial/rank-.../*.safetensors.unfinished, without the suffix once they are complete and durable
     OUT/.partial/setup.lock            held by a process that begins or finishes
 
@@ -41,6 +42,7 @@ from .job import (
 )
 
 _LINE = re.compile(rf"({OF_PIECES}:[0-9a-f]{{8}}) (\S+)")
+_MEASURED = re.compile(r"measured ([0-9.e+-]+) (\S+)")
 _UNFINISHED = ".unfinished"
 """Suffix of a file that is being written."""
 
@@ -85,7 +87,8 @@ class Workspace:
         self.unfinished_path(index).rename(self.path / file.path)
         handle = self.journals[file.owner]
         # The line break in front ends a line that a crash may have torn.
-        data = memoryview(f"\n{checksum} {file.path}\n".encode())
+        lines = [*(f"measured {number!r} {name}" for name, number in file.measured().items())]
+        data = memoryview("\n".join(["", *lines, f"{checksum} {file.path}", ""]).encode())
         while len(data):
             data = data[os.write(handle, data) :]
         os.fsync(handle)
@@ -93,6 +96,11 @@ class Workspace:
     def checksums(self) -> dict[str, str] | None:
         """Return the checksum of each file by path; None while an owner is unfinished."""
         return None if self.unfinished() else self._finished({file.owner for file in self.files})
+
+    def measured(self) -> dict[str, float]:
+        """Return the numbers about weights in the finished files of all owners, by name."""
+        owners = {file.owner for file in self.files}
+        return {m[2]: float(m[1]) for m in self._lines(owners, _MEASURED)}
 
     def unfinished(self) -> list[str]:
         """Return the owners of missing files, and those that another process has locked."""
@@ -132,16 +140,19 @@ class Workspace:
 
     def _finished(self, owners: Iterable[str]) -> dict[str, str]:
         """Return the checksums of the journaled files of some owners that are still there, by path."""
-        checksums: dict[str, str] = {}
-        for owner in owners:
-            with suppress(FileNotFoundError):
-                text = _journal_path(self.path, owner).read_text(encoding="utf-8", errors="replace")
-                checksums |= {m[2]: m[1] for m in map(_LINE.fullmatch, text.split("\n")) if m is not None}
+        checksums = {m[2]: m[1] for m in self._lines(owners, _LINE)}
         return {
             file.path: checksums[file.path]
             for file in self.files
             if file.path in checksums and _has_size(self.path / file.path, file.num_bytes)
         }
+
+    def _lines(self, owners: Iterable[str], form: re.Pattern[str]) -> Iterator[re.Match[str]]:
+        """Yield the lines of the journals of some owners that have a form."""
+        for owner in owners:
+            with suppress(FileNotFoundError):
+                text = _journal_path(self.path, owner).read_text(encoding="utf-8", errors="replace")
+                yield from (m for m in map(form.fullmatch, text.split("\n")) if m is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.files.shard_files import PlannedShard, sample_checksum, shard_files
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.stored_layout import stored_plans
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
 from shardconv_runtime.hub_options import is_url
 from shardconv_runtime.versions import tool_versions
 
@@ -66,6 +66,8 @@ class Origin:
     """Tensors that the model does not use, and that are written next to its own."""
     copy_unused: Callable[[Path], list[FileEntry]] = lambda directory: []
     """Copies a file of such tensors, if the source has one."""
+    errors: Callable[[], Mapping[str, float]] = dict
+    """Returns the errors of quantized weights that are known so far, by FQN, see ``Manifest``."""
 
 
 def origin_of(spec: ModelSpec) -> Origin:
@@ -101,12 +103,25 @@ def write(
     """Write the converted model, or some ranks of it, and return whether the directory is complete."""
     parameters = stored_plans(plan)
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
+    owners = {
+        stored: name
+        for name, entry in parameter_plans(plan).items()
+        if entry.packing is not None
+        for stored in (tensor_name(name, tensor.name) for tensor in entry.packing.tensors)
+    }
 
     def target(file: PlannedShard) -> TargetFile:
         def tensor(name: str) -> LazyTensor:
             return shard(parameters[name], weights[name], plan.mesh, file.rank or 0)
 
-        return TargetFile(file.path, file.path.split("/")[0], file.layout, tensor)
+        def measured() -> dict[str, float]:
+            errors, written = (
+                origin.errors(),
+                {owners[name] for name in file.layout.offsets if name in owners},
+            )
+            return {name: errors[name] for name in sorted(written & errors.keys())}
+
+        return TargetFile(file.path, file.path.split("/")[0], file.layout, tensor, measured)
 
     files = [target(file) for file in shard_files(plan, (None, *range(plan.tp)), options.max_file_size)]
     unused = origin.unused if plan.stages is None or plan.stages.own == 0 else {}
@@ -250,7 +265,8 @@ def complete(
     """Write plan and manifest, and move all files to OUT."""
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))
     plan_sha256 = plan_json.write(plan, workspace.path / PLAN_NAME)
-    document = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
+    errors = workspace.measured() or None
+    document = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered, quantization_errors=errors)
     write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(document))
     paths = [*(entry.path for entry in ordered), PLAN_NAME, MANIFEST_NAME]
     workspace.finish(paths, output.replaced())

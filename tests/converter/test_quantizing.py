@@ -13,68 +13,19 @@ import pytest
 import torch
 import transformers
 from distributed import run_processes
-from safetensors.torch import load_file
-from shardconv_runtime.errors import MissingPackageError, OptionError, SourceError
-from shardconv_runtime.format.plan import Plan, parameter_plans
+from quantized_conversions import dense, encoder_decoder, mixture, quantized, require_equal, saved, stored
+from safetensors.torch import load_file, save_file
+from shardconv_runtime.errors import MissingPackageError, OptionError, ShardconvError, SourceError
+from shardconv_runtime.files import manifest
+from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.packed import packed_format, quantizers
 from shardconv_runtime.packed.formats import FORMATS, settings_of_scheme
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import shardconv
-from shardconv.arguments import SCHEMES, Quantizing
-
-Tensors = dict[str, torch.Tensor]
-
-
-def dense(**sizes: int) -> Any:
-    """A dense model with biases, with fewer heads of keys than of queries, and widths of 3 and 5 blocks."""
-    config = transformers.LlamaConfig(
-        **({"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1, "vocab_size": 64} | sizes),
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        attention_bias=True,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def mixture(intermediate: int) -> Any:
-    """A mixture of four experts, in per-expert files."""
-    config = transformers.MixtralConfig(
-        hidden_size=256,
-        intermediate_size=intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_local_experts=4,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def encoder_decoder() -> Any:
-    """With tied embeddings, and layers without biases."""
-    config = transformers.T5Config(
-        d_model=256, d_ff=384, num_heads=4, d_kv=64, num_layers=1, vocab_size=64, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def saved(model: Any, directory: Path) -> Path:
-    """The model with random values in all of its parameters, in bfloat16."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    model.to(torch.bfloat16).save_pretrained(directory / "source")
-    return directory / "source"
-
-
-def quantized(source: Path, directory: Path, tp: int, scheme: str) -> tuple[Plan, Path]:
-    """Convert and export again."""
-    plan = shardconv.convert(source, directory / f"out-{tp}", tp, quantize=scheme, check=False)
-    shardconv.export(directory / f"out-{tp}", directory / f"hf-{tp}", "hf")
-    return plan, directory / f"hf-{tp}"
+from shardconv.arguments import SCHEMES, Quantizing, Writing
+from shardconv.writing.workspace import Workspace
 
 
 def by_transformers(cls: Any, source: Path, directory: Path, config: Any) -> Path:
@@ -83,22 +34,6 @@ def by_transformers(cls: Any, source: Path, directory: Path, config: Any) -> Pat
         model = cls.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
     model.save_pretrained(directory / "library")
     return directory / "library"
-
-
-def stored(directory: Path) -> Tensors:
-    """All tensors of a checkpoint in one file, as bytes."""
-    tensors = load_file(directory / "model.safetensors")
-    return {
-        f"{name} {t.dtype} {list(t.shape)}": t.reshape(-1).view(torch.uint8) for name, t in tensors.items()
-    }
-
-
-def require_equal(one: Path, other: Path) -> None:
-    """The same tensors, bit for bit, and the same config."""
-    ours, theirs = stored(one), stored(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
 
 
 def test_float8_has_the_bits_of_transformers_for_any_number_of_ranks(tmp_path: Path) -> None:
@@ -146,7 +81,64 @@ def test_more_modules_stay_as_they_are(tmp_path: Path) -> None:
 def test_verify_quantizes_the_source(tmp_path: Path) -> None:
     source = saved(dense(), tmp_path)
     quantized(source, tmp_path, 2, "fp8")
-    assert shardconv.verify(tmp_path / "out-2", against=source).num_tensors == 23
+    found = shardconv.verify(tmp_path / "out-2", against=source, numerics=True)
+    assert found.num_tensors == 23
+    # The outputs of the ranks are compared with the quantized source, and with the source as it is.
+    inputs = {"input_ids": torch.arange(14).reshape(2, 7)}
+    with torch.no_grad():
+        models = (transformers.LlamaForCausalLM.from_pretrained(d) for d in (source, tmp_path / "hf-2"))
+        plain, quantized_logits = (model.double()(**inputs).logits for model in models)
+    difference = float((quantized_logits - plain).abs().max() / plain.abs().max())
+    assert found.numerics is not None
+    assert found.numerics.quantization == pytest.approx(difference, rel=0.5)  # of other inputs
+    assert found.numerics.worst < 1e-9
+
+
+def test_errors_of_weights_are_measured_and_outlive_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(dense(num_hidden_layers=2), tmp_path)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    sizes = Writing(max_file_size=400_000)
+    shardconv.convert(source, whole, 2, quantize="fp8", check=False, writing=sizes)
+    shardconv.export(whole, tmp_path / "exported", "hf")
+    plain, stored = (load_file(d / "model.safetensors") for d in (source, tmp_path / "exported"))
+    expected = {}
+    for name in plain:
+        if f"{name}_scale_inv" in stored:
+            factors = stored[f"{name}_scale_inv"]
+            values = stored[name].double() * factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected[name] = float((values - plain[name].double()).norm() / plain[name].double().norm())
+    errors = manifest.read(whole).quantization_errors
+    assert errors is not None
+    assert len(errors) == 14
+    assert errors == pytest.approx(expected, rel=1e-4)
+
+    finish_file, finished = Workspace.finish_file, list[str]()
+
+    def stopping(self: Workspace, index: int, checksum: str) -> None:
+        finish_file(self, index, checksum)
+        finished.append(self.files[index].path)
+        if len(finished) == 5:
+            raise OSError("full")
+
+    monkeypatch.setattr(Workspace, "finish_file", stopping)
+    with pytest.raises(ShardconvError, match="cannot be written"):
+        shardconv.convert(source, out, 2, quantize="fp8", check=False, writing=sizes)
+    shardconv.convert(source, out, 2, quantize="fp8", check=False, writing=sizes)
+    assert len(finished) == len(set(finished)) == 9
+    assert manifest.read(out) == manifest.read(whole)
+    shardconv.reshard(whole, tmp_path / "resharded", 3, check=False)
+    assert manifest.read(tmp_path / "resharded").quantization_errors == errors
+
+
+def test_a_value_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    source = saved(dense(), tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SourceError, match=r"up_proj.weight.* has values that are not finite.*--keep"):
+        shardconv.convert(source, tmp_path / "out", 2, quantize="fp8", check=False)
 
 
 @pytest.mark.parametrize("intermediate", [384, 128])  # 128: one block of inputs
@@ -207,7 +199,7 @@ def test_a_model_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_scheme_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="fp8, int8, nf4, not in 'nf5'; the nearest is nf4"):
+    with pytest.raises(OptionError, match="w8a16, w8a8, not in 'nf5'; the nearest is nf4"):
         shardconv.convert(tmp_path, tmp_path / "out", 2, quantize="nf5")
 
 
@@ -295,3 +287,25 @@ def test_ranks_compute_with_the_dequantized_weights(tmp_path: Path) -> None:
         expected = model.double()(torch.arange(14).reshape(2, 7)).logits
     for logits in run_processes(2, logits_of_rank, tmp_path / "out-2"):
         torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def packed_logits_of_rank(path: Path) -> torch.Tensor:
+    """Runs on each rank."""
+    import shardconv_runtime
+
+    model = shardconv_runtime.load(path)
+    with torch.no_grad():
+        return model(torch.arange(14).reshape(2, 7)).logits.float()
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_ranks_compute_with_weights_of_bitsandbytes(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    _, exported = quantized(saved(dense(), tmp_path), tmp_path, 2, scheme)
+    model = transformers.LlamaForCausalLM.from_pretrained(exported)
+    with torch.no_grad():
+        expected = model(torch.arange(14).reshape(2, 7)).logits.float()
+    first, second = run_processes(2, packed_logits_of_rank, tmp_path / "out-2")
+    assert torch.equal(first, second)
+    assert (first - expected).abs().max() < 0.02 * expected.abs().max()

@@ -71,6 +71,7 @@ NAMES = {
     "transformers.PreTrainedModel._init_weights": "initial weights",
     "transformers.initialization:_is_hf_initialized": "weights that were loaded are not drawn anew",
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "tensors that a checkpoint lacks",
+    "transformers.core_model_loading:_weight_conversions": "names of modules in checkpoints",
     "transformers.integrations.flex_attention.WrappedFlexAttention._instance": "is not compiled in a proof",
     # transformers: generate
     "transformers.utils.chat_template_utils._get_template_variables": "arguments of a chat template",
@@ -102,6 +103,7 @@ NAMES = {
 _BATCHING = "transformers.generation.continuous_batching"
 MOVED = {
     "transformers.initialization": "transformers.initialization",
+    "transformers.core_model_loading": "transformers.core_model_loading",
     "transformers.GenerationMixin": "transformers.generation.utils",
     "transformers.ContinuousMixin": f"{_BATCHING}.continuous_api",
     "transformers.ContinuousBatchingManager": f"{_BATCHING}.continuous_api",

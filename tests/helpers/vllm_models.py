@@ -70,12 +70,12 @@ FLOAT8 = "float8"
 KINDS = (*MODELS, FLOAT8)
 
 
-def save(kind: str, path: Path) -> Path:
+def save(kind: str, path: Path, **sizes: int) -> Path:
     """Save a random model in bfloat16, or in float8."""
     if kind == FLOAT8:
         return _in_float8(save("mixture", path))
     model_type, settings = MODELS[kind]
-    config = transformers.CONFIG_MAPPING[model_type](**settings)
+    config = transformers.CONFIG_MAPPING[model_type](**settings | sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     draw = torch.Generator().manual_seed(7)
     for tensor in (*model.parameters(), *model.buffers()):

@@ -12,6 +12,7 @@ Paths in it are relative, and are checked before anything is opened.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import unicodedata
@@ -124,6 +125,9 @@ class Manifest:
     checks it."""
     numerics: Numerics | None = None
     """How the ranks compare with the unsharded model; None: that was not measured for these files."""
+    quantization_errors: Mapping[str, float] | None = None
+    """FQN of a weight -> its relative error, for weights that were quantized when they were converted: the
+    Frobenius norm of the dequantized weight minus the weight, by the weight's norm; None: none were."""
     version: int = field(default=VERSION, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -142,6 +146,9 @@ class Manifest:
                 reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
                 problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
                 fail(f"{where}.path", problem)
+        for name, error in (self.quantization_errors or {}).items():
+            if not 0 <= error < math.inf:
+                fail("quantization_errors", f"{name[:200]!r}: must be finite and not negative")
         texts = [self.source.name, self.source.revision or "", *chain(*self.tools.items())]
         if any(len(text) > MAX_TEXT_LENGTH for text in texts):
             fail("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")

@@ -281,9 +281,20 @@ def plain_config(text: str) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def config_with_quantization(text: str, settings: Mapping[str, Any]) -> str:
-    """Return the ``config.json`` of weights that were quantized."""
-    return json.dumps({**json.loads(text), "quantization_config": settings}, indent=2) + "\n"
+def config_with_quantization(text: str, settings: Mapping[str, Any], parts: Iterable[str]) -> str:
+    """Return the ``config.json`` of weights that were quantized.
+
+    Args:
+        settings: the ``quantization_config``.
+        parts: keys of the configs of a model's parts. They get the model's dtype if they have none, as when
+            transformers loads and saves the model.
+    """
+    config = json.loads(text)
+    said = {key: config[key] for key in _DTYPE_KEYS if config.get(key) is not None}
+    for part in parts:
+        if isinstance(config.get(part), dict) and not any(config[part].get(key) for key in _DTYPE_KEYS):
+            config[part] |= said
+    return json.dumps({**config, "quantization_config": settings}, indent=2) + "\n"
 
 
 def config_in_dtype(text: str, dtype: str) -> str:

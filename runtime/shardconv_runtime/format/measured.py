@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,8 +101,13 @@ class Numerics:
     """The dtype in which both were run."""
     inputs: Mapping[str, tuple[int, ...]]
     """Global shapes of the inputs by name, as ``input_ids`` ``[B, S]``."""
+    quantization: float | None = None
+    """Largest difference of an output when the weights are not quantized, relative to its largest value.
+    None: the model was not quantized when it was converted, or not compared with its source."""
 
     def __post_init__(self) -> None:
+        if self.quantization is not None and not 0 <= self.quantization < math.inf:
+            fail("quantization", "must be finite and not negative")
         if not 0 <= self.worst <= self.tolerance:
             fail("worst", "must be from 0 to the tolerance")
         if any(len(text) > MAX_NAME_LENGTH for text in (self.dtype, *self.inputs)):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, SourceError
 from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
+from .number_formats import looked_up
 from .packed_format import PackedFormat, Part, Rows, in_bands
 from .stored_weights import REMEDY, Checkpoint, Found, StoredGroup, WeightSlice, info, matrix, require_owners
 
@@ -120,7 +121,7 @@ class Bnb4Bit(PackedFormat):
         both = tensors["*"].contiguous().view(torch.uint8).reshape(-1)
         codes = torch.stack([both >> 4, both & 15], 1).reshape(-1)[: math.prod(held.local_shape)]
         factors = block_factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
-        values = tensors["*.quant_map"].float()[codes.int()]
+        values = looked_up(tensors["*.quant_map"].float(), codes)
         return (values * factors).to(blocks.dtype).reshape(held.local_shape)
 
     def schemes(self, dtype: str) -> Mapping[str, Mapping[str, Any]]:

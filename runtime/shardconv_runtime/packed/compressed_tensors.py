@@ -6,18 +6,22 @@ packed integers are packed along the outputs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, SourceError
+from ..format.header import dtype_name
 from ..format.plan import PackedDim, PackedTensor, Packing
 from . import number_formats
-from .number_formats import PER_BYTE, WORD, check_exponents, unpacked, unpacked_fp4
-from .packed_format import PackedFormat, Part, Rows, fill_as_stored
+from .number_formats import PER_BYTE, WORD, check_exponents, from_float8, unpacked, unpacked_fp4
+from .packed_format import Chosen, PackedFormat, Part, Rows, fill_as_stored, in_bands
 from .stored_weights import (
     REMEDY,
     Checkpoint,
@@ -150,6 +154,8 @@ DTYPES = {
     "input_global_scale": FLOATS,
 }
 COMPANIONS = (".weight_packed", ".weight_scale", *(f".{part.replace('*', 'weight')}" for part in OTHERS))
+PRESETS = ("fp8_dynamic", "w4a16", "w8a16", "w8a8")
+"""Names of the library's settings that need no data."""
 BITS = (1, 2, 4, 8)
 """Numbers of bits that fill a word."""
 
@@ -166,6 +172,9 @@ class CompressedTensors(PackedFormat):
     values = ("*", "*_packed")
     on_gpus_only = True
     can_be_joined = True
+
+    packers = ("compressed-tensors",)
+    skips = "ignore"
 
     weights: tuple[WeightSettings, ...] = ()
     """The weights of all groups of modules."""
@@ -197,10 +206,83 @@ class CompressedTensors(PackedFormat):
         values = _values(dict(packing.settings), tensors, held)
         if "*_global_scale" in tensors:
             return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
-        values = values.to(scale.dtype)
+        is_float8 = values.is_floating_point() and values.element_size() == 1
+        values = from_float8(values, scale.dtype) if is_float8 else values.to(scale.dtype)
         if "*_zero_point" in tensors:
             values = values - _zero_points(packing, tensors, held).to(scale.dtype)
         return values * scale
+
+    def schemes(self, dtype: str) -> Mapping[str, Mapping[str, Any]]:
+        """See ``PackedFormat``; they have the names of the library's presets."""
+        method = {"quant_method": "compressed-tensors"}
+        return {name: {**method, "config_groups": {name.upper(): ["Linear"]}} for name in PRESETS}
+
+    def choose(self, model: nn.Module, settings: Mapping[str, Any]) -> Chosen:
+        """Let the library choose linear layers; heads, which it has no rule for, are transformers' choice."""
+        from compressed_tensors.compressors import ModelCompressor  # an optional library
+        from compressed_tensors.quantization import (
+            QuantizationConfig,
+            QuantizationStatus,
+            apply_quantization_config,
+            preset_name_to_scheme,
+        )
+        from compressed_tensors.quantization.utils import is_module_quantized
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        skipped = settings.get(self.skips)
+        if skipped is None:
+            in_float32 = getattr(model, "_keep_in_fp32_modules", None)
+            patterns = HfQuantizer.get_modules_to_not_convert(model, None, in_float32)
+            names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+            skipped = [name for name in names if not should_convert_module(name, patterns)]
+        config = QuantizationConfig(config_groups=settings["config_groups"], ignore=skipped)
+        presets = [preset_name_to_scheme(name, ["Linear"]) for name in PRESETS]
+        for group in config.config_groups.values():
+            if group.model_copy(update={"format": None}) not in presets:
+                raise ValueError(f"its settings are none of {', '.join(PRESETS)}")
+        apply_quantization_config(model, config, show_progress=False)
+        # The library writes the names that modules have in checkpoints, which it takes from this attribute.
+        # transformers looks for these in the model, where a module may have another name.
+        model._weight_conversions = get_model_conversion_mapping(model)
+        compressor = ModelCompressor.from_pretrained_model(model)
+        if compressor.quantization_config is None:
+            raise ValueError("it has no linear layers")
+        compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+        with TemporaryDirectory() as directory:
+            compressor.update_config(directory)
+            text = Path(directory, "config.json").read_text(encoding="utf-8")
+        written = json.loads(text)["quantization_config"]
+        written[self.skips] = list(dict.fromkeys([*written[self.skips], *skipped]))
+        (scheme,) = compressor.quantization_config.config_groups.values()
+        weights = {
+            f"{name}.weight": dtype_name(module.get_parameter("weight").dtype)
+            for name, module in model.named_modules()
+            if is_module_quantized(module)
+        }
+        return Chosen(scheme, written, tuple(skipped), weights)
+
+    def packed(self, weight: Tensor, quantizer: Any) -> dict[str, Tensor]:
+        """Compute stored tensors by the library, with factors from the largest values as its own way is."""
+        from compressed_tensors.compressors import BaseCompressor  # an optional library
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        settings = quantizer.weights
+        columns = settings.group_size or weight.shape[1]
+        if weight.dim() != 2 or weight.shape[1] % columns:
+            return {"*": weight}  # the library refuses the last group
+        compressor = BaseCompressor.get_value_from_registry(quantizer.format)
+
+        def pack(rows: Tensor) -> dict[str, Tensor]:
+            low, high = rows.reshape(len(rows), -1, columns).aminmax(dim=-1)
+            factors, _ = calculate_qparams(low, high, settings)
+            return dict(compressor.compress({"weight": rows, "weight_scale": factors}, quantizer))
+
+        forms = pack(weight.to("meta"))
+        computed = {part for part, form in forms.items() if form.is_meta}
+        stored = in_bands(weight, 1, lambda rows: {p: t for p, t in pack(rows).items() if p in computed})
+        return {part.replace("weight", "*"): tensor for part, tensor in (forms | stored).items()}
 
     def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
         """Check the exponents, and the shape and the groups of the weight that the tensors describe."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..format.plan import PackedDim, Packing
+from .number_formats import from_float8
 from .packed_format import PackedFormat
 from .stored_weights import Checkpoint, Found, StoredGroup, WeightSlice, matrix, require_owners
 
@@ -49,4 +51,4 @@ class FbgemmFp8(PackedFormat):
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Return values times the factors of their rows, in float32."""
-        return tensors["*"].float() * tensors["*_scale"]
+        return from_float8(tensors["*"], torch.float32) * tensors["*_scale"]

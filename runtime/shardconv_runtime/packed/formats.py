@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ def settings_of_scheme(scheme: str, dtype: str) -> Mapping[str, Any]:
     return next(settings[scheme] for each in FORMATS if scheme in (settings := each.schemes(dtype)))
 
 
+def packing_format(settings: Mapping[str, Any]) -> PackedFormat:
+    """Return the format in which a scheme packs plain weights, not configured."""
+    return QUANT_METHODS[quant_method(settings)]
+
+
 def can_pack(settings: Mapping[str, Any]) -> bool:
     """Return whether plain weights can be quantized in the format of a checkpoint."""
     method = quant_method(settings)
@@ -103,6 +108,9 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
 VALUES_AT_ONCE = 2**22
 """Values that are computed together, so that about 100 MB are needed in addition to the result."""
 
+CACHED_VALUES = 2**18
+"""Values whose errors are computed together, in a processor's cache."""
+
 
 def dequantize(
     packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, dtype: torch.dtype
@@ -116,18 +124,49 @@ def dequantize(
         dtype: the dtype of the result. It is computed as the format's library does, and rounded to this
             dtype.
     """
-    packed_format, first = format_of(packing.method), next(iter(tensors.values()))
+    first = next(iter(tensors.values()))
     out = torch.empty(held.local_shape, dtype=dtype, device=first.device)
-    if out.numel():
-        # Stored tensors are cut between steps only, so a whole number of steps is computed at once.
-        step = math.lcm(*(dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0))
-        count = max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
-        for start in range(0, len(out), count):
-            rows = out[start : start + count]
-            stop = start + len(rows)
-            cut = _rows(packing, tensors, held, start, stop)
-            rows.copy_(packed_format.dequantized(packing, cut, held.rows(start, stop)))
+    for start, values in _dequantized_bands(packing, tensors, held, VALUES_AT_ONCE):
+        out[start : start + len(values)].copy_(values)
     return out
+
+
+def relative_error(packing: Packing, tensors: Mapping[str, Tensor], weight: Tensor) -> float:
+    """Return the Frobenius norm of a dequantized weight minus the weight, divided by the weight's norm.
+
+    Args:
+        packing: the packing of the parameter.
+        tensors: global stored tensors by the names of the packing, in the shape of its dims.
+        weight: global, on the CPU.
+
+    Returns:
+        0 for a weight of zeros that is exact; not finite if a value of the weight or of the result is not.
+    """
+    difference = norm = 0.0
+    whole = WeightSlice.whole(tuple(weight.shape))
+    for start, values in _dequantized_bands(packing, tensors, whole, CACHED_VALUES):
+        exact = weight[start : start + len(values)].float()
+        norm += float(torch.linalg.vector_norm(exact)) ** 2
+        difference += float(torch.linalg.vector_norm(values.float().sub_(exact))) ** 2
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / norm) if norm else math.inf
+
+
+def _dequantized_bands(
+    packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, values_at_once: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the local weight some rows at a time, with the first of them, as the format's library has it."""
+    packed_format, shape = format_of(packing.method), held.local_shape
+    if 0 in shape:
+        return
+    # Stored tensors are cut between steps only, so a whole number of steps is computed at once.
+    step = math.lcm(*(dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0))
+    count = max(values_at_once // math.prod(shape[1:]) // step, 1) * step
+    for start in range(0, shape[0], count):
+        stop = min(start + count, shape[0])
+        cut = _rows(packing, tensors, held, start, stop)
+        yield start, packed_format.dequantized(packing, cut, held.rows(start, stop))
 
 
 def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:

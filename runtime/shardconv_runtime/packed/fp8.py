@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .number_formats import as_factors, check_exponents
+from .number_formats import as_factors, check_exponents, from_float8
 from .packed_format import PackedFormat, Part, fill_as_stored, in_bands
 from .stored_weights import (
     REMEDY,
@@ -108,7 +109,9 @@ class Fp8(PackedFormat):
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Compute values times factors in float32, as transformers does."""
         stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
-        return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)
+        return from_float8(tensors["*"], torch.float32) * spread(
+            as_factors(tensors[stored.name]), stored, held
+        )
 
     def schemes(self, dtype: str) -> Mapping[str, Mapping[str, Any]]:
         """See ``PackedFormat``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
 from .stored_weights import Checkpoint, Found, WeightSlice
 
@@ -30,6 +32,20 @@ class Part:
     def dims(self, name: str) -> tuple[PackedDim, ...]:
         """Return the dims of a stored tensor."""
         return next(stored.dims for stored in self.packing.tensors if stored.name == name)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The weights of a plain model that a library quantizes."""
+
+    quantizer: Any
+    """The library's own description, for ``PackedFormat.packed``."""
+    settings: Mapping[str, Any]
+    """All settings, as the library writes them to config.json."""
+    skipped: tuple[str, ...]
+    """Names of modules that stay plain."""
+    weights: Mapping[str, str]
+    """FQN of each weight -> the dtype in which it is loaded."""
 
 
 Rows = Mapping[str, tuple[Tensor, int | None]]
@@ -92,12 +108,32 @@ class PackedFormat:
         """
         return {}
 
+    def choose(self, model: nn.Module, settings: Mapping[str, Any]) -> Chosen:
+        """Let the library choose the weights that it quantizes; it may replace modules of the model.
+
+        Args:
+            model: the plain model, on meta.
+            settings: one of the ``schemes``, perhaps with more settings.
+
+        Raises:
+            Exception: of any kind; the library cannot quantize the model.
+        """
+        from transformers.quantizers import AutoHfQuantizer  # imports all quantizers, and their libraries
+
+        dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=False)
+        dtype = next(model.parameters()).dtype
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=None)
+        weights = {n: dtype for n, dtype in dtypes.items() if quantizer.param_needs_quantization(model, n)}
+        all_settings = json.loads(json.dumps(quantizer.quantization_config.to_dict()))
+        return Chosen(quantizer, all_settings, tuple(quantizer.modules_to_not_convert), weights)
+
     def packed(self, weight: Tensor, quantizer: Any) -> dict[str, Tensor]:
         """Return the stored tensors of a plain weight, as the format's library computes them.
 
         Args:
             weight: on the CPU; or on meta, and so are then the results that depend on its values.
-            quantizer: transformers' quantizer of one of the ``schemes``.
+            quantizer: from ``choose``.
 
         Returns:
             Stored tensors by their names in a packing; only the weight if the library leaves it plain.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub import ModelCard
@@ -68,6 +69,16 @@ def test_the_result_of_numerics() -> None:
     assert f"{head}\n\n- tp-4: the simulated" in card
     assert "by at most 2.0e-15 of its largest output \\(float64, tolerance 1e-09" in card
     assert EVIL not in card
+
+
+def test_errors_of_quantized_weights_are_listed_worst_first() -> None:
+    variant = published(hand_plan(small_config(), 2))
+    errors = {"a.weight": 0.02, "b.weight": 0.04}
+    variant = replace(variant, manifests=(replace(variant.manifest, quantization_errors=errors),))
+    card = model_card("user/tp", [variant])
+    assert "tp-2: relative errors of 2 quantized weights (Frobenius norm)" in card.replace("\\", "")
+    lines = card.splitlines()
+    assert lines[lines.index("|--:|---|") + 1 :][:2] == ["| 4.00e-02 | b.weight |", "| 2.00e-02 | a.weight |"]
 
 
 def test_the_text_of_a_card() -> None:
