@@ -161,7 +161,8 @@ def _rank(pipe: Connection, environment: Mapping[str, str], ranks: Ranks) -> Non
     os.environ.update(environment)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_warning()  # some tests read the warnings
-    plans_once.install(ranks._scratch)  # plans without measuring, and proven for fewer implementations
+    plans_once.install(ranks._scratch)  # plans without measuring
+    plans_once.Solved.other_attentions = True  # with eager attention, too, which returns its weights
     models = Models(ranks.num_ranks, ranks.read_plans(), without_sums=ranks.without_sums)
     models.install()
     case = test_case(ranks.folder, ranks.model_type)
