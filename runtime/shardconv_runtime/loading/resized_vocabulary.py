@@ -36,6 +36,7 @@ from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
 from ..saving.gathering import gathered_on_rank_0
+from ..training.checkpointing import FUNCTION
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
 from .in_memory import CONFIG_FILES
 from .transform import Stored
@@ -285,5 +286,5 @@ def _build_again(model: Any, source: Loaded, checked: CheckedSource, stored: Sto
 
 def _checkpointing(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that transformers sets on modules for activation checkpointing."""
-    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    names = ("gradient_checkpointing", FUNCTION)
     return {name: vars(module)[name] for name in names if name in vars(module)}

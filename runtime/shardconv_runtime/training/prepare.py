@@ -23,6 +23,7 @@ from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
 from ..parallel.layers import WHY_NO_LABELS, without_logits_gather
 from ..parallel.packed_modules import PackedModules
 from ..parallel.refusals import ARGUMENT, refuse
+from .checkpointing import resume_in_layers
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
@@ -136,6 +137,7 @@ def parallelize_for_training(
         trained = entries if packed is None else {n: e for n, e in entries.items() if n not in packed.names}
         _attach_gates(model, plan, trained, comm, elsewhere)
         attach_random_streams(model, plan.training.draws, comm)
+        resume_in_layers(model)
         for missing in absent:
             watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, missing)})
     if gather is not None and plan.logits and not is_inside(plan.logits.module, elsewhere):
