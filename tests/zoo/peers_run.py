@@ -36,6 +36,7 @@ from distributed import free_port, torchrun_env
 from shardconv_runtime.format.plan import Plan
 
 from .kept_rows import Row
+from .peers_left_out import why_left_out
 from .peers_models import Digest, Models, is_refusal
 from .peers_suite import suite_modules, test_case, tests_of
 
@@ -44,34 +45,6 @@ PASSED, REFUSED, FAILED, SKIPPED, LEFT_OUT = "passed", "refused", "failed", "ski
 not applicable."""
 TEST_S = 180
 """Limit for one test."""
-
-NOT_APPLICABLE: Mapping[str, str] = {
-    "test_all_tensors_are_parameter_or_buffer": "each rank draws initial weights for its part; see limits.md",
-    **{
-        f"test_eager_matches_sdpa_inference_{number:02}_": "like its variants 08, 16 and 24"
-        for number in range(25)
-        if number not in (8, 16, 24)
-    },
-    "test_bc_torch_dtype": "is about names of arguments of `from_pretrained`",
-    "test_torch_save_load": "all ranks write the file that they read",
-    "test_from_pretrained_no_checkpoint": "loads a `state_dict()` as that of a full model; see limits.md",
-    "test_can_load_ignoring_mismatched_shapes": "compares shapes of parameters, which are local",
-    "test_resize_tokens_embeddings": "compares the rows of the weight, which are local, with the vocabulary",
-    "test_resize_embeddings_untied": "compares the rows of the weight, which are local, with the vocabulary",
-    "test_generation_tester_mixin_inheritance": "asks for a suite that the source distribution lacks",
-}
-"""Names of tests that cannot say anything about a sharded model, or what begins several (with ``_`` at the
-end) -> why."""
-
-
-FAIL_BY_THEMSELVES = {
-    "clip": ("test_get_image_features_output_1", "test_get_text_features_output_1"),
-    "llava": ("test_get_image_features_output_1",),
-    "qwen2_vl": ("test_get_image_features_output_1", "test_get_video_features_output_1"),
-}
-"""Types -> tests that make an unsharded model whose own ``forward`` fails, since its config has
-``return_dict=False``, and that call another method of it."""
-
 
 AMPLIFIES_ROUNDING = {"test_training_overfit"}
 """Tests that train for hundreds of steps: what models return then is not compared, only the outcome."""
@@ -306,20 +279,6 @@ def judge(unsharded: Outcome, ranks: Sequence[Outcome]) -> Outcome:
             if difference := expected.difference(digest):
                 return Outcome(FAILED, f"other results: rank {rank}: {difference}")
     return Outcome(PASSED)
-
-
-def why_left_out(model_type: str, test: str) -> str:
-    """Return why a test says nothing about a sharded model; nothing if it may."""
-    if test in FAIL_BY_THEMSELVES.get(model_type, ()):
-        return "the model cannot be planned: `forward` of the unsharded model fails with its config"
-    return next(
-        (
-            why
-            for name, why in NOT_APPLICABLE.items()
-            if test == name or (name[-1] == "_" and test.startswith(name))
-        ),
-        "",
-    )
 
 
 @dataclass
