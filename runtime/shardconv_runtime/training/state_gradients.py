@@ -59,8 +59,8 @@ class _Check:
         if not is_asked_for(model, ARGUMENT, value):
             return
         self._forget()
-        for name, entry in self._entries.items():
-            module = model.get_submodule(name)
+        for name, module in model.named_modules():
+            entry = self._entries.get(name, HookPlan(()))
             inputs, outputs = (
                 {port.port for port in side if not port.grad_axes and not port.sequence_axes}
                 for side in (entry.inputs, entry.outputs)
