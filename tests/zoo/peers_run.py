@@ -144,7 +144,7 @@ def _rank(pipe: Connection, environment: Mapping[str, str], ranks: Ranks) -> Non
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_warning()  # some tests read the warnings
     plans_once.install(ranks._scratch)  # plans without measuring
-    plans_once.Solved.other_attentions = True  # with eager attention, too, which returns its weights
+    plans_once.Solved.attention_weights = True
     models = Models(ranks.num_ranks, ranks.read_plans(), without_sums=ranks.without_sums)
     models.install()
     case = test_case(ranks.folder, ranks.model_type)

@@ -46,6 +46,7 @@ TYPES: Mapping[str, str] = {
     "gemma3_text": "causal",
     "gpt2": "causal",
     "gpt_neox": "causal",
+    "jamba": "causal",
     "llama": "causal",
     "llava": "other",
     "mamba2": "causal",
