@@ -147,7 +147,7 @@ def hidden_states(output: Any) -> Iterator[Tensor]:
 
 
 def other_results(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output that are no hidden states."""
+    """Yield the tensors of an output that are not hidden states."""
     if isinstance(output, Mapping):
         for name, value in output.items():
             if "hidden_states" not in name:
