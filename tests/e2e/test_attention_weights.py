@@ -56,12 +56,17 @@ def of_calls(model: Any) -> list[Tensor]:
 
 
 def gradient(model: Any) -> Tensor:
-    """The gradient of an embedding by a loss that tells heads and positions apart."""
+    """Norms of gradients by a loss that tells heads and positions apart, also of the weights themselves."""
     given = {"decoder_input_ids": IDS[:, :3]} if model.config.is_encoder_decoder else {}
     found = weights(model(IDS, **given, output_attentions=True, use_cache=False))
     terms = [t.pow(3).mean((0, 2, 3)) @ torch.arange(1.0, t.shape[1] + 1, dtype=t.dtype) for t in found]
+    for weights_of_layer in found:
+        weights_of_layer.retain_grad()
     torch.stack(terms).sum().backward()
-    return torch.stack([p.grad.norm() for p in model.parameters() if p.dim() == 1 and p.grad is not None])
+    retained = [t.grad.norm() for t in found if t.grad is not None]
+    assert len(retained) == len(found)
+    norms = [p.grad.norm() for p in model.parameters() if p.dim() == 1 and p.grad is not None]
+    return torch.stack([*norms, *retained])
 
 
 def on_rank(out: Path) -> tuple[list[Tensor], Tensor]:

@@ -30,10 +30,6 @@ def push_to_hub(model: Any, path: Path) -> None:
     model.push_to_hub("user/model")
 
 
-def save_base(model: Any, path: Path) -> None:
-    model.base_model.save_pretrained(path)
-
-
 def add_adapter(model: Any, path: Path) -> None:
     model.add_adapter(None)
 
@@ -85,7 +81,6 @@ def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bo
     ("change", "says"),
     [
         (push_to_hub, "shardconv push"),
-        (save_base, "on the whole model"),
         (add_adapter, "shardconv_runtime.add_adapter"),
         (replace_head, "convert it again"),
         (replace_layers, "convert it again"),

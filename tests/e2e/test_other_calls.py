@@ -176,9 +176,30 @@ def test_hidden_states(tmp_path: Path) -> None:
         assert difference(got, want) <= TOLERANCE
 
 
+def loss_of_hidden_states(model: Any) -> list[Tensor]:
+    """Norms of gradients by a loss that tells hidden states, positions and features apart."""
+    states = model(ids(), output_hidden_states=True).hidden_states
+    states[0].retain_grad()
+    losses = [x.pow(3).mean((0, 1)) @ torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype) for x in states]
+    (torch.stack(losses) @ torch.arange(1.0, len(losses) + 1, dtype=losses[0].dtype)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return [norm, states[0].grad, *(p.grad for n, p in model.named_parameters() if n.endswith("norm.weight"))]
+
+
+def loss_of_hidden_states_on_rank(path: Path) -> list[Tensor]:
+    return loss_of_hidden_states(shardconv_runtime.load(path, training=True, dtype=torch.float64))
+
+
+def test_a_loss_of_hidden_states(tmp_path: Path) -> None:
+    unsharded, out = converted("causal llama", tmp_path)
+    want = loss_of_hidden_states(unsharded)
+    for got in run_processes(2, loss_of_hidden_states_on_rank, out):
+        assert difference(got, want) <= TOLERANCE
+
+
 def test_parts_of_hidden_states_are_refused(tmp_path: Path) -> None:
     out = converted(PARTS, tmp_path)[1]
-    for function in (hidden_states_on_rank, hidden_states_by_config):
+    for function in (hidden_states_on_rank, hidden_states_by_config, loss_of_hidden_states_on_rank):
         for error in run_errors(2, function, out):
             assert isinstance(error, PlanError)
             assert "output_hidden_states" in str(error)

@@ -148,6 +148,22 @@ def run_changed() -> Tensor:
     return (shardconv_runtime.parallelize(model, plan=plan)(IDS).logits - want).abs().max()
 
 
+def run_drawing(path: Path) -> Tensor:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "num_heads": 4, "head_dim": 8, "num_hidden_layers": 1}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, n_groups=2, state_size=8))
+    torch.manual_seed(0)
+    shardconv_runtime.parallelize(model).save_pretrained(path)
+    return torch.rand(3)
+
+
+def test_random_states_stay_alike_on_ranks_with_a_model_that_draws_when_it_is_made(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    for drawn in run_processes(2, run_drawing, tmp_path / "saved"):
+        assert drawn.equal(expected)
+
+
 def test_a_model_that_was_changed_in_memory() -> None:
     assert max(run_processes(2, run_changed)) < 1e-12
 

@@ -71,6 +71,24 @@ def test_a_trained_model_loads_in_transformers(out: Path, tmp_path: Path) -> Non
     assert not torch.equal(before.transformer.wte.weight, model.transformer.wte.weight)
 
 
+def save_base_model(path: Path, target: Path) -> None:
+    model: Any = shardconv_runtime.load(path)
+    model.config.id2label = {0: "mine"}
+    model.base_model.save_pretrained(target, max_shard_size="20KB")
+
+
+def test_a_base_model_is_saved_as_transformers_saves_it(out: Path, tmp_path: Path) -> None:
+    run_processes(2, save_base_model, out, tmp_path / "ranks")
+    whole: Any = transformers.AutoModelForCausalLM.from_pretrained(out.parent / "gpt2")
+    whole.config.id2label = {0: "mine"}
+    whole.base_model.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    written, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ranks", "whole")
+    )
+    assert len(expected) > 2
+    assert written == expected
+
+
 def save_in_float64(path: Path, target: Path) -> None:
     model = shardconv_runtime.load(path, dtype="float64")
     model.save_pretrained(target)

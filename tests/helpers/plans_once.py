@@ -66,6 +66,8 @@ class Solved:
     """Plans say how much memory ranks need, as they do for users."""
     other_attentions: bool = False
     """Plans are proven for the further implementations of attention, and attention weights, as for users."""
+    attention_weights: bool = False
+    """Plans are proven for attention weights."""
     solver: list[tuple[Mapping[str, Any], str, Any]]
     """The functions and constants of the solver: where each is, its name, and what it is."""
 
@@ -106,6 +108,7 @@ def _in_short() -> Iterator[None]:
     rank_simulation.collect_garbage = lambda: None
     if not Solved.other_attentions:
         implementations.OTHERS = ()  # type: ignore[assignment]
+    if not (Solved.other_attentions or Solved.attention_weights):
         proof.attention_gathers = lambda model, inputs, plan: None
     try:
         yield
@@ -163,6 +166,7 @@ def _name(spec: ModelSpec, options: SolveOptions, grains: Grains) -> str:
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
     tied = None if spec.tied is None else sorted(spec.tied.items())
     asked = [*model, tied, repr(options), sorted(grains.items()), settings, Solved.other_attentions]
+    asked.append(Solved.attention_weights)
     return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-import numpy
 import shardconv_runtime
 import torch
 from shardconv_runtime import Communication, PlanError, Planning, ShardconvError
@@ -102,7 +101,7 @@ class Models:
             if models._is_inside or not (args or kwargs) or not _is_asked_for_by_a_suite():
                 return object.__new__(cls)
             _skip_when_ready(cls)
-            with models._inside():
+            with models._inside(), _zeros_in_new_memory():
                 model: Any = object.__new__(cls)
                 model.__init__(*args, **kwargs)
             return models._replaced(model, is_constructed=True)
@@ -110,7 +109,7 @@ class Models:
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
             if models._is_inside or not _is_asked_for_by_a_suite():
                 return original(cls, *args, **kwargs)
-            with models._inside():
+            with models._inside(), _zeros_in_new_memory():
                 result = original(cls, *args, **kwargs)
             if isinstance(result, tuple):
                 return (models._replaced(result[0]), *result[1:])
@@ -133,7 +132,7 @@ class Models:
     def _replaced(self, model: PreTrainedModel, is_constructed: bool = False) -> PreTrainedModel:
         result = model
         if self.num_ranks:
-            with self._inside(), _same_random_states():
+            with self._inside():
                 result = self._sharded(model).train(model.training)
         if is_constructed:
             vars(result)[READY] = True
@@ -234,15 +233,24 @@ def _skip_when_ready(cls: type) -> None:
 
 
 @contextmanager
-def _same_random_states() -> Iterator[None]:
-    """Leave the random states as they are: ranks draw what the unsharded model draws."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
+def _zeros_in_new_memory() -> Iterator[None]:
+    """Fill new memory, which ranks would find with other values where nothing initializes it.
+
+    Some tests skip the initialization of weights, and some types leave a weight uninitialized.
+    """
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            with torch.no_grad():
+                return make(*args, **kwargs).zero_()
+
+        return made
+
+    with torch.device("cpu"):  # torch notes at its first use which functions a device is for
+        torch.empty(0)
+    names = ("empty", "empty_like")
+    with mock.patch.multiple(torch, **{name: filled(getattr(torch, name)) for name in names}):
         yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _key(model: PreTrainedModel, num_ranks: int) -> str:

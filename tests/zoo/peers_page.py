@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .kept_rows import KeptRows, Row, cell, origin
+from .peers_left_out import reasons
 
 COUNTS = ("passed", "refused", "failed", "skipped", "left_out")
 
@@ -44,12 +45,13 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
         "variant of another test."
     )
     yield ""
-    yield "| ranks | types | passed | refused | failed | skipped | left out |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| ranks | types | passed | refused | failed | skipped | left out | refused of all that apply |"
+    yield "|---|---|---|---|---|---|---|---|"
     for tp in sorted({row["tp"] for row in rows}):
         mine = [row for row in rows if row["tp"] == tp]
-        counts = (sum(row[name] for row in mine) for name in COUNTS)
-        yield f"| {tp} | {len(mine)} | {' | '.join(map(str, counts))} |"
+        counts = {name: sum(row[name] for row in mine) for name in COUNTS}
+        share = counts["refused"] / sum(counts[name] for name in ("passed", "refused", "failed"))
+        yield f"| {tp} | {len(mine)} | {' | '.join(map(str, counts.values()))} | {share:.1%} |"
     for status, about in (
         ("refused", "Tests that an error of ours ends, by its message."),
         ("failed", "Tests that fail on ranks and pass on unsharded models."),
@@ -57,6 +59,9 @@ def summary(rows: Sequence[Row], table: str) -> Iterator[str]:
         lines = list(_said(rows, f"{status}_tests"))
         if lines:
             yield from ("", f"## {status.capitalize()}", "", about, "", *lines)
+    yield from ("", "## Left out", "", "| test | why |", "|---|---|")
+    for tests, why in reasons():
+        yield f"| {tests} | {why} |"
 
 
 def _said(rows: Sequence[Row], field: str) -> Iterator[str]:

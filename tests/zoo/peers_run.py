@@ -36,6 +36,7 @@ from distributed import free_port, torchrun_env
 from shardconv_runtime.format.plan import Plan
 
 from .kept_rows import Row
+from .peers_left_out import why_left_out
 from .peers_models import Digest, Models, is_refusal
 from .peers_suite import suite_modules, test_case, tests_of
 
@@ -44,25 +45,6 @@ PASSED, REFUSED, FAILED, SKIPPED, LEFT_OUT = "passed", "refused", "failed", "ski
 not applicable."""
 TEST_S = 180
 """Limit for one test."""
-
-NOT_APPLICABLE: Mapping[str, str] = {
-    "test_all_tensors_are_parameter_or_buffer": "each rank draws initial weights for its part; see limits.md",
-    **{
-        f"test_eager_matches_sdpa_inference_{number:02}_": "like its variants 08, 16 and 24"
-        for number in range(25)
-        if number not in (8, 16, 24)
-    },
-    "test_bc_torch_dtype": "is about names of arguments of `from_pretrained`",
-    "test_torch_save_load": "all ranks write the file that they read",
-    "test_from_pretrained_no_checkpoint": "loads a `state_dict()` as that of a full model; see limits.md",
-    "test_can_load_ignoring_mismatched_shapes": "compares shapes of parameters, which are local",
-    "test_resize_tokens_embeddings": "compares the rows of the weight, which are local, with the vocabulary",
-    "test_resize_embeddings_untied": "compares the rows of the weight, which are local, with the vocabulary",
-    "test_generation_tester_mixin_inheritance": "asks for a suite that the source distribution lacks",
-}
-"""Names of tests that cannot say anything about a sharded model, or what begins several (with ``_`` at the
-end) -> why."""
-
 
 AMPLIFIES_ROUNDING = {"test_training_overfit"}
 """Tests that train for hundreds of steps: what models return then is not compared, only the outcome."""
@@ -161,7 +143,8 @@ def _rank(pipe: Connection, environment: Mapping[str, str], ranks: Ranks) -> Non
     os.environ.update(environment)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_warning()  # some tests read the warnings
-    plans_once.install(ranks._scratch)  # plans without measuring, and proven for fewer implementations
+    plans_once.install(ranks._scratch)  # plans without measuring
+    plans_once.Solved.attention_weights = True
     models = Models(ranks.num_ranks, ranks.read_plans(), without_sums=ranks.without_sums)
     models.install()
     case = test_case(ranks.folder, ranks.model_type)
@@ -298,18 +281,6 @@ def judge(unsharded: Outcome, ranks: Sequence[Outcome]) -> Outcome:
     return Outcome(PASSED)
 
 
-def why_left_out(test: str) -> str:
-    """Return why a test says nothing about a sharded model; nothing if it may."""
-    return next(
-        (
-            why
-            for name, why in NOT_APPLICABLE.items()
-            if test == name or (name[-1] == "_" and test.startswith(name))
-        ),
-        "",
-    )
-
-
 @dataclass
 class Suites:
     """The suites on one type, with the outcomes of the unsharded model."""
@@ -332,7 +303,9 @@ class Suites:
         chosen = [name for name in names if not only or any(part in name for part in only)]
         ranks = Ranks(folder, model_type, 0, plans)
         unsharded = {
-            name: Outcome(LEFT_OUT, reason) if (reason := why_left_out(name)) else ranks.run(name)[0]
+            name: Outcome(LEFT_OUT, reason)
+            if (reason := why_left_out(model_type, name))
+            else ranks.run(name)[0]
             for name in chosen
         }
         ranks.stop()

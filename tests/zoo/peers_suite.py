@@ -46,6 +46,7 @@ TYPES: Mapping[str, str] = {
     "gemma3_text": "causal",
     "gpt2": "causal",
     "gpt_neox": "causal",
+    "jamba": "causal",
     "llama": "causal",
     "llava": "other",
     "mamba2": "causal",
@@ -142,7 +143,14 @@ class TypeTester:
         for name in ("image_size", "patch_size"):
             if hasattr(config, name):
                 setattr(self, name, getattr(config, name))
-        self.seq_length = ids.shape[1] if ids is not None else self._num_patches()
+        num_patches = self._num_patches()
+        if ids is not None:
+            self.seq_length = ids.shape[1]
+        elif num_patches is not None:
+            self.seq_length, self.mask_length = num_patches, num_patches - 1
+            self.num_masks = self.mask_length // 2
+        else:
+            self.seq_length = first.shape[1] if first.dim() == 2 else None  # samples of sound
         if "decoder_input_ids" in inputs:
             self.decoder_seq_length = inputs["decoder_input_ids"].shape[1]
             self.encoder_seq_length = self.seq_length
@@ -182,8 +190,8 @@ def test_case(folder: Path, model_type: str) -> type[unittest.TestCase]:
         config.decoder_start_token_id = config.pad_token_id
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = make_inputs(zoo.model_class(copy.deepcopy(config)))
-    inputs = dict(made.tensors)
+        model = zoo.model_class(copy.deepcopy(config)).eval()
+        inputs = dict(make_inputs(model).tensors)
     if "input_ids" in inputs and "decoder_input_ids" in inputs:
         # The suites take labels to be as long as both texts.
         length = min(inputs[name].shape[1] for name in ("input_ids", "decoder_input_ids"))
@@ -192,6 +200,11 @@ def test_case(folder: Path, model_type: str) -> type[unittest.TestCase]:
     for name in inputs.keys() & {"attention_mask", "decoder_attention_mask"}:
         inputs[name] = torch.ones_like(inputs[name])  # several tests compare all positions
     tester = TypeTester(config, inputs, zoo.model_class)
+    if (
+        next(iter(inputs.values())).dim() == 2 and "input_values" in inputs
+    ):  # sound, of which a state has many
+        with torch.no_grad():
+            tester.encoder_seq_length = model(**inputs)[0].shape[1]
     inputs_of_all = set(inputs)
     accepted = {cls: set(inspect.signature(cls.forward).parameters) for cls in classes_of(model_type)}
 

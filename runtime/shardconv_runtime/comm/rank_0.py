@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError, RanksTimeoutError
+from .host_numbers import host_states, set_host_states
 from .mesh import Launch, rank
 from .process_groups import control_group
 
@@ -59,6 +61,18 @@ def from_rank_0(make: Callable[[], V], group: dist.ProcessGroup | None = None) -
 
 def _send(group: dist.ProcessGroup, message: tuple[bytes, str | None]) -> None:
     dist.broadcast_object_list([message], group_src=0, group=control_group(group))
+
+
+@contextmanager
+def without_drawing() -> Iterator[None]:
+    """Set all random states on the CPU back afterwards: numbers that rank 0 alone draws would leave it with
+    others than the ranks that wait for it."""
+    before = host_states()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            set_host_states(before)
 
 
 def share_rng_state(start: Launch) -> None:

@@ -32,6 +32,7 @@ from ..training.direct_use import refuse_direct_use
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import guard_optimizers
 from ..training.shared_draws import compare_draws
+from .saved_parts import attach_saving_of_parts
 
 # The ranks of a model must get the same inputs: with different ones they would compute nonsense.
 #
@@ -118,6 +119,7 @@ def guard(
     names = module_plans(source.plan).keys()
     ranks = dist.get_process_group_ranks(start.group)
     refuse_changes(model, names, ranks, (start.rank, start.world_size))
+    attach_saving_of_parts(model)
     scheduled = None if source.stage is None else source.stage.link.is_scheduled
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
     _before_each_call(model, LocalCaches(has_all_heads=source.plan.tp == 1))

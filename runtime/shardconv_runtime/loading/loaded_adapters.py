@@ -19,6 +19,7 @@ from ..adapters.adapter_names import DEFAULT, is_of_adapter, peft
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
 from ..comm import agreement
+from ..comm.rank_0 import without_drawing
 from ..default_modes import in_default_modes
 from ..errors import OptionError, PlanError, RefusedCallError, UnsupportedError
 from ..format import plan_json
@@ -88,7 +89,9 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
         if building.start.rank:
             return ""
         plan_adapter = converter_function("plan_adapter", "a new adapter needs a plan with its layers")
-        return plan_json.dumps(plan_adapter(building.checked.directory, building.checked.plan, adapter))
+        with without_drawing():
+            plan = plan_adapter(building.checked.directory, building.checked.plan, adapter)
+        return plan_json.dumps(plan)
 
     plan_text: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
     text = agreement.exchange(building.start, plan_text)[0]

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoint.model_location import locate
 from ..comm.mesh import PP, Launch
-from ..comm.rank_0 import from_rank_0
+from ..comm.rank_0 import from_rank_0, without_drawing
 from ..errors import CodeMismatchError, LaunchError, PlanError
 from ..files import fingerprint
 from ..files.hub_downloads import plan_path
@@ -111,13 +111,14 @@ def _plan_text(options: LoadOptions, planning: Planning, tp: int, pp: int) -> st
         )
     make = converter_function("plan", f"{options.path} has no plan yet, and making one")
     model: Any = options.path if options.in_memory is None else options.in_memory.twin
-    plan = make(
-        model,
-        hub=options.hub,
-        trust_remote_code=options.trust_remote_code,
-        example_inputs=planning.example_inputs,
-        **settings,
-    )
+    with without_drawing():
+        plan = make(
+            model,
+            hub=options.hub,
+            trust_remote_code=options.trust_remote_code,
+            example_inputs=planning.example_inputs,
+            **settings,
+        )
     text = plan_json.dumps(plan)
     if path is not None:
         try:

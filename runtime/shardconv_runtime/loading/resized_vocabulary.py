@@ -29,13 +29,14 @@ from ..default_modes import in_default_modes
 from ..errors import InputsDifferError, RefusedCallError
 from ..files.small_files import copy_small_files, entry_of, files_to_copy
 from ..format import plan_json
-from ..format.plan import Plan, global_shape, local_shape, parameter_plans
+from ..format.plan import Plan, parameter_plans
 from ..format.resized_plan import BEFORE, Shapes, resized_plan
 from ..loaded import Loaded, loaded, remember
 from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
-from ..saving.adapter_saving import held_boxes
+from ..saving.gathering import gathered_on_rank_0
+from ..training.checkpointing import FUNCTION
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
 from .in_memory import CONFIG_FILES
 from .transform import Stored
@@ -93,7 +94,7 @@ def resize_vocabulary(
     if not change.shapes:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
     held = dict(stored_tensors(model))
-    full = {name: _gathered_on_rank_0(held[name].detach(), name, source) for name in change.shapes}
+    full = {name: gathered_on_rank_0(held[name].detach(), name, source) for name in change.shapes}
     values = {name: held[name].new_empty(shape) for name, shape in change.shapes.items()}
 
     def compute() -> None:
@@ -153,7 +154,7 @@ def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> 
     """Return the unsharded model on meta as it was, and what changes in it."""
     building = source.building
     twin: Any = unsharded(building.checked, building.options)[1]
-    _carry_settings(model, twin)
+    carry_settings(model, twin)
     before, names = _shapes(twin), dict(source.plan.tied)
     other = copy.deepcopy(twin)
     resize(other, False)
@@ -199,7 +200,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
 
 
-def _carry_settings(model: Any, twin: Any) -> None:
+def carry_settings(model: Any, twin: Any) -> None:
     """Give the model on meta the settings that a user may have changed since loading."""
     for name, value in vars(model.config).items():
         if isinstance(value, bool | int | float | str | None) and getattr(twin.config, name, value) != value:
@@ -210,24 +211,6 @@ def _carry_settings(model: Any, twin: Any) -> None:
             getattr(twin, f"set_{kind}_implementation")(chosen)
     if getattr(model, "generation_config", None) is not None:
         twin.generation_config = model.generation_config
-
-
-def _gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
-    """Return all of a parameter on rank 0, and this rank's part on the others."""
-    entry, plan, group = parameter_plans(source.plan)[name], source.plan, source.launch.group
-    if group is None:
-        return local.clone()
-    full = local.new_empty(global_shape(entry)) if source.rank == 0 else local
-    for rank in range(plan.tp):
-        part = (
-            local.contiguous()
-            if rank == source.rank
-            else local.new_empty(local_shape(entry, plan.mesh, rank))
-        )
-        dist.broadcast(part, group_src=rank, group=group)
-        for there, here in held_boxes(entry, plan.mesh, rank) if source.rank == 0 else ():
-            full[there] = part[here]
-    return full
 
 
 def _on_rank_0(start: Launch, compute: Callable[[], None]) -> None:
@@ -303,5 +286,5 @@ def _build_again(model: Any, source: Loaded, checked: CheckedSource, stored: Sto
 
 def _checkpointing(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that transformers sets on modules for activation checkpointing."""
-    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    names = ("gradient_checkpointing", FUNCTION)
     return {name: vars(module)[name] for name in names if name in vars(module)}

@@ -7,10 +7,12 @@ call with ``output_attentions``, at the outputs of the modules that compute them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..comm.collectives import Communicator
@@ -45,7 +47,8 @@ def gather_attentions(
     for fqn, steps in gathers.items():
         for each in steps:
             module = model.get_submodule(fqn)
-            hook = _IfAsked(output_hook(each.port, step(each, comm, training)), asked)
+            gather = _Returned(step(each, comm, training))
+            hook = _IfAsked(output_hook(each.port, gather), asked)
             renumber(module, module.register_forward_hook(hook, prepend=True))
 
 
@@ -103,3 +106,39 @@ class _IfAsked:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return self._hook(module, args, output) if self._asked.latest else None
+
+
+class _Returned:
+    """A gather whose result can retain its gradient.
+
+    The model goes on with its local weights, and only the caller reads the result. So autograd knows no
+    gradient of the result by a loss of the logits; it is gathered from the gradients of the local weights.
+    """
+
+    def __init__(self, gather: Any) -> None:
+        self._gather = gather
+
+    def __call__(self, local: Tensor) -> Tensor:
+        full: Tensor = self._gather(local)
+        if full.requires_grad:
+            retain = partial(self._retain, local, ref(full))  # a cycle would keep both until it is collected
+            full.retain_grad = retain  # type: ignore[method-assign]
+        return full
+
+    def _retain(self, local: Tensor, result: ReferenceType[Tensor]) -> None:
+        """Have a backward pass add to the ``grad`` of the result; every rank calls it."""
+        full = result()
+        assert full is not None, "this is a method of it"
+        Tensor.retain_grad(full)
+        of_caller: list[Tensor] = []
+        full.register_hook(of_caller.append)  # type: ignore[no-untyped-call]
+
+        def add(gradient: Tensor) -> None:
+            total = self._gather.forward(gradient)
+            full = result()
+            if full is not None:
+                # Torch has added what comes from the caller, which is a part of the total.
+                rest = total - of_caller.pop() if of_caller else total
+                full.grad = rest if full.grad is None else full.grad + rest
+
+        local.register_hook(add)  # type: ignore[no-untyped-call]

@@ -119,7 +119,7 @@ class _Comparison:
             raise RefusedCallError(
                 f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled"
             )
-        digests = [digest(states) for states in _hidden_states(output)]
+        digests = [digest(states.detach()) for states in hidden_states(output)]
         if not digests:
             return
         axes = self._comm.real(range(len(self._comm.mesh)))
@@ -131,17 +131,36 @@ class _Comparison:
             )
 
 
-def _hidden_states(output: Any) -> Iterator[Tensor]:
-    """Yield the hidden states of an output; of a tuple, which has no names, the tensors in its tuples."""
+def hidden_states(output: Any) -> Iterator[Tensor]:
+    """Yield the hidden states of an output and of the outputs in it.
+
+    A tuple has no names: they are the tensors in its tuples.
+    """
     if isinstance(output, Mapping):
-        hidden_states = [value for name, value in output.items() if "hidden_states" in name]
+        for name, value in output.items():
+            if "hidden_states" in name:
+                yield from _floating(value)
+            elif isinstance(value, Mapping):
+                yield from hidden_states(value)
+    elif isinstance(output, tuple):
+        yield from _floating([value for value in output if isinstance(value, tuple)])
+
+
+def other_results(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output that are not hidden states."""
+    if isinstance(output, Mapping):
+        for name, value in output.items():
+            if "hidden_states" not in name:
+                yield from other_results(value) if isinstance(value, Mapping) else _floating(value)
     else:
-        hidden_states = (
-            [value for value in output if isinstance(value, tuple)] if isinstance(output, tuple) else []
-        )
-    for leaf in _pytree.tree_leaves(hidden_states):
+        values = output if isinstance(output, tuple) else (output,)
+        yield from _floating([value for value in values if not isinstance(value, tuple)])
+
+
+def _floating(values: Any) -> Iterator[Tensor]:
+    for leaf in _pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and leaf.numel():
-            yield leaf.detach()
+            yield leaf
 
 
 def are_alike(digests: Tensor) -> bool:

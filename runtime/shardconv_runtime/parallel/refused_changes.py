@@ -46,12 +46,8 @@ REFUSED_METHODS = {
 
 _METHODS_OF_PARTS = REFUSED_METHODS | {
     "resize_token_embeddings": "call it on the model that was loaded",
-    "save_pretrained": (
-        "it would write this rank's part of the parameters; call it on the whole model on all ranks, and "
-        "load what that wrote with `from_pretrained` of the part's class"
-    ),
 }
-"""The same of models inside of the model. On the model itself, ``save_pretrained`` merges the shards."""
+"""The same of models inside of the model."""
 
 
 @dataclass(frozen=True)

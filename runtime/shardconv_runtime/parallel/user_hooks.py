@@ -179,7 +179,7 @@ class _Hook:
             shown: Any = self._arguments(full, args, kwargs)
             args, kwargs = shown
         else:
-            shown = _mapped(output[0], full, "output")
+            shown = map_tensors(output[0], full, "output")
             args, kwargs = self._arguments(readable, args, kwargs)
         shown_outputs = () if self._is_before else (shown,)
         result = self._hook(module, args, *((kwargs,) if self._with_kwargs else ()), *shown_outputs)
@@ -192,8 +192,8 @@ class _Hook:
     def _arguments(self, function: Callable[[Tensor, str], Any], args: Any, kwargs: Any) -> Any:
         named = [(self._names.get(i, i), value) for i, value in enumerate(args)]
         return (
-            tuple(_mapped(value, function, f"input.{name}") for name, value in named),
-            {name: _mapped(value, function, f"input.{name}") for name, value in kwargs.items()},
+            tuple(map_tensors(value, function, f"input.{name}") for name, value in named),
+            {name: map_tensors(value, function, f"input.{name}") for name, value in kwargs.items()},
         )
 
     def _full(self, x: Tensor, port: str) -> tuple[Tensor, Part]:
@@ -239,7 +239,7 @@ class _Hook:
             # The model's code may write to its tensor, which autograd forbids for views.
             return x if convert is unchanged else convert(x).clone()
 
-        own_result = self._arguments(own, *result) if self._is_before else _mapped(result, own, "output")
+        own_result = self._arguments(own, *result) if self._is_before else map_tensors(result, own, "output")
         if set(ports) != set(parts):
             raise PlanError(
                 f"a hook on {self._watch.name} was given the tensors {', '.join(parts)} and gave back "
@@ -262,7 +262,7 @@ def _chained(first: Part, second: Part) -> Part:
     return lambda x: second(first(x))
 
 
-def _mapped(value: Any, function: Callable[[Tensor, str], Any], port: str) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor, str], Any], port: str) -> Any:
     """Return a copy of arguments or results with other tensors, in containers of the same kind.
 
     Objects that are not containers, such as caches, stay as they are.
@@ -270,10 +270,10 @@ def _mapped(value: Any, function: Callable[[Tensor, str], Any], port: str) -> An
     if isinstance(value, Tensor):
         return function(value, port)
     if isinstance(value, tuple | list):
-        items = [_mapped(item, function, f"{port}.{i}") for i, item in enumerate(value)]
+        items = [map_tensors(item, function, f"{port}.{i}") for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        by_key = {key: _mapped(item, function, f"{port}.{key}") for key, item in value.items()}
+        by_key = {key: map_tensors(item, function, f"{port}.{key}") for key, item in value.items()}
         return by_key if type(value) is dict else type(value)(**by_key)
     return value
 

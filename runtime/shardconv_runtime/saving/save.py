@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
+from ..comm.rank_0 import without_drawing
 from ..default_modes import in_default_modes
 from ..errors import CheckpointError, InputsDifferError, MissingFileError, ShardconvError, UnsupportedError
 from ..files import manifest
@@ -370,7 +371,8 @@ def _merge(
     try:
         shutil.rmtree(merged, ignore_errors=True)
         trust = plan.model.trust_remote_code
-        merge(sharded, merged, max_file_size=max_shard_size, trust_remote_code=trust)
+        with without_drawing():
+            merge(sharded, merged, max_file_size=max_shard_size, trust_remote_code=trust)
         _write_configs(unwrapped(model), plan.model.class_name.rpartition(":")[2], merged)
         # Move all files of ``merged`` to ``target``: the config, without which nothing loads it, last.
         target.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ A layer's ``forward`` is replaced on its instance, so that names in the model do
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -143,6 +144,37 @@ def _wrap(layer: nn.Module, run: Callable[..., Any]) -> None:
         return run(resumable(forward), self, *args, **kwargs)
 
     layer.__dict__["forward"] = MethodType(recomputed, layer)
+
+
+FUNCTION = "_gradient_checkpointing_func"
+"""Attribute of modules in which transformers keeps the function that recomputes a layer."""
+
+
+def resume_in_layers(model: nn.Module) -> None:
+    """Have layers that transformers' own methods recompute draw the same numbers again, in place."""
+    for part in model.modules():
+        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+            if hasattr(part, name):
+                setattr(part, name, MethodType(partial(_enable, name), part))
+
+
+def _enable(name: str, model: nn.Module, *args: Any, **options: Any) -> None:
+    """Call the method of transformers of this name."""
+    getattr(type(model), name)(model, *args, **options)
+    for module in model.modules():
+        run = vars(module).get(FUNCTION)
+        if run is not None and not isinstance(run, _Resuming):
+            vars(module)[FUNCTION] = _Resuming(run)
+
+
+@dataclass(frozen=True)
+class _Resuming:
+    """A function that recomputes a layer, in the random stream in which it ran first."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return self.run(resumable(layer), *args, **options)
 
 
 class _WithoutCache:

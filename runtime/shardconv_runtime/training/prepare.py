@@ -22,12 +22,14 @@ from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
 from ..parallel.layers import WHY_NO_LABELS, without_logits_gather
 from ..parallel.packed_modules import PackedModules
-from ..parallel.refusals import refuse
+from ..parallel.refusals import ARGUMENT, refuse
+from .checkpointing import resume_in_layers
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
 from .regather import MIN_BYTES, attach_regather
 from .sequence import FLAT_OUTPUTS, attach_sequence
+from .state_gradients import WHY_NO_STATES, check_state_gradients
 
 
 def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> None:
@@ -82,12 +84,6 @@ class _Watch:
             handle.remove()
 
 
-WHY_NO_STATES = (
-    "whose inner activations, or their gradients, may be sharded: a loss of them would train the model "
-    "wrongly; use its outputs alone"
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingForm:
     """The form of a rank's model beyond plain inference; see ``load``."""
@@ -124,19 +120,24 @@ def parallelize_for_training(
         modules = without_logits_gather(modules, plan.logits, heads)
     if gather is None and gather_logits is False:
         refuse(model, "labels", WHY_NO_LABELS)
+    checks_states = False
     if plan.modules and plan.tp > 1:
         # Refuse outputs of inner activations, except those that the plan was solved for.
         planned_outputs = plan.training.extra_outputs if plan.training is not None else ()
-        for argument in ("output_hidden_states", *FLAT_OUTPUTS):
-            if argument not in planned_outputs:
+        checks_states = training and not sequence_parallel and ARGUMENT not in planned_outputs
+        for argument in (ARGUMENT, *FLAT_OUTPUTS):
+            if argument not in planned_outputs and not (argument == ARGUMENT and checks_states):
                 refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     apply_plan(model, plan, comm, modules, training=training, packed=packed)
+    if checks_states:
+        check_state_gradients(model, plan)
     if training:
         assert plan.training is not None
         entries = parameter_plans(plan)
         trained = entries if packed is None else {n: e for n, e in entries.items() if n not in packed.names}
         _attach_gates(model, plan, trained, comm, elsewhere)
         attach_random_streams(model, plan.training.draws, comm)
+        resume_in_layers(model)
         for missing in absent:
             watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, missing)})
     if gather is not None and plan.logits and not is_inside(plan.logits.module, elsewhere):

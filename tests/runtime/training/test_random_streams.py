@@ -272,10 +272,12 @@ def test_without_dropout_the_graph_is_one() -> None:
 # Real processes ----------------------------------------------------------------------------------------
 
 
-def train(path: Path, sequence: bool, recompute: bool) -> dict[str, Any]:
+def train(path: Path, sequence: bool, recompute: str) -> dict[str, Any]:
     model = shardconv_runtime.load(path, training=True, sequence_parallel=sequence).train()
-    if recompute:
+    if recompute == "ours":
         shardconv_runtime.checkpoint_activations(model)
+    elif recompute == "transformers":
+        model.gradient_checkpointing_enable()
     torch.manual_seed(5)
     ids = torch.arange(24).reshape(2, 12) % 101
     found: dict[str, Any] = {}
@@ -318,15 +320,16 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_stay_in_step_with_dropout_everywhere(converted: Path, sequence: bool) -> None:
-    plain = run_processes(2, train, converted, sequence, False)
-    again = run_processes(2, train, converted, sequence, True)
+    plain = run_processes(2, train, converted, sequence, "")
+    forms = ("ours",) if sequence else ("ours", "transformers")
+    again = [run_processes(2, train, converted, sequence, form) for form in forms]
     first, second = plain
     assert torch.equal(first["state"], second["state"])
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-12)
     assert torch.allclose(first["gradient"], second["gradient"], atol=1e-12)
     if not sequence:  # replicated
         assert torch.allclose(first["hidden"], second["hidden"], atol=1e-12)
-    for one, other in zip(plain, again, strict=True):
+    for one, other in [pair for ranks in again for pair in zip(plain, ranks, strict=True)]:
         assert torch.equal(one["state"], other["state"])
         for name in ("gradient", "inner"):
             scale = float(one[name].abs().max())

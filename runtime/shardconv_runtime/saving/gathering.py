@@ -1,0 +1,37 @@
+"""Parameters of all ranks, put together on rank 0."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..format.plan import global_shape, local_shape, parameter_plans
+from ..format.stored_layout import holds_values
+from ..loaded import Loaded
+from .adapter_saving import held_boxes
+
+
+def gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
+    """Return all of a parameter on rank 0, and this rank's part on the others; every rank calls it.
+
+    Args:
+        local: this rank's part.
+        name: FQN of the parameter in the plan.
+        source: of a model without stages.
+    """
+    entry, plan, group = parameter_plans(source.plan)[name], source.plan, source.launch.group
+    if group is None:
+        return local.clone()
+    full = local.new_empty(global_shape(entry)) if source.rank == 0 else local
+    for rank in range(plan.tp):
+        if not holds_values(entry, plan.mesh, rank):
+            continue  # of a term of a sum, the others have zeros
+        part = (
+            local.contiguous()
+            if rank == source.rank
+            else local.new_empty(local_shape(entry, plan.mesh, rank))
+        )
+        dist.broadcast(part, group_src=rank, group=group)
+        for there, here in held_boxes(entry, plan.mesh, rank) if source.rank == 0 else ():
+            full[there] = part[here]
+    return full
