@@ -149,7 +149,8 @@ def test_a_tied_head_by_a_plan(tmp_path: Path) -> None:
     shardconv.adapt(tmp_path / "out", saved, tmp_path / "adapted")
     plan = tmp_path / "plan.json"
     plan_json.write(shardconv.plan(source, 2, pp=PP, dtype="float64", check=False), plan)
-    options = {"path": str(source), "plan": str(plan), "adapter": str(tmp_path / "adapted")}
+    adapter = str(tmp_path / "adapted")
+    options = {"path": str(source), "plan": str(plan), "adapter": adapter, "training": True}
     found = run_processes(2 * PP, trained, options, str(tmp_path / "trained"), "1f1b", 1)
     want = trained_alone(source, saved, tmp_path / "wanted")
     require_trained(found, tmp_path / "trained", want, tmp_path / "wanted")
