@@ -87,11 +87,11 @@ def quantized_model(
         )
     chosen, stacks = _choose(spec, packed_format, settings)
     notes: tuple[str, ...] = ()
-    kept = _kept(spec, chosen, stacks, keep or ())
-    if keep is not None and (rest := [name for name in stacks if name.rpartition(".")[0] not in kept]):
+    unquantized = _kept(spec, chosen, stacks, keep or ())
+    if keep is not None and (rest := [name for name in stacks if name.rpartition(".")[0] not in unquantized]):
         notes = (_told_of_stacks(spec, weights, chosen, rest, packed_format),)
-    if kept := kept & {name.rpartition(".")[0] for name in chosen.weights}:
-        skipped = sorted({*chosen.skipped, *kept}, key=natural_key)
+    if unquantized := unquantized & {name.rpartition(".")[0] for name in chosen.weights}:
+        skipped = sorted({*chosen.skipped, *unquantized}, key=natural_key)
         chosen, _ = _choose(spec, packed_format, {**chosen.settings, packed_format.skips: skipped})
     library = _Library(format_of_checkpoint(chosen.settings, spec.name), chosen.quantizer)
     packed = _packed(spec, library, chosen, weights)
@@ -103,9 +103,9 @@ def quantized_model(
     if plain := {*chosen.weights} - packed.keys():
         owners = sorted({name.rpartition(".")[0] for name in plain}, key=natural_key)
         shape = list(weights[min(plain, key=natural_key)].shape)
-        others = f" and {len(owners) - 1} others" if owners[1:] else ""
+        more = f" and {len(owners) - 1} others" if owners[1:] else ""
         reason = "they are not made of full blocks of the format"
-        notes = (*notes, f"{owners[0]} {shape}{others} are not quantized: {reason}")
+        notes = (*notes, f"{owners[0]} {shape}{more} are not quantized: {reason}")
         skipped = sorted({*chosen.skipped, *owners}, key=natural_key)
         chosen, _ = _choose(spec, packed_format, {**chosen.settings, packed_format.skips: skipped})
         packed = {name: packed[name] for name in chosen.weights}
@@ -146,7 +146,7 @@ def _kept(spec: ModelSpec, chosen: Chosen, stacks: Sequence[str], patterns: Sequ
     """Return the modules of chosen weights, or of stacks of matrices, that match a pattern."""
     owners = {name.rpartition(".")[0] for name in chosen.weights}
     plain = {name.rpartition(".")[0] for name in stacks}
-    kept: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
         matches = fnmatch.filter(owners | plain, pattern)
         if not matches:
@@ -154,10 +154,10 @@ def _kept(spec: ModelSpec, chosen: Chosen, stacks: Sequence[str], patterns: Sequ
                 f"keep: {pattern!r} matches no module of {spec.name} whose weight would be quantized; there "
                 f"is for example {min(owners, key=natural_key)}"
             )
-        kept |= set(matches)
-    if patterns and kept >= owners:
+        names |= set(matches)
+    if patterns and names >= owners:
         raise OptionError("keep: the patterns match everything; leave out --quantize")
-    return kept
+    return names
 
 
 def _told_of_stacks(
@@ -165,8 +165,8 @@ def _told_of_stacks(
 ) -> str:
     """Return a note about stacks of matrices that stay plain; refuse if they are most of the model."""
     name = stacks[0]
-    others = f" and {len(stacks) - 1} others" if stacks[1:] else ""
-    shown = f"{name} {list(weights[name].shape)}{others}"
+    rest = f" and {len(stacks) - 1} others" if stacks[1:] else ""
+    shown = f"{name} {list(weights[name].shape)}{rest}"
     plain, packed = (sum(math.prod(weights[n].shape) for n in names) for names in (stacks, chosen.weights))
     if plain <= packed:
         return f"{shown} are not quantized: the library packs no stacks of matrices"
@@ -233,9 +233,9 @@ def _packed(spec: ModelSpec, library: _Library, chosen: Chosen, weights: Weights
         if len(parts) > 1:
             stored |= parts
             plain[name] = weight
-    found = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
+    packed_weights = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
     for name, weight in plain.items():
-        packed = found.of(name, found.plain[name])
+        packed = packed_weights.of(name, packed_weights.plain[name])
         if packed is not None and not _is_divided(packed.packing, weight):
             library.weights[name] = packed
     return dict(library.weights)

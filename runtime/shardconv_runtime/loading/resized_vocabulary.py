@@ -93,9 +93,9 @@ def resize_vocabulary(
     twin, change = agreement.together(start, lambda: _change(model, source, resize))
     if not change.shapes:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
-    held = dict(stored_tensors(model))
-    full = {name: gathered_on_rank_0(held[name].detach(), name, source) for name in change.shapes}
-    values = {name: held[name].new_empty(shape) for name, shape in change.shapes.items()}
+    tensors = dict(stored_tensors(model))
+    full = {name: gathered_on_rank_0(tensors[name].detach(), name, source) for name in change.shapes}
+    values = {name: tensors[name].new_empty(shape) for name, shape in change.shapes.items()}
 
     def compute() -> None:
         values.update(_resized_values(twin, full, lambda part: resize(part, mean_resizing)))
@@ -110,7 +110,7 @@ def resize_vocabulary(
     def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
         entries = parameter_plans(change.plan)
         for name, entry in entries.items():
-            tensor = held[name].detach()
+            tensor = tensors[name].detach()
             if name in values:
                 part = local_view(entry, values[name], change.plan.mesh, source.rank)
                 tensor = part.to(tensor.dtype).contiguous()
@@ -190,8 +190,8 @@ def _with_sizes(twin: nn.Module, other: nn.Module, plan: Plan) -> nn.Module:
     for name, tensor in stored_tensors(resized):
         if tensor.shape != tensors[name].shape:
             owner, attribute = owner_of(resized, name)
-            held = owner._parameters if attribute in owner._parameters else owner._buffers
-            held[attribute] = tensors[name]  # type: ignore[assignment]
+            table = owner._parameters if attribute in owner._parameters else owner._buffers
+            table[attribute] = tensors[name]  # type: ignore[assignment]
     retie(resized, plan)
     return resized
 
@@ -265,9 +265,9 @@ def _build_again(model: Any, source: Loaded, checked: CheckedSource, stored: Sto
     )
     vars(model).clear()
     vars(model).update(vars(copy.deepcopy(checked.in_memory.twin)))
-    own = replace(checked, in_memory=replace(checked.in_memory, twin=model, is_own=True))
+    own_source = replace(checked, in_memory=replace(checked.in_memory, twin=model, is_own=True))
     try:
-        replace(source.building, checked=own).model(stored)
+        replace(source.building, checked=own_source).model(stored)
     except BaseException:
         vars(model).clear()
         vars(model).update(before)

@@ -65,9 +65,9 @@ class Awq(PackedFormat):
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
         modules = [n.removesuffix(".qweight") for n in checkpoint.tensors if n.endswith(".qweight")]
-        found = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
-        require_owners(checkpoint, found, COMPANIONS, self.method)
-        return found
+        weights = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
+        require_owners(checkpoint, weights, COMPANIONS, self.method)
+        return weights
 
     def _module(self, checkpoint: Checkpoint, module: str) -> Found:
         names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales")}

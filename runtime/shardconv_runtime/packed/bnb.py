@@ -98,15 +98,15 @@ class Bnb4Bit(PackedFormat):
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
-        found = {}
+        weights = {}
         for name in checkpoint.tensors:
             if match := STATE.match(name):
-                found[match["weight"]] = _four_bits(checkpoint, match["weight"], name)
+                weights[match["weight"]] = _four_bits(checkpoint, match["weight"], name)
             elif name.endswith(SCALE):
                 module = name.removesuffix(SCALE)
-                found[f"{module}.weight"] = _eight_bits(checkpoint, module)
-        require_owners(checkpoint, found, COMPANIONS, "bitsandbytes")
-        return found
+                weights[f"{module}.weight"] = _eight_bits(checkpoint, module)
+        require_owners(checkpoint, weights, COMPANIONS, "bitsandbytes")
+        return weights
 
     def scales_tokens(self, settings: Mapping[str, Any]) -> bool:
         """See ``PackedFormat``."""
@@ -154,18 +154,18 @@ class Bnb4Bit(PackedFormat):
         """Fill a module of bitsandbytes with the local shape, and the factors of the local blocks."""
         from bitsandbytes.nn import Params4bit  # an optional library
 
-        tensors, held = part.tensors, part.held
+        tensors, weight_slice = part.tensors, part.held
         key = next(name for name in tensors if ".quant_state." in name)
         blocks = Blocks.of(tensors[key])
         state: dict[str, Any] = {
             "quant_type": key.rpartition("__")[2],
             "blocksize": blocks.size,
             "dtype": dtype_name(blocks.dtype),
-            "shape": list(held.local_shape),
+            "shape": list(weight_slice.local_shape),
             "quant_map": tensors["*.quant_map"],
-            **_local_factors(tensors, blocks, held),
+            **_local_factors(tensors, blocks, weight_slice),
         }
-        rows, columns = held.local_shape
+        rows, columns = weight_slice.local_shape
         if rows % CPU_ROWS or columns % blocks.size:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # a flag of the module
         codes = tensors["*"].reshape(-1, 1)

@@ -186,9 +186,9 @@ class CompressedTensors(PackedFormat):
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
         modules = [name.removesuffix(SCALE) for name in checkpoint.tensors if name.endswith(SCALE)]
-        found = {f"{name}.weight": _Weight(checkpoint, name).found(self.weights) for name in modules}
-        require_owners(checkpoint, found, COMPANIONS, "compressed-tensors")
-        return found
+        weights = {f"{name}.weight": _Weight(checkpoint, name).found(self.weights) for name in modules}
+        require_owners(checkpoint, weights, COMPANIONS, "compressed-tensors")
+        return weights
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Compute (value - zero point) * factor in the dtype of the factors, as the library does.
@@ -375,8 +375,8 @@ class _Weight:
         )
 
     def _name(self, part: str) -> str:
-        own = part.startswith("*")
-        return f"{self._module}.{part.replace('*', 'weight')}" if own else f"{self._module}.{part}"
+        is_of_weight = part.startswith("*")
+        return f"{self._module}.{part.replace('*', 'weight')}" if is_of_weight else f"{self._module}.{part}"
 
     def _is_of(self, weights: WeightSettings) -> bool:
         """Return whether the values may be of a group with these settings."""

@@ -34,7 +34,7 @@ class FbgemmFp8(PackedFormat):
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
         names = [name.removesuffix(SCALE) for name in checkpoint.tensors if name.endswith(SCALE)]
-        found = {}
+        weights = {}
         for name in names:
             stored = {"*": name, "*_scale": f"{name}{SCALE}"}
             bound = f"{name.rpartition('.')[0]}.{BOUND}"
@@ -45,9 +45,9 @@ class FbgemmFp8(PackedFormat):
             group.add("*_scale", ["float32"], (PackedDim(0, 1), PackedDim(None, 1)))
             if BOUND in stored:
                 group.add(BOUND, ["float32"], (PackedDim(None, 1),))
-            found[name] = group.found(self.method)
-        require_owners(checkpoint, found, COMPANIONS, self.method)
-        return found
+            weights[name] = group.found(self.method)
+        require_owners(checkpoint, weights, COMPANIONS, self.method)
+        return weights
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Return values times the factors of their rows, in float32."""

@@ -79,7 +79,7 @@ class Fp8(PackedFormat):
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
-        found = {}
+        weights = {}
         for weight, name, stored in _factors(checkpoint):
             shape = info(checkpoint, weight, name).shape
             if len(shape) < 2:
@@ -90,12 +90,12 @@ class Fp8(PackedFormat):
             group.add(stored, FACTORS, self._dims(shape, checkpoint.tensors[name].shape))
             for part, full in inputs.items():
                 group.add(part, FACTORS[:3], _input_dims(shape, checkpoint.tensors[full].shape))
-            found[weight] = group.found(self.method)
-        require_owners(checkpoint, found, COMPANIONS, self.method)
+            weights[weight] = group.found(self.method)
+        require_owners(checkpoint, weights, COMPANIONS, self.method)
         for name, tensor in checkpoint.tensors.items():
-            if tensor.dtype == VALUES and name not in found:
+            if tensor.dtype == VALUES and name not in weights:
                 raise SourceError(f"{name} is in float8 and lacks {name}_scale_inv{REMEDY}")
-        return found
+        return weights
 
     def _dims(self, shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:
         """Return the dims of the factors of a weight."""
@@ -145,15 +145,15 @@ def _factors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
             if name.endswith(end):
                 owner = name.removesuffix(end)
                 weight = f"{owner}.weight" if end.startswith(".") else owner
-                found = checkpoint.tensors.get(weight)
-                if end == "_scale_inv" or (found is not None and found.dtype == VALUES):
+                values = checkpoint.tensors.get(weight)
+                if end == "_scale_inv" or (values is not None and values.dtype == VALUES):
                     yield weight, name, stored
 
 
 def _beside(weight: str, part: str) -> str:
     """Name in the checkpoint of a tensor of the same module."""
-    module, _, own = weight.rpartition(".")
-    return f"{module}.{part.replace('*', own)}"
+    module, _, attribute = weight.rpartition(".")
+    return f"{module}.{part.replace('*', attribute)}"
 
 
 def _input_dims(shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:

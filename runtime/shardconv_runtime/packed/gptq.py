@@ -66,9 +66,9 @@ class Gptq(PackedFormat):
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
         modules = [n.removesuffix(".qweight") for n in checkpoint.tensors if n.endswith(".qweight")]
-        found = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
-        require_owners(checkpoint, found, COMPANIONS, self.method)
-        return found
+        weights = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
+        require_owners(checkpoint, weights, COMPANIONS, self.method)
+        return weights
 
     def _module(self, checkpoint: Checkpoint, module: str) -> Found:
         names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
@@ -106,14 +106,14 @@ class Gptq(PackedFormat):
 
     def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
         """Check that the group of each input exists, and is the one of consecutive inputs."""
-        found = tensors["g_idx"].cpu().long()
+        columns = tensors["g_idx"].cpu().long()
         groups = next(stored.dims[0] for stored in packing.tensors if stored.name == "scales")
         if groups.of is None:
-            if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < groups.step:
+            if columns.numel() and not 0 <= int(columns.min()) <= int(columns.max()) < groups.step:
                 raise CheckpointError(
                     f"{name}: g_idx names a group outside of the {groups.step} of the weight"
                 )
-        elif not torch.equal(found, held.positions(1) // groups.step):
+        elif not torch.equal(columns, held.positions(1) // groups.step):
             raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
 
     def kernel_settings(self, packings: Collection[Packing], *, tiles: bool) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ class Mxfp4(PackedFormat):
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
         names = [name.removesuffix(BLOCKS) for name in checkpoint.tensors if name.endswith(BLOCKS)]
-        found = {}
+        weights = {}
         for name in names:
             shape = info(checkpoint, f"{name}{BLOCKS}", name).shape
             if len(shape) != 4:
@@ -45,9 +45,9 @@ class Mxfp4(PackedFormat):
             group = StoredGroup(checkpoint, (experts, blocks * BLOCK, outputs), stored)
             group.add("*_blocks", ["uint8"], (*DIMS, PackedDim(None, BLOCK // PER_BYTE)))
             group.add("*_scales", ["uint8"], DIMS)
-            found[name] = group.found(self.method)
-        require_owners(checkpoint, found, COMPANIONS, self.method)
-        return found
+            weights[name] = group.found(self.method)
+        require_owners(checkpoint, weights, COMPANIONS, self.method)
+        return weights
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Compute values times powers of two, which bfloat16 holds exactly, one expert after another."""

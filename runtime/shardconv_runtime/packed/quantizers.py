@@ -33,8 +33,8 @@ class Quantized:
 
 def require_computable(quantized: Quantized, packings: Iterable[Packing], *, compiled: bool = False) -> None:
     """Check that packed parameters can be computed with as they are stored."""
-    found = list(packings)
-    if found and not quantizer_of(quantized, found).is_compileable and compiled:
+    listed = list(packings)
+    if listed and not quantizer_of(quantized, listed).is_compileable and compiled:
         raise PlanError(
             "compile=True: modules that compute with these packed weights cannot be compiled; leave it out, "
             "or pass dequantize=True"
@@ -62,11 +62,11 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
             f"the model is quantized ({method}), and transformers has no kernels for that on this "
             f"{quantized.device.type} device; {_INSTEAD}"
         )
-    wanted = quantizer.update_dtype(quantized.dtype)
-    if wanted != quantized.dtype:
+    dtype = quantizer.update_dtype(quantized.dtype)
+    if dtype != quantized.dtype:
         raise PlanError(
-            f"the model is quantized ({method}), and its kernels compute in {wanted} on this device, not in "
-            f"{quantized.dtype}; pass dtype={dtype_name(wanted)!r}"
+            f"the model is quantized ({method}), and its kernels compute in {dtype} on this device, not in "
+            f"{quantized.dtype}; pass dtype={dtype_name(dtype)!r}"
         )
     return quantizer
 

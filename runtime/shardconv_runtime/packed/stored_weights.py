@@ -43,12 +43,12 @@ class WeightSlice:
 
     def rows(self, start: int, stop: int) -> WeightSlice:
         """Return the part with only these local positions of the first dim."""
-        kept, offset = [], 0
+        dims, offset = [], 0
         for a, b in self.ranges[0]:
             first, last = a + max(start - offset, 0), a + min(stop - offset, b - a)
-            kept += [(first, last)] if first < last else []
+            dims += [(first, last)] if first < last else []
             offset += b - a
-        return WeightSlice(self.shape, (tuple(kept), *self.ranges[1:]))
+        return WeightSlice(self.shape, (tuple(dims), *self.ranges[1:]))
 
     def local_steps(self, dim: int, step: int) -> Tensor:
         """Return the local step of each local position along a dim, int64 ``[local size]``."""
@@ -83,9 +83,9 @@ def spread(values: Tensor, stored: PackedTensor, held: WeightSlice) -> Tensor:
         if dim.of is not None and dim.step > 1:
             values = values.index_select(place, held.local_steps(dim.of, dim.step).to(values.device))
     along = {dim.of: place for place, dim in enumerate(stored.dims) if dim.of is not None}
-    others = [place for place, dim in enumerate(stored.dims) if dim.of is None]
+    other_dims = [place for place, dim in enumerate(stored.dims) if dim.of is None]
     shape = [values.shape[along[dim]] if dim in along else 1 for dim in range(len(held.shape))]
-    return values.permute([*(along[dim] for dim in sorted(along)), *others]).reshape(shape)
+    return values.permute([*(along[dim] for dim in sorted(along)), *other_dims]).reshape(shape)
 
 
 def along(of: int, step: int, size: int) -> PackedDim:
@@ -158,14 +158,14 @@ class StoredGroup:
     ) -> None:
         """Describe a tensor."""
         full = self._names[name]
-        found = self._checkpoint.tensors[full]
+        stored = self._checkpoint.tensors[full]
         expected = shape or tuple(global_size(dim, self._shape) for dim in dims)
-        if found.dtype not in dtypes or found.shape != expected:
+        if stored.dtype not in dtypes or stored.shape != expected:
             raise SourceError(
-                f"{full} is {found.dtype} {list(found.shape)}, and should be {' or '.join(dtypes)} "
+                f"{full} is {stored.dtype} {list(stored.shape)}, and should be {' or '.join(dtypes)} "
                 f"{list(expected)} for a weight of {list(self._shape)}{REMEDY}"
             )
-        self._stored.append(PackedTensor(name, found.dtype, dims, shape))
+        self._stored.append(PackedTensor(name, stored.dtype, dims, shape))
 
     def found(self, method: str, **settings: int) -> Found:
         """Return the parameter, of all tensors that were added."""

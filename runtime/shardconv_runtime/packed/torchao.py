@@ -50,11 +50,13 @@ class Torchao(PackedFormat):
 
     def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
         """See ``PackedFormat``."""
-        found = {name: _parameter(checkpoint, name, said) for name, said in _packed(checkpoint)}
+        weights = {name: _parameter(checkpoint, name, said) for name, said in _packed(checkpoint)}
         ends = tuple(f"_{part}" for part in ("qdata", "scale", "zero_point"))
-        suffixes = tuple(f"._{own}{end}" for own in {n.rpartition(".")[2] for n in found} for end in ends)
-        require_owners(checkpoint, found, suffixes or ("._weight_qdata",), self.method)
-        return found
+        suffixes = tuple(
+            f"._{attribute}{end}" for attribute in {n.rpartition(".")[2] for n in weights} for end in ends
+        )
+        require_owners(checkpoint, weights, suffixes or ("._weight_qdata",), self.method)
+        return weights
 
     def dequantized(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
         """Compute (value - zero point) * factor in float32, as the library does."""
@@ -116,11 +118,11 @@ def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Fo
         raise SourceError(
             f"{name} is quantized by torchao as {kind}; {', '.join(VALUES)} are covered{REMEDY}"
         )
-    if others := parts - {"qdata", "scale", "zero_point"}:
-        raise SourceError(f"{name} is quantized by torchao with {min(others)}, which is not covered{REMEDY}")
-    module, _, own = name.rpartition(".")
+    if unknown := parts - {"qdata", "scale", "zero_point"}:
+        raise SourceError(f"{name} is quantized by torchao with {min(unknown)}, which is not covered{REMEDY}")
+    module, _, attribute = name.rpartition(".")
     names = {
-        f"_*_{part}": f"{module}._{own}_{part}"
+        f"_*_{part}": f"{module}._{attribute}_{part}"
         for part in ("qdata", "scale", *sorted(parts & {"zero_point"}))
     }
     shape = info(checkpoint, names["_*_qdata"], name).shape

@@ -71,11 +71,11 @@ def hooks_with_messages(model: nn.Module) -> str:
 
 def hook_of_user(model: nn.Module) -> str | None:
     """Return a module on which somebody has registered a hook since the model was loaded; None without."""
-    known = (*_KNOWING, "transformers")
+    libraries = (*_KNOWING, "transformers")
     for name, module in model.named_modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
             for hook in vars(module)[kind].values():
-                if isinstance(hook, _Hook) or _origin(hook).partition(".")[0] not in known:
+                if isinstance(hook, _Hook) or _origin(hook).partition(".")[0] not in libraries:
                     return name or type(model).__name__
     return None
 
