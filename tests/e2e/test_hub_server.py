@@ -250,6 +250,7 @@ def test_a_server_for_many_processes(tmp_path: Path) -> None:
             endpoint = server.stdout.readline().strip()
             code = f"from huggingface_hub import snapshot_download; print(snapshot_download({REPO!r}))"
             own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+            own |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}  # of a busy machine
             done = subprocess.run(
                 [sys.executable, "-c", code],
                 env={**os.environ, **own},
@@ -257,7 +258,8 @@ def test_a_server_for_many_processes(tmp_path: Path) -> None:
                 text=True,
                 timeout=60,
             )
-            assert contents(done.stdout.strip())["sub/weights.safetensors"] == WEIGHTS, done.stderr
+            assert done.returncode == 0, done.stderr
+            assert contents(done.stdout.strip())["sub/weights.safetensors"] == WEIGHTS
         finally:
             server.kill()
     records = [json.loads(line) for line in log.read_text().splitlines()]
