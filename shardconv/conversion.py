@@ -19,13 +19,13 @@ from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.resolve import ModelSpec, files_left_out, resolve
 from shardconv_runtime.errors import OptionError, SourceError
 from shardconv_runtime.files import fingerprint, manifest
-from shardconv_runtime.files.library_logging import without_library_logging
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.model_config import CONFIG
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, told_left_out
 from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.library_logging import without_library_logging
 from shardconv_runtime.packed.formats import quant_method, settings_of_scheme
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names

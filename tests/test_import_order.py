@@ -53,6 +53,7 @@ RUNTIME_ORDER = (
     "hub_options",
     "option_values",
     "default_modes",
+    "library_logging",
     "format",
     "packed",
     "comm",

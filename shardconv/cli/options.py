@@ -56,7 +56,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     if verbose:
         yield progress
     elif "transformers" in sys.modules:
-        from shardconv_runtime.files.library_logging import without_library_logging
+        from shardconv_runtime.library_logging import without_library_logging
 
         with without_library_logging():
             yield progress
@@ -464,7 +464,7 @@ def opened(source: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     if is_on_hub(source):
         # The Hub client is slow to import, and a local directory does not need it.
         from shardconv_runtime.files.hub_downloads import find_all
-        from shardconv_runtime.files.library_logging import without_hub_logging
+        from shardconv_runtime.library_logging import without_hub_logging
 
         with without_hub_logging():
             published = find_all(source, Hub(**hub), tp)

@@ -34,11 +34,11 @@ from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recording_tensors import RecordedTensor, recording
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
-from shardconv_runtime.files.library_logging import without_library_logging
 from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import PackedDim, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
+from shardconv_runtime.library_logging import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict

@@ -18,7 +18,6 @@ from ..checkpoint.lazy_tensor import FileLeaf, LazyTensor, take
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
-from ..files.library_logging import without_library_logging
 from ..files.manifest import Manifest, Source
 from ..files.reading import map_file
 from ..files.small_files import entry_of, files_to_copy
@@ -30,6 +29,7 @@ from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
 from ..format.stored_layout import stored_plans
 from ..hub_options import Hub
+from ..library_logging import without_library_logging
 from .checked_source import CheckedSource
 
 # Tensors that are contiguous in a file are mapped, and nothing is copied.
