@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.errors import CheckpointError, MissingModelError, OptionError
-from shardconv_runtime.files.manifest import MANIFEST_NAME, check_size, read_plan
+from shardconv_runtime.files.manifest import MANIFEST_NAME, check_size, quantization_errors, read_plan
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.small_files import stage_directories, variant
 from shardconv_runtime.files.tp_folders import folder_in, folders, only
@@ -121,7 +121,7 @@ def print_errors(manifests: Iterable[Manifest], plan: Plan) -> None:
         manifests: one for each stage.
         plan: the plan of all stages.
     """
-    errors = {name: error for each in manifests for name, error in (each.quantization_errors or {}).items()}
+    errors = quantization_errors(manifests)
     if errors:
         click.echo(printable("\n" + errors_report(errors, num_packed(plan))), nl=False)
 

@@ -134,8 +134,7 @@ def copy_unused(found: Converted, directory: Path) -> list[FileEntry]:
 
 def errors(found: Converted) -> dict[str, float]:
     """Return the errors of weights that were quantized when they were converted, by FQN."""
-    manifests = found.stages or (found.manifest,)
-    return {name: e for each in manifests for name, e in (each.quantization_errors or {}).items()}
+    return manifest.quantization_errors(found.stages or (found.manifest,))
 
 
 def unused(found: Converted) -> dict[str, LazyTensor]:

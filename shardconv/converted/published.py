@@ -39,8 +39,7 @@ class Published:
     @property
     def quantization_errors(self) -> dict[str, float]:
         """Errors of the weights that were quantized when they were converted, by FQN."""
-        errors = (each.quantization_errors or {} for each in self.manifests)
-        return {name: error for each in errors for name, error in each.items()}
+        return manifest.quantization_errors(self.manifests)
 
 
 def published(directories: Sequence[Path]) -> Published:

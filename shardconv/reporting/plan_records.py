@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardconv_runtime.files.manifest import FileEntry, Manifest
+from shardconv_runtime.files.manifest import FileEntry, Manifest, quantization_errors
 from shardconv_runtime.format.measured import Numerics, cache_bytes, prefill_bytes
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape
@@ -166,7 +166,7 @@ def files_record(entries: Iterable[FileEntry]) -> tuple[records.FileReport, ...]
 
 def errors_record(manifests: Iterable[Manifest]) -> tuple[records.WeightErrorReport, ...]:
     """Return the errors of weights that were quantized when they were converted, worst first."""
-    errors = {name: error for each in manifests for name, error in (each.quantization_errors or {}).items()}
+    errors = quantization_errors(manifests)
     return tuple(records.WeightErrorReport(name, error) for name, error in worst_first(errors))
 
 

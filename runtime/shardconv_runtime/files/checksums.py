@@ -103,9 +103,7 @@ def pieces_of(num_bytes: int) -> list[tuple[int, int]]:
 
 def _piece_of_path(path: Path | RemoteFile, start: int, num_bytes: int) -> int:
     if not isinstance(path, Path):
-        buffer = bytearray(num_bytes)
-        path.reader().read_into(start, memoryview(buffer))
-        return zlib.crc32(buffer)
+        return zlib.crc32(path.reader().read(start, num_bytes))
     with open(path, "rb", buffering=0) as file:
         return piece_checksum(file.fileno(), start, num_bytes)
 

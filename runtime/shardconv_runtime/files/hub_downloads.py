@@ -19,12 +19,12 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from ..errors import CheckpointError, NotConvertedError, ShardconvError, SourceError, brief
+from ..errors import NotConvertedError, ShardconvError, SourceError, brief
 from ..hub_options import Hub, require_repo_id
 from . import hub_time_limits, manifest
 from .hub_errors import FINAL, explain, has_timed_out, hub_error, hub_failure
 from .hub_time_limits import NoAnswerError, UnknownHostError, bounded
-from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes
 from .model_config import CONFIG
 from .remote_files import remote_files
 from .small_files import stage_of, variant_name
@@ -87,15 +87,9 @@ class Repository:
             if isinstance(error.__cause__, OfflineModeIsEnabled):
                 return
             raise
-        sizes = {file.name: file.num_bytes for file in remote}
-        for entry in entries:
-            size = sizes.get(self.path + entry.path)
-            if size != entry.num_bytes:
-                found_size = "is missing" if size is None else f"has {size} bytes"
-                raise CheckpointError(
-                    f"{self.repo_id}: {self.path}{entry.path} {found_size} and should have {entry.num_bytes} "
-                    "bytes; push the converted directory again"
-                )
+        sizes = {file.name.removeprefix(self.path): file.num_bytes for file in remote}
+        where = f"{self.repo_id}: {self.path}"
+        check_listed_sizes(where, sizes, entries, "push the converted directory again")
 
 
 def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Repository, Manifest] | None:

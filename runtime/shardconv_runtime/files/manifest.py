@@ -16,7 +16,7 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -223,6 +223,15 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
         raise DamagedError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
 
 
+def quantization_errors(manifests: Iterable[Manifest]) -> dict[str, float]:
+    """Return the errors of weights that were quantized when they were converted, by FQN.
+
+    Args:
+        manifests: one for each stage.
+    """
+    return {name: error for each in manifests for name, error in (each.quantization_errors or {}).items()}
+
+
 def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
     """Read the plan of a converted directory."""
     where = os.fspath(directory)
@@ -302,6 +311,24 @@ def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str)
         raise DamagedError(
             f"{where}: {entry.path} has {num_bytes} bytes and should have {entry.num_bytes}; {_REMEDY}"
         )
+
+
+def check_listed_sizes(
+    where: str, sizes: Mapping[str, int], entries: Iterable[FileEntry], remedy: str
+) -> None:
+    """Check that files are in a listing, with the sizes of the manifest.
+
+    Args:
+        where: the beginning of the message, which goes on with the path.
+        sizes: path -> bytes.
+    """
+    for entry in entries:
+        size = sizes.get(entry.path)
+        if size != entry.num_bytes:
+            problem = "is missing" if size is None else f"has {size} bytes"
+            raise CheckpointError(
+                f"{where}{entry.path} {problem} and should have {entry.num_bytes} bytes; {remedy}"
+            )
 
 
 def check_shard(

@@ -24,7 +24,6 @@ from typing import Any
 
 from ..errors import (
     AccessError,
-    CheckpointError,
     MissingModelError,
     MissingPackageError,
     NetworkError,
@@ -32,7 +31,7 @@ from ..errors import (
     SourceError,
 )
 from ..hub_options import again
-from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, read
+from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, check_listed_sizes, read
 from .model_config import CONFIG
 from .remote_files import TIMEOUT_S, RangeReader, RemoteFile
 from .small_files import cache_directory, small_files, stage_of, variant_name
@@ -77,9 +76,7 @@ class StoredObject(RemoteFile):
 
     def read(self) -> bytes:
         """Return all of its bytes."""
-        buffer = bytearray(self.num_bytes)
-        self.reader().read_into(0, memoryview(buffer))
-        return bytes(buffer)
+        return bytes(self.reader().read(0, self.num_bytes))
 
     def __str__(self) -> str:
         return f"{self.directory}/{self.name}"
@@ -161,14 +158,8 @@ class ObjectDirectory:
 
     def check_sizes(self, entries: Sequence[FileEntry]) -> None:
         """Check that files exist and have the sizes of the manifest."""
-        for entry in entries:
-            there = self.objects.get(entry.path)
-            if there is None or there.num_bytes != entry.num_bytes:
-                problem = "is missing" if there is None else f"has {there.num_bytes} bytes"
-                raise CheckpointError(
-                    f"{self.url}: {entry.path} {problem} and should have {entry.num_bytes} bytes; copy the "
-                    "converted directory there again"
-                )
+        sizes = {name: each.num_bytes for name, each in self.objects.items()}
+        check_listed_sizes(f"{self.url}: ", sizes, entries, "copy the converted directory there again")
 
 
 def object_directory(url: str) -> ObjectDirectory:
@@ -200,7 +191,7 @@ def find_stored(url: str, world_size: int, rank: int = 0) -> tuple[ObjectDirecto
         The directory, and a local copy of its small files; None if there is an ordinary model.
     """
     root = object_directory(url)
-    names = list(root.objects)
+    names = root.objects
     path = next(
         (p for p in ("", variant_name(world_size)) if posixpath.join(p, MANIFEST_NAME) in names), None
     )
@@ -228,7 +219,7 @@ def find_all_stored(url: str, tp: int | None) -> list[tuple[ObjectDirectory, Pat
 
 def with_small_files(directory: ObjectDirectory) -> tuple[ObjectDirectory, Path]:
     """Return a converted directory, and a local copy of its small files."""
-    described = read(directory.local_copy([MANIFEST_NAME, PLAN_NAME]))
+    described = read(directory.local_copy([MANIFEST_NAME]))
     names = [entry.path for entry in small_files(described)]
     return directory, directory.local_copy([MANIFEST_NAME, PLAN_NAME, *names])
 

@@ -102,6 +102,12 @@ class RangeReader(ABC):
                 ) from problem
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
 
+    def read(self, offset: int, count: int) -> bytearray:
+        """Return ``count`` bytes from ``offset`` on."""
+        buffer = bytearray(count)
+        self.read_into(offset, memoryview(buffer))
+        return buffer
+
     @abstractmethod
     def request(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
         """Request bytes once; return the number of those received, and the error if a retry may help."""
@@ -164,9 +170,7 @@ def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTen
     reader = file.reader()
 
     def read(offset: int, count: int) -> bytes:
-        buffer = bytearray(max(min(count, file.num_bytes - offset), 0))
-        reader.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
+        return bytes(reader.read(offset, max(min(count, file.num_bytes - offset), 0)))
 
     return parse_header(read, file.num_bytes, str(file))
 

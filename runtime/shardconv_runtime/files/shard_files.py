@@ -158,16 +158,10 @@ def _blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _remote_sample(file: RemoteFile) -> str:
     """Return the same checksum of a file that is read over a network."""
-    reader = file.reader()
-
-    def block(span: tuple[int, int]) -> bytearray:
-        data = bytearray(span[1] - span[0])
-        reader.read_into(span[0], memoryview(data))
-        return data
-
-    value = 0
+    reader, value = file.reader(), 0
     with ThreadPoolExecutor(NUM_THREADS, "sample") as pool:
-        for data in pool.map(block, _blocks(file.num_bytes)):
+        blocks = ((begin, end - begin) for begin, end in _blocks(file.num_bytes))
+        for data in pool.map(reader.read, *zip(*blocks, strict=True)):
             value = zlib.crc32(data, value)
     return f"crc32:{value:08x}"
 

@@ -176,8 +176,7 @@ class CheckedSource:
         """Return the byte ranges of files that this process will read, as far as they are known."""
         if self.files is None:
             return ()
-        local = [shard for shard in self.files.shards if isinstance(shard.path, Path)]
-        spans_of_files = self.files.spans if sharding is None else sharding.spans(local)
+        spans_of_files = self.files.spans if sharding is None else sharding.spans(self.files.local)
         return [*spans_of_files, *(span for other in self.more for span in other.spans(sharding))]
 
 

@@ -75,8 +75,12 @@ class RankFiles:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Return all byte ranges of the files on this machine, in the order in which they are read."""
-        local = (shard for shard in self.shards if isinstance(shard.path, Path))
-        return tuple((shard.path, 0, shard.num_bytes) for shard in local)
+        return tuple((shard.path, 0, shard.num_bytes) for shard in self.local)
+
+    @property
+    def local(self) -> tuple[ShardFile, ...]:
+        """Return the files on this machine."""
+        return tuple(shard for shard in self.shards if isinstance(shard.path, Path))
 
 
 def check_files(

@@ -94,7 +94,8 @@ def resize_vocabulary(
     if not change.shapes:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
     tensors = dict(stored_tensors(model))
-    full = {name: gathered_on_rank_0(tensors[name].detach(), name, source) for name in change.shapes}
+    plans = parameter_plans(source.plan)
+    full = {name: gathered_on_rank_0(tensors[name].detach(), plans[name], source) for name in change.shapes}
     values = {name: tensors[name].new_empty(shape) for name, shape in change.shapes.items()}
 
     def compute() -> None:

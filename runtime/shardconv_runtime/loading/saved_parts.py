@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..comm import agreement
 from ..default_modes import in_default_modes
 from ..errors import RefusedCallError
+from ..format.plan import parameter_plans
 from ..loaded import Loaded, loaded
 from ..parallel.build import owner_of, retie, stored_tensors
 from ..saving.gathering import gathered_on_rank_0
@@ -42,7 +43,7 @@ def _save_part(model: Any, path: str, save_directory: str | os.PathLike[str], **
     source = loaded(model)
     _require_plain(model, source, path)
     twin: Any = unsharded(source.building.checked, source.building.options)[1]
-    first_names = dict(source.plan.tied)
+    first_names, plans = dict(source.plan.tied), parameter_plans(source.plan)
     tensors = {
         name: tensor
         for name, tensor in stored_tensors(model)
@@ -52,7 +53,7 @@ def _save_part(model: Any, path: str, save_directory: str | os.PathLike[str], **
     for name, tensor in tensors.items():
         if name in first_names:
             continue
-        full = gathered_on_rank_0(tensor.detach(), name, source)
+        full = gathered_on_rank_0(tensor.detach(), plans[name], source)
         if source.rank == 0:
             owner, attribute = owner_of(twin, name)
             if attribute in owner._parameters:

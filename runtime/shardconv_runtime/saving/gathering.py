@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from ..format.plan import global_shape, local_shape, parameter_plans
+from ..format.plan import ParameterPlan, global_shape, local_shape
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded
 from .adapter_saving import held_boxes
 
 
-def gathered_on_rank_0(local: Tensor, name: str, source: Loaded) -> Tensor:
+def gathered_on_rank_0(local: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
     """Return all of a parameter on rank 0, and this rank's part on the others; every rank calls it.
 
     Args:
         local: this rank's part.
-        name: FQN of the parameter in the plan.
+        entry: the parameter in the plan.
         source: of a model without stages.
     """
-    entry, plan, group = parameter_plans(source.plan)[name], source.plan, source.launch.group
+    plan, group = source.plan, source.launch.group
     if group is None:
         return local.clone()
     full = local.new_empty(global_shape(entry)) if source.rank == 0 else local

@@ -423,3 +423,13 @@ def test_damage_is_a_checkpoint_error_or_a_header(
             read_header(path)
         except CheckpointError:
             return
+
+
+@pytest.mark.parametrize(("sizes", "problem"), [({}, "is missing"), ({"a/x": 3}, "has 3 bytes")])
+def test_files_that_were_listed_with_other_sizes(sizes: dict[str, int], problem: str) -> None:
+    entries = [manifest.FileEntry("a/x", 4, "sha256:" + "0" * 64)]
+    manifest.check_listed_sizes("there: ", {"a/x": 4}, entries, "copy it again")
+    with pytest.raises(
+        CheckpointError, match=f"^there: a/x {problem} and should have 4 bytes; copy it again$"
+    ):
+        manifest.check_listed_sizes("there: ", sizes, entries, "copy it again")
