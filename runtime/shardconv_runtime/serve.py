@@ -50,6 +50,11 @@ def argument_parser() -> argparse.ArgumentParser:
         help="key that clients must send; default: the environment variable SHARDCONV_API_KEY, or none",
     )
     parser.add_argument(
+        "--response-template",
+        metavar="FILE",
+        help="JSON file with the template that parses answers; default: the one in the tokenizer's config",
+    )
+    parser.add_argument(
         "--ignore",
         nargs="+",
         default=[],

@@ -204,6 +204,11 @@ def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int
     help="Key that clients must send.  [default: the variable SHARDCONV_API_KEY, or none]",
 )
 @click.option(
+    "--response-template",
+    metavar="FILE",
+    help="JSON file with the template that parses answers.  [default: the one in the tokenizer's config]",
+)
+@click.option(
     "--ignore",
     multiple=True,
     metavar="FIELD",

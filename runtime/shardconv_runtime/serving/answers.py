@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -14,7 +15,9 @@ from typing import Any
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
 from .grammars import PACKAGE, SLOW
+from .message_parser import MessageDelta, MessageParser
 from .metrics import Metrics
+from .response_templates import ResponseTemplate
 from .schemas import BadRequest, Sampling, TokenLogprob
 from .text_streams import TextStream
 from .token_texts import TokenTexts
@@ -37,6 +40,7 @@ class Served:
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
         max_requests: answered or waiting at a time; more are told to come again.
+        response_template: parses the answers of chats; None to return their texts.
         metrics: counts of this server.
     """
 
@@ -53,6 +57,7 @@ class Served:
     """Rank 0 has them: it is not the first of several stages."""
     compiler_calls: BoundedCalls | None = None
     prompt_calls: BoundedCalls | None = None
+    response_template: ResponseTemplate | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
     @cached_property
@@ -100,6 +105,8 @@ class AnswerOptions:
     stop_token_ids: frozenset[int] = frozenset()
     ignores_end: bool = False
     shows_special_tokens: bool = False
+    hides_end: bool = False
+    """The text of the token with which the model ends its answer is left out."""
 
     def of_choice(self, number: int) -> AnswerOptions:
         """Return the options of one of several answers to a prompt; each one draws from its own seed."""
@@ -120,6 +127,12 @@ class AnswerPiece:
     """``stop`` or ``length`` in the last one."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """The logprobs of the tokens since the piece before, if they were asked for."""
+    is_cut: bool = False
+    """The answer ends here for another reason than that the model has ended it."""
+    message: MessageDelta | None = None
+    """The new parts of the message if the answer is parsed."""
+    num_reasoning_tokens: int = 0
+    """The number of tokens of the reasoning so far, if the answer is parsed."""
 
 
 class AnswerFailed(Exception):
@@ -164,25 +177,63 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 num_told, last_at = len(tokens), now
                 has_end = bool(tokens) and tokens[-1] in ends
                 # A stop that is its own token is not a part of the answer.
-                shown = tokens[:-1] if has_end and tokens[-1] in stop_tokens else tokens
+                hides_last = has_end and (wanted.hides_end or tokens[-1] in stop_tokens)
+                shown = tokens[:-1] if hides_last else tokens
                 text = stream.push(shown, is_finished)
                 is_last = stream.is_stopped or is_finished
                 if not is_last and not text:
                     continue
                 reason, logprobs = None, ()
                 if is_last:
-                    is_cut = len(tokens) >= max_new_tokens and not has_end and not stream.is_stopped
-                    reason = "length" if is_cut else "stop"
+                    is_full = len(tokens) >= max_new_tokens and not has_end and not stream.is_stopped
+                    reason = "length" if is_full else "stop"
                 if wanted.sampling.num_logprobs is not None:
                     logprobs = tuple(served.processor.logprobs[name][num_shown : len(shown)])
                     num_shown = len(shown)
-                yield AnswerPiece(text, len(tokens), reason, logprobs)
+                is_cut = is_last and not (has_end and tokens[-1] in served.ends)
+                yield AnswerPiece(text, len(tokens), reason, logprobs, is_cut)
                 if is_last:
                     return
         finally:
             if not is_finished:
                 served.manager.cancel_request(name)
             _forget(served, name)
+
+
+async def parsed(
+    pieces: AsyncGenerator[AnswerPiece], parser: MessageParser, *, has_one_call: bool = False
+) -> AsyncGenerator[AnswerPiece]:
+    """Yield the pieces of an answer with the parts of its message; their texts are the content.
+
+    Args:
+        has_one_call: the answer ends after its first call of a tool.
+    """
+    num_tokens = num_reasoning = num_calls = 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            was_reasoning = parser.is_reasoning
+            delta = parser.push(piece.text)
+            if was_reasoning or parser.is_reasoning or delta.reasoning:
+                num_reasoning += piece.num_tokens - num_tokens
+            num_tokens, reason = piece.num_tokens, piece.finish_reason
+            if reason is not None:
+                delta = delta + parser.end(is_cut=piece.is_cut)
+            if has_one_call and delta.calls:
+                delta, reason = replace(delta, calls=delta.calls[:1]), "stop"
+            num_calls += len(delta.calls)
+            if reason is None and delta.is_empty and not piece.logprobs:
+                continue
+            if reason == "stop" and num_calls:
+                reason = "tool_calls"
+            yield replace(
+                piece,
+                text=delta.content,
+                finish_reason=reason,
+                message=delta,
+                num_reasoning_tokens=num_reasoning,
+            )
+            if reason is not None:
+                return
 
 
 def _forget(served: Served, name: str) -> None:

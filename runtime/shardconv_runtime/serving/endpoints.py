@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -17,8 +18,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
-from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer
+from .answer_forms import AnswerForm
+from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
+from .message_parser import MessageParser
 from .prompts import token_ids
+from .response_templates import ResponseTemplate
 from .schemas import (
     COMPLETION_TOKENS,
     BadRequest,
@@ -27,13 +31,9 @@ from .schemas import (
     ErrorBody,
     ErrorResponse,
     Sampling,
-    TokenLogprob,
 )
-from .text_streams import TextStream
 
 LOG = logging.getLogger(__name__)
-LEAST_LOGPROB = -9999.0
-"""For tokens that the model excludes: JSON has no infinity; OpenAI's API has this number."""
 Indexed = tuple[int, AnswerPiece]
 """The number of an answer among those to one request, and a piece of it."""
 _STATUSES = (400, 401, 404, 429, 503)
@@ -53,7 +53,14 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
         responses={status: {"model": ErrorResponse} for status in _STATUSES},
     )
     started = int(time.time())
-    model = {"id": served.name, "object": "model", "created": started, "owned_by": "shardconv"}
+    template = served.response_template
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "shardconv",
+        "response_template": None if template is None else template.source,
+    }
     guarded = [Depends(require_key)]
 
     @app.get("/v1/models", dependencies=guarded)
@@ -130,24 +137,50 @@ async def _respond(
     prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
+    template = _template_for(served, body) if isinstance(body, ChatRequest) else None
     options = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
         await served.with_grammar(body.sampling(defaults)),
         body.stops,
         frozenset(body.stop_token_ids),
         body.ignore_eos,
-        not body.skip_special_tokens,
+        shows_special_tokens=template is not None or not body.skip_special_tokens,
+        hides_end=template is not None,
     )
     answers = [
-        answer(served, prompt, options.of_choice(number)) for prompt in prompts for number in range(body.n)
+        _parsed(served, body, template, prompt, answer(served, prompt, options.of_choice(number)))
+        for prompt in prompts
+        for number in range(body.n)
     ]
-    form = _Form(served, is_chat, prompts, len(answers), body.skip_special_tokens)
+    form = AnswerForm(served, is_chat, prompts, len(answers), body.skip_special_tokens, template is not None)
     pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # invalid requests are refused before the stream begins
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(_events(form, first, pieces, has_usage), media_type="text/event-stream")
     return await _whole(form, pieces, request)
+
+
+def _template_for(served: Served, body: ChatRequest) -> ResponseTemplate | None:
+    """Return the template that parses the answer of a chat: without tools, calls are a part of the text."""
+    template = served.response_template
+    return template if template is None or body.shown_tools else template.without_calls()
+
+
+def _parsed(
+    served: Served,
+    body: CompletionRequest | ChatRequest,
+    template: ResponseTemplate | None,
+    prompt: Sequence[int],
+    pieces: AsyncGenerator[AnswerPiece],
+) -> AsyncGenerator[AnswerPiece]:
+    """Return the pieces of an answer with the message that a template finds in them."""
+    if template is None or not isinstance(body, ChatRequest):
+        return pieces
+    begins_answer = body.chat_template_kwargs.get("add_generation_prompt", True)
+    begin = template.begin_of_answer(served.tokenizer, prompt) if begins_answer else ""
+    parser = MessageParser(partial(template.parser, begin, body.shown_tools), template.fields)
+    return parsed(pieces, parser, has_one_call=not body.parallel_tool_calls)
 
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:
@@ -180,7 +213,7 @@ async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerat
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _whole(form: _Form, pieces: AsyncGenerator[Indexed], request: Request) -> Response:
+async def _whole(form: AnswerForm, pieces: AsyncGenerator[Indexed], request: Request) -> Response:
     """Answer in one piece; cancel the requests when the client disconnects."""
 
     async def collect() -> Response:
@@ -212,14 +245,16 @@ async def _whole(form: _Form, pieces: AsyncGenerator[Indexed], request: Request)
 
 
 async def _events(
-    form: _Form, first: Indexed, pieces: AsyncGenerator[Indexed], has_usage: bool
+    form: AnswerForm, first: Indexed, pieces: AsyncGenerator[Indexed], has_usage: bool
 ) -> AsyncGenerator[str]:
     """Yield server-sent events; cancel the requests when the client disconnects."""
     async with aclosing(pieces):
         try:
-            yield _event(form.part(*first))
+            for part in form.parts(*first):
+                yield _event(part)
             async for index, piece in pieces:
-                yield _event(form.part(index, piece))
+                for part in form.parts(index, piece):
+                    yield _event(part)
             if has_usage:
                 yield _event(form.usage_part())
             yield "data: [DONE]\n\n"
@@ -228,134 +263,6 @@ async def _events(
             yield _event({"error": {"message": str(error), "type": _kind(status)}})
         finally:
             form.log()
-
-
-class _Form:
-    """The JSON of the answers to one request, see OpenAI's API."""
-
-    def __init__(
-        self,
-        served: Served,
-        is_chat: bool,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        skip_special_tokens: bool,
-    ) -> None:
-        self._is_chat = is_chat
-        self._num_prompt_tokens = sum(map(len, prompts))
-        self._begin = time.perf_counter()
-        self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": served.name}
-        self._texts = served.token_texts
-        self._shown: list[list[int]] = [[] for _ in range(count)]
-        """Tokens of each answer whose logprobs were shown."""
-        self._offsets = [0] * count
-        self._streams = [
-            TextStream(served.tokenizer, skip_special_tokens=skip_special_tokens) for _ in range(count)
-        ]
-        self.last: list[AnswerPiece | None] = [None] * count
-        """The last piece of each answer."""
-
-    def seen(self, index: int, piece: AnswerPiece) -> AnswerPiece:
-        """Note the last piece of an answer, and return it."""
-        self.last[index] = piece
-        return piece
-
-    def log(self) -> None:
-        """Log one line for the request."""
-        reasons = [each.finish_reason or "canceled" if each is not None else "canceled" for each in self.last]
-        LOG.info(
-            "%s %s: %d tokens of the prompt, %d new ones, %.2f s, %s",
-            self._head["id"],
-            "chat" if self._is_chat else "completion",
-            self._num_prompt_tokens,
-            self._num_new_tokens(),
-            time.perf_counter() - self._begin,
-            " ".join(reasons),
-        )
-
-    def whole(self, found: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return all of the answers."""
-        choices = []
-        for index, pieces in enumerate(found):
-            content = "".join(piece.text for piece in pieces)
-            text = (
-                {"message": {"role": "assistant", "content": content}} if self._is_chat else {"text": content}
-            )
-            logprobs = tuple(each for piece in pieces for each in piece.logprobs)
-            choices.append(self._choice(index, text, pieces[-1].finish_reason, logprobs))
-        return self._object("chat.completion", choices) | {"usage": self._usage()}
-
-    def part(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
-        """Return a piece of an answer."""
-        role = {"role": "assistant"} if self.last[index] is None else {}
-        self.seen(index, piece)
-        text = {"delta": role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        choice = self._choice(index, text, piece.finish_reason, piece.logprobs)
-        return self._object("chat.completion.chunk", [choice])
-
-    def usage_part(self) -> dict[str, Any]:
-        """Return the numbers of tokens, at the end of a stream."""
-        return self._object("chat.completion.chunk", []) | {"usage": self._usage()}
-
-    def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
-        return self._head | {"object": kind if self._is_chat else "text_completion", "choices": choices}
-
-    def _choice(
-        self, index: int, text: dict[str, Any], reason: str | None, logprobs: Sequence[TokenLogprob]
-    ) -> dict[str, Any]:
-        shown = None
-        if logprobs:
-            show = self._chat_logprobs if self._is_chat else self._text_logprobs
-            shown = show(index, logprobs)
-        return {"index": index, "logprobs": shown, "finish_reason": reason} | text
-
-    def _chat_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        def entry(token: int, logprob: float, is_first: bool) -> dict[str, Any]:
-            return {
-                "token": texts.name(token, is_first),
-                "logprob": max(logprob, LEAST_LOGPROB),
-                "bytes": [*texts.bytes_of(token, is_first)],
-            }
-
-        texts, content = self._texts, []
-        for each in logprobs:
-            is_first = not self._shown[index]
-            top = [entry(*likely, is_first) for likely in each.top]
-            content.append(entry(each.token, each.logprob, is_first) | {"top_logprobs": top})
-            self._shown[index].append(each.token)
-        return {"content": content}
-
-    def _text_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        names: list[str] = []
-        offsets, tops = [], []
-        for each in logprobs:
-            is_first = not self._shown[index]
-            # By text, as in the API. A text that several tokens have is that of the chosen one, or of the
-            # likeliest one; the others are shown by their numbers.
-            owners = {self._texts.name(each.token, is_first, "bytes:"): each.token}
-            names.extend(owners)
-            top: dict[str, float] = {}
-            for token, logprob in each.top:
-                name = self._texts.name(token, is_first, "bytes:")
-                owner = owners.setdefault(name, token)
-                top[name if owner == token else f"token_id:{token}"] = max(logprob, LEAST_LOGPROB)
-            tops.append(top)
-            offsets.append(self._offsets[index])
-            self._shown[index].append(each.token)
-            self._offsets[index] += len(self._streams[index].push(self._shown[index], is_last=False))
-        return {
-            "tokens": names,
-            "token_logprobs": [max(each.logprob, LEAST_LOGPROB) for each in logprobs],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-
-    def _num_new_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.last if each is not None)
-
-    def _usage(self) -> dict[str, int]:
-        prompt, new = self._num_prompt_tokens, self._num_new_tokens()
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _event(value: dict[str, Any]) -> str:

@@ -13,6 +13,9 @@ from pydantic_core import PydanticCustomError
 COMPLETION_TOKENS = 16
 """New tokens of a completion that names no number; the API's default."""
 
+MOST_TOOLS = 128
+"""Tools of one request, as in OpenAI's API."""
+
 MOST_CHOICES = 128
 """Answers to one request."""
 
@@ -23,8 +26,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
 }
 """Fields of the API that the server does not know, with the values that ask for nothing."""
 
@@ -246,13 +247,75 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[TextPart] | None = None
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it.
+
+        Clients send the arguments of calls as JSON, and empty fields as null. Templates expect objects, and
+        fields that have values.
+        """
+        message = self.model_dump(exclude_unset=True)
+        calls = message.get("tool_calls")
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        if isinstance(calls, list) and calls:
+            message["content"] = message.get("content") or ""
+            message["tool_calls"] = [_with_object(call) for call in calls]
+        return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, if they are JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class ToolFunction(BaseModel):
+    """A function that the model may call. The chat template gets all of it, other fields too."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """Schema of the arguments, which are one object."""
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChosenFunction(_Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class ChosenTool(_Fields):
+    """The tool that an answer has to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
 
 class ChatRequest(GenerationRequest):
     """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    """Tools for the template; the model's use of them is returned as text."""
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
@@ -269,23 +332,22 @@ class ChatRequest(GenerationRequest):
         """Return whether there is a text; messages are one."""
         return True
 
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the template gets: none if the answer may call none."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
     def token_ids(self, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of the messages as one prompt, by the tokenizer's chat template."""
         if tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template; use completions", "messages", 404)
-        messages = [
-            message.model_dump(exclude_unset=True)
-            | (
-                {"content": "".join(p.text for p in message.content)}
-                if isinstance(message.content, list)
-                else {}
-            )
-            for message in self.messages
-        ]
+        messages = [message.for_template() for message in self.messages]
         options = {"add_generation_prompt": True, **self.chat_template_kwargs, "return_dict": True}
         try:
             encoded = tokenizer.apply_chat_template(
-                messages, tools=self.tools or None, tokenize=True, **options
+                messages, tools=self.shown_tools or None, tokenize=True, **options
             )
         except MemoryError:
             raise

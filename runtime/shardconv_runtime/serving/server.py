@@ -31,6 +31,7 @@ from .endpoints import application
 from .grammars import COMPILE_AT_A_TIME, COMPILE_S, PACKAGE, Grammars, prepare_calls
 from .prompts import PROMPT_S, PROMPTS_AT_A_TIME
 from .request_sampling import default_sampling, processor_of, serving_config
+from .response_templates import ResponseTemplate, template_of_file, template_of_tokenizer
 from .schemas import Sampling
 
 CPU_BLOCKS = 128
@@ -43,12 +44,14 @@ END_S = 24
 
 def serve_rank(arguments: argparse.Namespace) -> None:
     """Load this rank's part, and answer requests together with the others."""
+    template = None
     if env_int("RANK", 0) == 0:
         require_free_port(arguments.host, arguments.port)
+        template = template_of_file(arguments.response_template) if arguments.response_template else None
     with ExitStack() as stack:
         # Before threads and CUDA's state exist, which a forked process must not have.
         fork_server = stack.enter_context(closing(ForkServer())) if env_int("RANK", 0) == 0 else None
-        _run_rank(arguments, fork_server)
+        _run_rank(arguments, fork_server, template)
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -63,7 +66,9 @@ def require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> None:
+def _run_rank(
+    arguments: argparse.Namespace, fork_server: ForkServer | None, template: ResponseTemplate | None
+) -> None:
     end_with_launcher()
     # transformers would set it itself, too late for NCCL, and warn.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
@@ -114,6 +119,7 @@ def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> 
                 processor.is_with_rank_0,
                 compiler_calls,
                 prompt_calls,
+                template or template_of_tokenizer(tokenizer),
             )
             serve(served, defaults, arguments, told, fork_server)
 

@@ -129,19 +129,36 @@ class Template:
         return {"input_ids": [1]}
 
 
-def test_messages_reach_the_template_as_they_are() -> None:
+def test_messages_reach_the_template_as_it_expects_them() -> None:
+    """Arguments of calls are objects, and fields that are null are left out; all else is unchanged."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None},
         {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": None},
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     ]
     tools = [{"type": "function", "function": {"name": "f"}}]
     template = Template()
     request = ChatRequest.model_validate({"messages": messages, "tools": tools, "tool_choice": "auto"})
     assert request.token_ids(template) == [[1]]
-    assert template.got == ([messages[0] | {"content": "ab"}, *messages[1:]], tools)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    silent = {"role": "assistant", "content": None}
+    assert template.got == ([messages[0] | {"content": "ab"}, calling, calling, silent, messages[4]], tools)
+    request = ChatRequest.model_validate({"messages": messages, "tools": tools, "tool_choice": "none"})
+    request.token_ids(template)
+    assert template.got[1] is None
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", '{"a": ', None])
+def test_arguments_that_are_no_object_reach_the_template_as_they_are(arguments: Any) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}, 3]
+    template = Template()
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    ChatRequest.model_validate({"messages": messages}).token_ids(template)
+    assert template.got[0] == [{"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 @pytest.mark.parametrize("messages", [[], [{}], [{"role": "user", "content": 3}], ["hi"], None, "hi"])

@@ -1,0 +1,115 @@
+"""The template with which a model's answers are parsed: reasoning, content and calls of tools.
+
+transformers reads it from the tokenizer's config and parses with it, see ``parse_response``. A stream gets
+the same as a whole answer: both are made from the events of transformers' parser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from ..errors import OptionError, brief
+
+LOG = logging.getLogger(__name__)
+CALLS = "tool_calls"
+"""The field of a template that has calls of tools."""
+CONTENT = "content"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which templates have the reasoning; transformers accepts them, too."""
+TAIL_TOKENS = 512
+"""Tokens at the end of a prompt in which the answer's beginning is looked for first: a prompt may be long."""
+
+
+@dataclass(frozen=True)
+class ResponseTemplate:
+    """A template and where it comes from.
+
+    Attributes:
+        spec: the template, as transformers documents it.
+        source: the tokenizer, or the option ``--response-template``.
+    """
+
+    spec: Mapping[str, Any]
+    source: Literal["tokenizer", "option"]
+
+    @property
+    def fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the fields of a message that the template finds in a text."""
+        fields: Mapping[str, Mapping[str, Any]] = self.spec["fields"]
+        return fields
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the template finds calls of tools."""
+        return CALLS in self.fields
+
+    def without_calls(self) -> ResponseTemplate | None:
+        """Return the template that leaves calls in the text, for requests without tools."""
+        fields = {name: field for name, field in self.fields.items() if name != CALLS}
+        return ResponseTemplate({**self.spec, "fields": fields}, self.source) if fields else None
+
+    def parser(self, begin: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
+        """Return transformers' parser of an answer.
+
+        Args:
+            begin: text of the prompt that is a part of the answer, see ``begin_of_answer``.
+            tools: tools of the request, whose schemas tell the types of arguments.
+        """
+        return ResponseParser(dict(self.spec), prefix=begin, tools=[dict(tool) for tool in tools])
+
+    def begin_of_answer(self, tokenizer: Any, prompt: Sequence[int]) -> str:
+        """Return the end of a prompt that is a part of the answer: ``<think>``, for example.
+
+        A prompt without the template's anchor has no part of the answer. transformers' parser would take the
+        whole prompt for one.
+        """
+        whole = {"rest": {"content_args": {"strip": False}}}
+        for tokens in (prompt[-TAIL_TOKENS:], prompt):
+            text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+            probe = ResponseParser({**self.spec, "fields": whole}, prefix=text)
+            rest = "".join(event.get("text", "") for event in probe.initial_events)
+            if rest != text:
+                return text
+        return ""
+
+
+def template_of_tokenizer(tokenizer: Any) -> ResponseTemplate | None:
+    """Return the template in a tokenizer's config; None if it has none that transformers can parse with."""
+    spec = getattr(tokenizer, "response_template", None)
+    if spec is None:
+        return None
+    template = ResponseTemplate(spec, "tokenizer")
+    if (reason := _reason_against(template)) is not None:
+        LOG.warning("answers are not parsed: the tokenizer's response_template: %s", reason)
+        return None
+    return template
+
+
+def template_of_file(path: str) -> ResponseTemplate:
+    """Return the template in a JSON file, which may be a tokenizer's config."""
+    try:
+        spec = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--response-template {path}: the file cannot be read as JSON: {error}") from error
+    if isinstance(spec, dict) and "response_template" in spec:
+        spec = spec["response_template"]
+    template = ResponseTemplate(spec, "option")
+    if (reason := _reason_against(template)) is not None:
+        raise OptionError(f"--response-template {path}: transformers cannot parse with it: {reason}")
+    return template
+
+
+def _reason_against(template: ResponseTemplate) -> str | None:
+    """Return why transformers cannot parse with a template; None if it can."""
+    try:
+        template.parser("")
+    except (KeyError, TypeError, ValueError) as error:
+        return brief(error)
+    return None
