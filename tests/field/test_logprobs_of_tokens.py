@@ -124,6 +124,6 @@ def test_pieces_of_a_stream_join_to_the_whole() -> None:
     joined: dict[str, list[Any]] = defaultdict(list)
     for begin, end in ((0, 1), (1, 4), (4, 6)):
         piece = AnswerPiece("", end, None, tuple(of_tokens(*ids[begin:end])))
-        for key, values in form.part(0, piece)["choices"][0]["logprobs"].items():
+        for key, values in form.parts(0, piece)[0]["choices"][0]["logprobs"].items():
             joined[key] += values
     assert joined == shown(tokenizer, of_tokens(*ids))

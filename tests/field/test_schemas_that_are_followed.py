@@ -21,7 +21,7 @@ from hostile_requests import letters, nested
 from shardconv_runtime.serving.bounded_calls import BoundedCalls, CallEndedError, ForkServer
 from shardconv_runtime.serving.grammars import NO_TOKEN, SLOW, Grammars, prepare_calls
 from shardconv_runtime.serving.request_sampling import RequestProcessor
-from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Sampling
+from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -74,7 +74,7 @@ def test_refused_with_the_reason(grammars: Grammars, name: str) -> None:
     schema, reason = REFUSED[name]
     for _ in range(2):
         with pytest.raises(BadRequest, match=reason) as error:
-            grammars.require(json.dumps(schema))
+            grammars.require(Constraint(json.dumps(schema)))
         assert error.value.status == 400
         assert ".cc" not in str(error.value)
 
@@ -92,7 +92,7 @@ OPEN: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("schema", OPEN, ids=str)
 def test_others_are_compiled(grammars: Grammars, schema: Any) -> None:
-    assert grammars.require(json.dumps(schema))
+    assert grammars.require(Constraint(json.dumps(schema)))
 
 
 def test_a_call_that_does_not_end_leaves_the_next_one_alone() -> None:
@@ -175,10 +175,10 @@ def test_properties_come_in_the_order_of_the_schema(grammars: Grammars) -> None:
 def test_a_request_that_no_token_continues_fails_alone(
     grammars: Grammars, schema: Any, temperature: float
 ) -> None:
-    followed = Sampling(0, json_schema='{"enum": ["yes"]}')
+    followed = Sampling(0, constraint=Constraint('{"enum": ["yes"]}'))
     asked = {
         "a": Sampling(0),
-        "b": Sampling(temperature, json_schema=json.dumps(schema), seed=1),
+        "b": Sampling(temperature, constraint=Constraint(json.dumps(schema)), seed=1),
         "c": followed,
     }
     steps = Step(grammars, asked)
@@ -199,7 +199,7 @@ def test_a_schema_that_takes_long_for_each_token_fails_alone(
 ) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("shardconv_runtime.serving.grammars.time.thread_time", lambda: next(clock) / 10)
-    steps = Step(grammars, {"a": Sampling(0), "b": Sampling(0, json_schema='{"type": "object"}')})
+    steps = Step(grammars, {"a": Sampling(0), "b": Sampling(0, constraint=Constraint('{"type": "object"}'))})
     steps.take(torch.zeros(2, VOCABULARY))
     assert grammars.failures == {}
     steps.take(torch.zeros(2, VOCABULARY))

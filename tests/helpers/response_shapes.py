@@ -16,11 +16,30 @@ class Shape:
     Attributes:
         prompt: the prompt's text.
         answer: an answer that thinks, speaks as far as the template lets it, and calls two tools.
+        chat_template: a chat template that writes calls of this form.
     """
 
     template: dict[str, Any]
     prompt: str
     answer: str
+    chat_template: str
+
+
+def _chat_template(
+    begin: str, call: str, end: str, separator: str = "", around: tuple[str, str] = ("", "")
+) -> str:
+    """A chat template; in ``call``, NAME and ARGUMENTS are those of a call."""
+    written = call.replace("NAME", "{{ c.function.name }}")
+    written = written.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+    first = "{% if not loop.first %}" + separator + "{% endif %}"
+    calls = "{% for c in m.tool_calls %}" + first + written + "{% endfor %}"
+    who = begin.replace("ROLE", "{{ 'bot' if m.role == 'assistant' else m.role }}")
+    return (
+        "{% for m in messages %}" + who + "{{ m.content }}{% if m.tool_calls %}"
+        f"{around[0]}{calls}{around[1]}"
+        "{% endif %}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}" + begin.replace("ROLE", "bot") + "{% endif %}"
+    )
 
 
 def _template(anchor: Any, **fields: Any) -> dict[str, Any]:
@@ -44,10 +63,11 @@ SHAPES = {
         "[user]hi[bot]",
         "[think] one\n two [/think][say]Let me look.[/say]"
         '[act][{"tool": "look", "with": {"at": "ä"}}, {"tool": "nod", "with": {}}][/act][end]',
+        _chat_template("[ROLE]", '{"tool": "NAME", "with": ARGUMENTS}', "[end]", ", ", ("[act][", "][/act]")),
     ),
     "reasoning that begins without a mark": Shape(
         _template(
-            "Bot:",
+            "bot:",
             thinking={"open_pattern": r"(?:^|<think>\s*)", "close": "</think>"},
             content={"open": "<say>\n", "close_pattern": r"\n?</say>"},
             tool_calls={
@@ -58,9 +78,10 @@ SHAPES = {
                 "transform": CALL,
             },
         ),
-        "User: hi Bot:",
+        "user:hi\nbot:",
         "I look.\n</think>\n<say>\nHere\n</say>\n"
         '<call>\n{"name": "look", "arguments": {"at": [1, 2]}}\n</call>\n<call>{"name": "nod"}</call>',
+        _chat_template("ROLE:", '<call>{"name": "NAME", "arguments": ARGUMENTS}</call>', "\n"),
     ),
     "channels with the name in the mark": Shape(
         _template(
@@ -78,6 +99,7 @@ SHAPES = {
         "<start>user<text>hi<end><start>bot",
         "<to>self<text>Hm <b>.<end><start>bot<to>user<text>Wait.<end>"
         '<start>bot<to>tools.look json<text>{"at": "x"}<call><to>tools.nod<text>{}<call>',
+        _chat_template("<start>ROLE", "<to>tools.NAME json<text>ARGUMENTS<call>", "<end>", "<start>bot"),
     ),
     "content without a mark": Shape(
         _template(
@@ -97,6 +119,7 @@ SHAPES = {
         '{"name": "look", "arguments": {"at": "</too"}}\n</tool>\n'
         '<tool>{"name": "nod", "arguments": {}}</tool>'
         "<done>\n<over>",
+        _chat_template("<ROLE>\n", '\n<tool>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool>', "<done>\n"),
     ),
     "arguments as tags": Shape(
         _template(
@@ -117,6 +140,13 @@ SHAPES = {
         "<bot>\n",
         "<think>\nHm.\n</think>\n\n<tool>\n<function=look>\n<argument=at>\nParis, France\n</argument>\n"
         "<argument=n>\n3\n</argument>\n</function>\n</tool><tool><function=nod></function></tool><done>",
+        _chat_template(
+            "<ROLE>\n",
+            "<tool>\n<function=NAME>\n{% for key, value in c.function.arguments.items() %}"
+            "<argument={{ key }}>\n{{ value if value is string else value | tojson }}\n</argument>\n"
+            "{% endfor %}</function>\n</tool>",
+            "<done>\n",
+        ),
     ),
     "JSON of its own dialect": Shape(
         _template(
@@ -135,6 +165,13 @@ SHAPES = {
         "<turn>user\nhi<turn/>\n<turn>bot\n",
         '<aside>thought\nA "quote".<aside/>So:'
         '<tool>call:look{at:<q>x "y"<q>,n:2}<tool/><tool>call:nod{}<tool/>',
+        _chat_template(
+            "<turn>ROLE\n",
+            "<tool>call:NAME{{ '{' }}"
+            "{% for key, value in c.function.arguments.items() %}{% if not loop.first %},{% endif %}"
+            "{{ key }}:<q>{{ value }}<q>{% endfor %}}<tool/>",
+            "<turn/>\n",
+        ),
     ),
     "parts that are joined": Shape(
         _template(
@@ -164,5 +201,6 @@ SHAPES = {
         "<aside> one <end><bot>me<aside>two\n<end><bot>me<text> three <end><bot>me<text>four<end>"
         '<bot>look<tool>{"name": "look", "args": {"at": 1}}<end>'
         '<bot>nod<tool>{"name": "nod", "args": {}}<end>',
+        _chat_template("<ROLE>", 'NAME<tool>{"name": "NAME", "args": ARGUMENTS}', "<end>", "<end><bot>"),
     ),
 }

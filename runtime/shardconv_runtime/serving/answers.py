@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
+from .call_syntax import CallSyntax
 from .grammars import PACKAGE, SLOW
 from .message_parser import MessageDelta, MessageParser
 from .metrics import Metrics
@@ -41,6 +42,7 @@ class Served:
         context: most tokens of a prompt and its answer; None if the model says nothing.
         max_requests: answered or waiting at a time; more are told to come again.
         response_template: parses the answers of chats; None to return their texts.
+        call_syntax: how calls of tools are written, or why that is unknown.
         metrics: counts of this server.
     """
 
@@ -58,6 +60,7 @@ class Served:
     compiler_calls: BoundedCalls | None = None
     prompt_calls: BoundedCalls | None = None
     response_template: ResponseTemplate | None = None
+    call_syntax: CallSyntax | str = "the tokenizer has no response template (--response-template FILE)"
     metrics: Metrics = field(default_factory=Metrics)
 
     @cached_property
@@ -67,20 +70,20 @@ class Served:
 
     async def with_grammar(self, sampling: Sampling) -> Sampling:
         """Return how tokens are drawn, with the compiled grammar of the schema if there is one."""
-        if sampling.json_schema is None:
+        if sampling.constraint is None:
             return sampling
         if find_spec(PACKAGE) is None:
             raise BadRequest(
                 f"this server cannot follow JSON schemas: {PACKAGE} is not installed there "
                 f"(pip install {PACKAGE})",
-                "response_format",
+                sampling.constraint.parameter,
             )
         if self.grammars is None or self.compiler_calls is None:
+            name = sampling.constraint.parameter
             raise BadRequest(
-                f"response_format needs a tokenizer that {PACKAGE} knows, and a token that ends an answer",
-                "response_format",
+                f"{name} needs a tokenizer that {PACKAGE} knows, and a token that ends an answer", name
             )
-        grammar = await self.compiler_calls.awaited(self.grammars.require, sampling.json_schema)
+        grammar = await self.compiler_calls.awaited(self.grammars.require, sampling.constraint)
         return replace(sampling, grammar=grammar)
 
     @property
@@ -166,11 +169,12 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                     raise AnswerFailed(output.error)
                 if served.processor is not None and name in served.processor.failed:
                     raise BadRequest("the model's logits are not numbers for this prompt", "prompt", 500)
-                if wanted.sampling.grammar is not None and name in served.grammars.failures:
+                constraint = wanted.sampling.constraint
+                if constraint is not None and name in served.grammars.failures:
                     why = served.grammars.failures[name]
                     if why == SLOW:
-                        served.grammars.refuse(wanted.sampling.json_schema, why)
-                    raise BadRequest(why, "response_format")
+                        served.grammars.refuse(constraint, why)
+                    raise BadRequest(why, constraint.parameter)
                 tokens, is_finished = output.generated_tokens, output.is_finished()
                 now = time.perf_counter()
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from starlette.exceptions import HTTPException
 from ..versions import __version__
 from .answer_forms import AnswerForm
 from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
+from .chat_grammars import chat_constraint
 from .message_parser import MessageParser
 from .prompts import token_ids
 from .response_templates import ResponseTemplate
@@ -137,10 +139,16 @@ async def _respond(
     prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
-    template = _template_for(served, body) if isinstance(body, ChatRequest) else None
+    template, sampling = None, body.sampling(defaults)
+    if isinstance(body, ChatRequest):
+        template = _template_for(served, body)
+        parser = None if template is None else _parser(served, body, template, prompts[0])
+        open_field = None if parser is None else parser.open_field
+        constraint = chat_constraint(body, template, served.call_syntax, open_field)
+        sampling = replace(sampling, constraint=constraint)
     options = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
-        await served.with_grammar(body.sampling(defaults)),
+        await served.with_grammar(sampling),
         body.stops,
         frozenset(body.stop_token_ids),
         body.ignore_eos,
@@ -177,10 +185,17 @@ def _parsed(
     """Return the pieces of an answer with the message that a template finds in them."""
     if template is None or not isinstance(body, ChatRequest):
         return pieces
+    parser = _parser(served, body, template, prompt)
+    return parsed(pieces, parser, has_one_call=not body.parallel_tool_calls)
+
+
+def _parser(
+    served: Served, body: ChatRequest, template: ResponseTemplate, prompt: Sequence[int]
+) -> MessageParser:
+    """Return a parser of an answer to a prompt."""
     begins_answer = body.chat_template_kwargs.get("add_generation_prompt", True)
     begin = template.begin_of_answer(served.tokenizer, prompt) if begins_answer else ""
-    parser = MessageParser(partial(template.parser, begin, body.shown_tools), template.fields)
-    return parsed(pieces, parser, has_one_call=not body.parallel_tool_calls)
+    return MessageParser(partial(template.parser, begin, body.shown_tools), template.fields)
 
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from .bounded_calls import MEMORY_BYTES, BoundedCalls, CallEndedError, ForkServer, printed
 from .schema_keywords import ignored_part
-from .schemas import BadRequest
+from .schemas import BadRequest, Constraint
+from .structural_tags import MOST_SPACES, schemas_of_tag
 
 PACKAGE = "xgrammar"
 MOST_CHARACTERS = 65_536
@@ -32,8 +33,6 @@ MOST_LEVELS = 100
 """Most levels of lists and objects in a schema."""
 MOST_GRAMMAR_BYTES = 16 * 2**20
 """Most bytes of a compiled grammar, which each rank reads in its loop, in a tenth of a second or two."""
-MOST_SPACES = 8
-"""Most spaces between two parts of an answer."""
 COMPILE_S = 3.0
 """Most processor time of compiling a schema."""
 COMPILE_AT_A_TIME = 4
@@ -110,15 +109,15 @@ class Grammars:
         self._mask = xgrammar.allocate_token_bitmask(1, vocabulary_size)
         self._read = lru_cache(NUM_READ_GRAMMARS)(self._read_grammar)
 
-    def require(self, schema: str) -> bytes:
-        """Return the compiled grammar of a schema, which is given as JSON."""
-        if len(schema) > MOST_CHARACTERS:
-            raise BadRequest(f"the schema has more than {MOST_CHARACTERS} characters", "response_format")
-        key = _digest(schema)
+    def require(self, constraint: Constraint) -> bytes:
+        """Return the compiled grammar of a constraint."""
+        if len(constraint.text) > MOST_CHARACTERS:
+            raise BadRequest(f"the schema has more than {MOST_CHARACTERS} characters", constraint.parameter)
+        key = _digest(constraint)
         with self._lock:
             grammar = self._kept.pop(key, None)
         if grammar is None:
-            grammar = self._compiled(schema)
+            grammar = self._compiled(constraint)
         with self._lock:
             self._kept[key] = grammar  # the last ones are those that were used last
             while sum(map(_size, self._kept.values())) > MOST_KEPT_BYTES:
@@ -127,17 +126,18 @@ class Grammars:
             raise grammar
         return grammar
 
-    def follow(self, schema: str, grammar: bytes | None, answer: Iterable[int]) -> FollowedSchema:
-        """Return the object that follows a schema after the tokens of an answer so far."""
-        followed = FollowedSchema(self._library.GrammarMatcher(self._read(grammar or self.require(schema))))
+    def follow(self, constraint: Constraint, grammar: bytes | None, answer: Iterable[int]) -> FollowedSchema:
+        """Return the object that follows a constraint after the tokens of an answer so far."""
+        compiled = self._read(grammar or self.require(constraint))
+        followed = FollowedSchema(self._library.GrammarMatcher(compiled))
         for token in answer:
             followed.accept(token)
         return followed
 
-    def refuse(self, schema: str, reason: str) -> None:
-        """Refuse a schema from now on."""
+    def refuse(self, constraint: Constraint, reason: str) -> None:
+        """Refuse a constraint from now on."""
         with self._lock:
-            self._kept[_digest(schema)] = BadRequest(reason, "response_format")
+            self._kept[_digest(constraint)] = BadRequest(reason, constraint.parameter)
 
     def allowed(self, scores: Tensor, followed: FollowedSchema) -> Tensor:
         """Return the scores ``[V]`` of the tokens that may come next; others, maybe all, have none."""
@@ -155,29 +155,30 @@ class Grammars:
         self._library.apply_token_bitmask_inplace(limited, self._mask.to(scores.device))
         return limited[0]
 
-    def _compiled(self, schema: str) -> bytes | BadRequest:
+    def _compiled(self, constraint: Constraint) -> bytes | BadRequest:
         if self._calls is None:
             server = ForkServer()
             server.prepare(prepare_calls, self._tokenizer, *self.tokens)
             self._calls = BoundedCalls(server, COMPILE_S, COMPILE_AT_A_TIME, keeps_processes=False)
         try:
-            return self._calls.call(compiled_grammar, schema)
+            return self._calls.call(compiled_grammar, constraint)
         except BadRequest as error:
             return error
         except CallEndedError:
             return BadRequest(
                 f"the schema cannot be followed: it takes more than {self._calls.cpu_s:g} s or "
                 f"{MEMORY_BYTES / 2**30:g} GiB to compile, or a pattern in it has too many levels",
-                "response_format",
+                constraint.parameter,
             )
 
     def _read_grammar(self, grammar: bytes) -> Any:
         return self._library.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), self._info)
 
 
-def _digest(schema: str) -> bytes:
-    """Return the key of a schema; the texts of many would fill the memory."""
-    return hashlib.sha256(schema.encode()).digest()
+def _digest(constraint: Constraint) -> bytes:
+    """Return the key of a constraint; the texts of many would fill the memory."""
+    kind = f"{constraint.parameter} {constraint.is_tag} "
+    return hashlib.sha256((kind + constraint.text).encode()).digest()
 
 
 def _size(grammar: bytes | BadRequest) -> int:
@@ -213,23 +214,26 @@ def prepare_calls(tokenizer: Any, vocabulary_size: int, ends: Iterable[int] | No
     return Prepared(tokenizer, info)
 
 
-def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
-    """Return the compiled grammar of a schema as ``Grammars.follow`` reads it."""
+def compiled_grammar(prepared: Prepared, constraint: Constraint) -> bytes:
+    """Return the compiled grammar of a constraint as ``Grammars.follow`` reads it."""
     import xgrammar  # an extra
 
     def refuse(reason: str) -> BadRequest:
-        return BadRequest(f"the schema cannot be followed: {reason}", "response_format")
+        return BadRequest(f"the schema cannot be followed: {reason}", constraint.parameter)
 
-    value = json.loads(schema)
+    value = json.loads(constraint.text)
     if num_levels(value) > MOST_LEVELS:
         raise refuse(f"it has more than {MOST_LEVELS} levels")
-    if (ignored := ignored_part(value)) is not None:
-        raise refuse(f"xgrammar does not support a part of it: {ignored}")
+    for schema in schemas_of_tag(value) if constraint.is_tag else [value]:
+        if (ignored := ignored_part(schema)) is not None:
+            raise refuse(f"xgrammar does not support a part of it: {ignored}")
     # One thread: the limit is of processor time, and the process was forked.
     compiler = xgrammar.GrammarCompiler(prepared.info, max_threads=1, cache_enabled=False)
     try:
-        # Some models would go on with spaces forever.
-        grammar = compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_SPACES)
+        if constraint.is_tag:
+            grammar = compiler.compile_structural_tag(constraint.text)
+        else:
+            grammar = compiler.compile_json_schema(constraint.text, max_whitespace_cnt=MOST_SPACES)
         content = grammar.serialize_json()
     except RuntimeError as error:
         if "bad_alloc" in str(error):
@@ -249,8 +253,11 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
     mask = xgrammar.allocate_token_bitmask(1, prepared.info.vocab_size)
     if matcher.fill_next_token_bitmask(mask) and not mask.any():
         raise refuse("no token can begin the answer")
+    num_tokens = prepared.info.vocab_size
     try:
-        tried = [_draw_answer(matcher.fork(), mask, random.Random(seed)) for seed in range(NUM_TRIED)]
+        tried = [
+            _draw_answer(matcher.fork(), mask, num_tokens, random.Random(seed)) for seed in range(NUM_TRIED)
+        ]
     except RuntimeError as error:
         raise refuse(_reason(str(error)) or "xgrammar does not support it") from error
     if any(each.is_slow for each in tried):
@@ -258,7 +265,7 @@ def compiled_grammar(prepared: Prepared, schema: str) -> bytes:
     return zlib.compress(content.encode(), 1)
 
 
-def _draw_answer(matcher: Any, mask: Tensor, draw: random.Random) -> FollowedSchema:
+def _draw_answer(matcher: Any, mask: Tensor, num_tokens: int, draw: random.Random) -> FollowedSchema:
     """Return a schema after a long answer of tokens that it allows, or as far as that was not slow."""
     followed = FollowedSchema(matcher)
     while followed.num_tokens < TRIED_TOKENS and not (followed.is_slow or matcher.is_terminated()):
@@ -268,7 +275,7 @@ def _draw_answer(matcher: Any, mask: Tensor, draw: random.Random) -> FollowedSch
         followed.seconds += time.thread_time() - begin
         followed.num_tokens += 1
         bits = (mask[0, :, None] >> torch.arange(32)) & 1
-        allowed = bits.flatten().nonzero().flatten().tolist()
+        allowed = bits.flatten()[:num_tokens].nonzero().flatten().tolist()
         for _ in range(TRIED_TOKENS_EACH):
             if not allowed or not followed.accept(draw.choice(allowed)):
                 return followed

@@ -77,9 +77,14 @@ class MessageParser:
         self._is_broken = False
 
     @property
+    def open_field(self) -> str | None:
+        """Return the field of the template to which the next text belongs; None if that is not known yet."""
+        return self._message.open_field
+
+    @property
     def is_reasoning(self) -> bool:
         """Return whether the next text belongs to the reasoning."""
-        return self._message.open_field in REASONING_FIELDS
+        return self.open_field in REASONING_FIELDS
 
     def push(self, text: str) -> MessageDelta:
         """Return the parts of the message that more text adds."""

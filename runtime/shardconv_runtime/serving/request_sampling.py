@@ -166,7 +166,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
             if sampling.changes_scores:
                 adjusted[row] = _adjusted(adjusted[row], state, sampling)
-            if sampling.json_schema is not None:
+            if sampling.constraint is not None:
                 followed = self._followed(state, sampling)
                 adjusted[row] = self.grammars.allowed(adjusted[row], followed)
                 if followed.is_slow:
@@ -190,7 +190,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
                     generator = _generator(requests[row], asked[row].seed, probabilities[index])
                     chosen[row] = torch.multinomial(probabilities[index], 1, generator=generator)
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
-            follows = sampling.json_schema is not None and row not in lost
+            follows = sampling.constraint is not None and row not in lost
             if follows and not self._followed(state, sampling).accept(int(chosen[row])):
                 self._fail(state, NO_TOKEN)
             noted = self.logprobs.get(state.request_id)
@@ -236,7 +236,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         """Return the object that follows the schema of a request, which is kept with it."""
         if _FOLLOWED not in vars(state):
             answer = _tokens(state)[1]
-            vars(state)[_FOLLOWED] = self.grammars.follow(sampling.json_schema, sampling.grammar, answer)
+            vars(state)[_FOLLOWED] = self.grammars.follow(sampling.constraint, sampling.grammar, answer)
         return vars(state)[_FOLLOWED]
 
 

@@ -64,19 +64,22 @@ class ResponseTemplate:
         """
         return ResponseParser(dict(self.spec), prefix=begin, tools=[dict(tool) for tool in tools])
 
-    def begin_of_answer(self, tokenizer: Any, prompt: Sequence[int]) -> str:
-        """Return the end of a prompt that is a part of the answer: ``<think>``, for example.
+    def after_anchor(self, text: str) -> str | None:
+        """Return the text after the last beginning of an answer; None if none begins.
 
-        A prompt without the template's anchor has no part of the answer. transformers' parser would take the
-        whole prompt for one.
+        Without one, transformers' parser would take the whole text for an answer.
         """
-        whole = {"rest": {"content_args": {"strip": False}}}
+        everything = {"rest": {"content_args": {"strip": False}}}
+        probe = ResponseParser({**self.spec, "fields": everything}, prefix=text)
+        rest = "".join(event.get("text", "") for event in probe.initial_events)
+        return None if rest == text else rest
+
+    def begin_of_answer(self, tokenizer: Any, prompt: Sequence[int]) -> str:
+        """Return the end of a prompt that is a part of the answer: ``<think>``, for example."""
         for tokens in (prompt[-TAIL_TOKENS:], prompt):
             text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
-            probe = ResponseParser({**self.spec, "fields": whole}, prefix=text)
-            rest = "".join(event.get("text", "") for event in probe.initial_events)
-            if rest != text:
-                return text
+            if (rest := self.after_anchor(text)) is not None:
+                return rest
         return ""
 
 
@@ -113,3 +116,8 @@ def _reason_against(template: ResponseTemplate) -> str | None:
     except (KeyError, TypeError, ValueError) as error:
         return brief(error)
     return None
+
+
+def literals(value: Any) -> tuple[str, ...]:
+    """Return the texts of a mark of a template, which is one text, a list of them, or a pattern."""
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)

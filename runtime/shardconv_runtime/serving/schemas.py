@@ -40,6 +40,20 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """The texts that an answer may have.
+
+    Attributes:
+        text: a JSON schema, or xgrammar's structural tag as JSON.
+        parameter: the field of the request that asks for it.
+    """
+
+    text: str
+    parameter: str = "response_format"
+    is_tag: bool = False
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How the tokens of a request are drawn."""
 
@@ -56,10 +70,9 @@ class Sampling:
     """Tokens, and the biases of their logits."""
     seed: int | None = None
     """The seed of the request's own draws."""
-    json_schema: str | None = None
-    """The schema of the answer, as JSON."""
+    constraint: Constraint | None = None
     grammar: bytes | None = field(default=None, repr=False)
-    """The schema as it was compiled."""
+    """The constraint as it was compiled."""
     num_logprobs: int | None = None
     """Number of likely tokens to return with logarithmic probabilities, next to each chosen token with its
     own; None: return none."""
@@ -137,12 +150,11 @@ class ResponseFormat(_Fields):
         return self
 
     @property
-    def schema_text(self) -> str | None:
-        """Return the schema as JSON; None for any text."""
+    def value_schema(self) -> dict[str, Any] | None:
+        """Return the schema of the answer; None for any text."""
         if self.type == "text":
             return None
-        content = {"type": "object"} if self.json_schema is None else self.json_schema.content
-        return json.dumps(content)  # in its order: properties come in the order in which they are named
+        return {"type": "object"} if self.json_schema is None else self.json_schema.content
 
 
 class GenerationRequest(_Fields):
@@ -202,10 +214,19 @@ class GenerationRequest(_Fields):
         said: dict[str, Any] = {n: v for n in DEFAULT_FIELDS if (v := getattr(self, n)) is not None}
         said |= {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty", "seed")}
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
-        schema = None if self.response_format is None else self.response_format.schema_text
-        if schema is not None and self.ignore_eos:
+        constraint = self.constraint
+        if constraint is not None and self.ignore_eos:
             raise BadRequest("an answer that follows a schema ends where that does", "ignore_eos")
-        return replace(defaults, **said, logit_bias=bias, json_schema=schema, num_logprobs=self.num_logprobs)
+        return replace(
+            defaults, **said, logit_bias=bias, constraint=constraint, num_logprobs=self.num_logprobs
+        )
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Return the texts that ``response_format`` allows; None for any."""
+        schema = None if self.response_format is None else self.response_format.value_schema
+        # In its order: properties come in the order in which they are named.
+        return None if schema is None else Constraint(json.dumps(schema))
 
 
 class CompletionRequest(GenerationRequest):

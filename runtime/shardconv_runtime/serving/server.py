@@ -27,6 +27,7 @@ from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
 from .bounded_calls import BoundedCalls, ForkServer
+from .call_syntax import CallSyntax, call_syntax
 from .endpoints import application
 from .grammars import COMPILE_AT_A_TIME, COMPILE_S, PACKAGE, Grammars, prepare_calls
 from .prompts import PROMPT_S, PROMPTS_AT_A_TIME
@@ -106,6 +107,7 @@ def _run_rank(
             manager.failures = processor
         if fork_server is not None:
             text_config = model.config.get_text_config(decoder=True)
+            template = template or template_of_tokenizer(tokenizer)
             served = Served(
                 manager,
                 tokenizer,
@@ -119,9 +121,20 @@ def _run_rank(
                 processor.is_with_rank_0,
                 compiler_calls,
                 prompt_calls,
-                template or template_of_tokenizer(tokenizer),
+                template,
+                _call_syntax(template, tokenizer, end_tokens(model.generation_config.eos_token_id)),
             )
             serve(served, defaults, arguments, told, fork_server)
+
+
+def _call_syntax(template: ResponseTemplate | None, tokenizer: Any, ends: frozenset[int]) -> CallSyntax | str:
+    """Return how calls of tools are written, or why that is unknown."""
+    if template is None:
+        return Served.call_syntax
+    try:
+        return call_syntax(template, tokenizer, tokenizer.convert_ids_to_tokens(sorted(ends)))
+    except ValueError as error:
+        return str(error)
 
 
 def serve(

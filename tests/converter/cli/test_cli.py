@@ -98,6 +98,7 @@ COMMANDS = {
         "--max-requests",
         "--api-key",
         "--ignore",
+        "--response-template",
         "--tp",
         "--quiet",
     },

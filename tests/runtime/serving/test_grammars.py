@@ -11,7 +11,7 @@ import torch
 from hostile_requests import CHARACTERS, letters
 from shardconv_runtime.serving.grammars import MOST_CHARACTERS, Grammars
 from shardconv_runtime.serving.request_sampling import RequestProcessor
-from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Sampling
+from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 pytest.importorskip("xgrammar")
@@ -59,8 +59,8 @@ def test_answers_follow_their_schemas(processor: RequestProcessor, tokenizer: An
     # Numbers end sometime, since the others' tokens are made likely.
     bias = tuple((index, -4.0) for index, text in enumerate(("", "", "", *CHARACTERS)) if text.isdigit())
     states = [
-        asked("a", Sampling(0, json_schema=SCHEMA, logit_bias=bias)),
-        asked("b", Sampling(1, json_schema=SCHEMA, logit_bias=bias, seed=3)),
+        asked("a", Sampling(0, constraint=Constraint(SCHEMA), logit_bias=bias)),
+        asked("b", Sampling(1, constraint=Constraint(SCHEMA), logit_bias=bias, seed=3)),
         asked("c", Sampling(1)),
     ]
     answer(processor, states, 60)
@@ -74,7 +74,7 @@ def test_answers_follow_their_schemas(processor: RequestProcessor, tokenizer: An
 
 def test_a_request_that_begins_anew_goes_on(processor: RequestProcessor, tokenizer: Any) -> None:
     torch.manual_seed(1)
-    state = asked("a", Sampling(0, json_schema=SCHEMA))
+    state = asked("a", Sampling(0, constraint=Constraint(SCHEMA)))
     answer(processor, [state], 6)
     again = state.create_equivalent_initial_request()
     answer(processor, [again], 30)
@@ -88,8 +88,8 @@ def test_a_request_that_begins_anew_goes_on(processor: RequestProcessor, tokeniz
 )
 def test_schemas_that_cannot_be_followed(processor: RequestProcessor, schema: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        processor.grammars.require(schema)
-    processor.grammars.require(SCHEMA)
+        processor.grammars.require(Constraint(schema))
+    processor.grammars.require(Constraint(SCHEMA))
 
 
 def test_what_a_request_says() -> None:
@@ -97,7 +97,8 @@ def test_what_a_request_says() -> None:
         request = CompletionRequest.model_validate(
             {"prompt": "a", "response_format": response_format, **fields}
         )
-        return request.sampling(Sampling()).json_schema
+        constraint = request.sampling(Sampling()).constraint
+        return None if constraint is None else constraint.text
 
     assert schema({"type": "text"}) is None
     assert schema(None) is None

@@ -1,0 +1,104 @@
+"""The texts that an answer to a chat may have: calls of tools, a JSON schema, and reasoning before them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .call_syntax import CallSyntax
+from .response_templates import REASONING_FIELDS, ResponseTemplate, literals
+from .schemas import BadRequest, ChatRequest, ChosenTool, Constraint
+from .structural_tags import ANY_TEXT, SPACE, one_of, schema_grammar, sequence
+
+
+def chat_constraint(
+    body: ChatRequest, template: ResponseTemplate | None, syntax: CallSyntax | str, open_field: str | None
+) -> Constraint | None:
+    """Return the constraint of an answer; None for any text.
+
+    Args:
+        template: parses the answer; None if it is not parsed.
+        syntax: how calls are written, or why that is unknown.
+        open_field: the field of the template in which the answer begins.
+
+    Raises:
+        BadRequest: the server cannot grant what the request asks for.
+    """
+    choice = body.tool_choice
+    tools = {} if choice == "none" else {tool.function.name: tool.function for tool in body.tools}
+    must_call = choice == "required" or isinstance(choice, ChosenTool)
+    is_strict = any(function.strict for function in tools.values())
+    schema = None if body.response_format is None else body.response_format.value_schema
+    if isinstance(choice, ChosenTool):
+        name = choice.function.name
+        if name not in tools:
+            raise BadRequest(f"tool_choice names {name!r:.100}, which is not among the tools", "tool_choice")
+        tools = {name: tools[name]}
+    if must_call and not tools:
+        raise BadRequest(f"tool_choice {choice!r} needs tools", "tool_choice")
+    parameter = "tool_choice" if must_call else "tools" if is_strict else "response_format"
+    if tools and (must_call or is_strict or schema is not None):
+        if isinstance(syntax, str) and (template is not None or schema is None):
+            asked = {
+                "tool_choice": "calls of tools cannot be demanded",
+                "tools": "strict tools cannot be followed",
+                "response_format": "an answer cannot follow a schema or else call tools",
+            }
+            raise BadRequest(f"{asked[parameter]}: {syntax}", parameter)
+        if not must_call and schema is None and isinstance(syntax, CallSyntax) and not syntax.triggers:
+            raise BadRequest(
+                "strict tools cannot be followed: the response template does not tell with which text a call "
+                "begins; tool_choice required works",
+                "tools",
+            )
+    grammar = None
+    if isinstance(syntax, CallSyntax) and tools:
+        schemas = {name: _schema_of(function.parameters) for name, function in tools.items()}
+        is_one = isinstance(choice, ChosenTool) or not body.parallel_tool_calls
+        calls = syntax.calls(schemas, is_one=is_one)
+        if must_call:
+            grammar = calls
+        elif schema is not None:
+            grammar = one_of(calls, schema_grammar(schema))
+        elif is_strict:
+            free = {name: {"type": "object"} for name, function in tools.items() if not function.strict}
+            grammar = syntax.text_with_calls(schemas | free)
+    elif schema is not None:
+        grammar = schema_grammar(schema)
+    if grammar is None:
+        return None
+    if body.ignore_eos:
+        raise BadRequest("an answer that follows a schema ends where that does", "ignore_eos")
+    whole = None if template is None else _after_reasoning(template, open_field, grammar, parameter)
+    if whole is None and grammar.get("type") == "json_schema":
+        return Constraint(json.dumps(schema), parameter)
+    tag = {"type": "structural_tag", "format": whole or grammar}
+    return Constraint(json.dumps(tag), parameter, is_tag=True)
+
+
+def _schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"type": "object", **(parameters or {})}
+
+
+def _after_reasoning(
+    template: ResponseTemplate, open_field: str | None, rest: dict[str, Any], parameter: str
+) -> dict[str, Any] | None:
+    """Return the grammar of reasoning and a rest; None if the template has no reasoning."""
+    has_begun = open_field in REASONING_FIELDS
+    for name in (open_field,) if has_begun else REASONING_FIELDS:
+        field = template.fields.get(str(name), {})
+        opens, closes = literals(field.get("open")), literals(field.get("close"))
+        if has_begun and not closes:
+            raise BadRequest(
+                "the answer begins with reasoning, and the response template has no text that ends it",
+                parameter,
+            )
+        begins = ("",) if has_begun else opens
+        if begins and closes:
+            tags = [{"type": "tag", "begin": each, "content": ANY_TEXT, "end": [*closes]} for each in begins]
+            reasoning = one_of(*tags)
+            if not has_begun:
+                reasoning = {"type": "optional", "content": reasoning}
+            return sequence(reasoning, SPACE, rest)
+    return None
