@@ -28,6 +28,8 @@ class CharacterTokenizer:
     def __init__(self) -> None:
         self.seen: list[tuple[list[Any], Any]] = []
         """Messages and tools of each request."""
+        self.options: list[dict[str, Any]] = []
+        """Other options of each request."""
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [*map(ord, text)]}
@@ -39,6 +41,7 @@ class CharacterTokenizer:
         self, messages: list[Any], tools: Any = None, tokenize: bool = True, **options: Any
     ) -> Any:
         self.seen.append((messages, tools))
+        self.options.append(options)
         text = f"{json.dumps(messages)}<bot>\n" + options.get("begin", "")
         return self(text) if tokenize else text
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .answers import AnswerPiece, Served
@@ -27,8 +28,11 @@ class AnswerForm:
         prompts: Sequence[Sequence[int]],
         count: int,
         skip_special_tokens: bool,
+        *,
         is_parsed: bool = False,
+        has_usage: bool = False,
     ) -> None:
+        self._has_usage = has_usage
         self._is_chat = is_chat
         self._is_parsed = is_parsed
         self._num_prompt_tokens = sum(map(len, prompts))
@@ -88,6 +92,21 @@ class AnswerForm:
         choices = [self._choice(index, text, reasons[0], piece.logprobs)]
         choices += [self._choice(index, {"delta": {}}, reason, ()) for reason in reasons[1:]]
         return [self._object("chat.completion.chunk", [choice]) for choice in choices]
+
+    def events(self, index: int, piece: AnswerPiece) -> Iterator[str]:
+        """Yield the events of a piece of an answer."""
+        for part in self.parts(index, piece):
+            yield _event(part)
+
+    def last_events(self) -> Iterator[str]:
+        """Yield the events at the end of a stream."""
+        if self._has_usage:
+            yield _event(self.usage_part())
+        yield "data: [DONE]\n\n"
+
+    def failure(self, message: str, status: int) -> str:
+        """Return the event of an error in a stream that has begun."""
+        return _event({"error": {"message": message, "type": kind_of_error(status)}})
 
     def usage_part(self) -> dict[str, Any]:
         """Return the numbers of tokens, at the end of a stream."""
@@ -190,3 +209,13 @@ def _delta(message: MessageDelta, num_calls: int) -> dict[str, Any]:
             for index, call in enumerate(message.calls, num_calls)
         ]
     return delta | dict(message.others)
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def kind_of_error(status: int) -> str:
+    """Return the type of an error, as OpenAI's API names it."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")

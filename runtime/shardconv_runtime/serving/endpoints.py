@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -19,12 +18,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
-from .answer_forms import AnswerForm
+from .answer_forms import AnswerForm, kind_of_error
 from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
 from .chat_grammars import chat_constraint
 from .message_parser import MessageParser
 from .prompts import token_ids
+from .response_form import ResponseForm
 from .response_templates import ResponseTemplate
+from .responses_request import ResponsesRequest
 from .schemas import (
     COMPLETION_TOKENS,
     BadRequest,
@@ -82,6 +83,10 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
     async def chats(body: ChatRequest, request: Request) -> Response:
         return await _respond(served, defaults, body, request)
 
+    @app.post("/v1/responses", dependencies=guarded)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await _respond(served, defaults, body.chat(), request, body)
+
     @app.get("/health")
     async def health() -> dict[str, str]:
         failure = served.manager.failure
@@ -132,8 +137,13 @@ def _require_model(served: Served, name: str) -> None:
 
 
 async def _respond(
-    served: Served, defaults: Sampling, body: CompletionRequest | ChatRequest, request: Request
+    served: Served,
+    defaults: Sampling,
+    body: CompletionRequest | ChatRequest,
+    request: Request,
+    asked: ResponsesRequest | None = None,
 ) -> Response:
+    """Answer a request; one to ``/v1/responses`` is also given as it was asked."""
     _require_model(served, served.name if body.model is None else body.model)
     is_chat = isinstance(body, ChatRequest)
     prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
@@ -160,12 +170,23 @@ async def _respond(
         for prompt in prompts
         for number in range(body.n)
     ]
-    form = AnswerForm(served, is_chat, prompts, len(answers), body.skip_special_tokens, template is not None)
+    form: AnswerForm | ResponseForm
+    if asked is None:
+        form = AnswerForm(
+            served,
+            is_chat,
+            prompts,
+            len(answers),
+            body.skip_special_tokens,
+            is_parsed=template is not None,
+            has_usage=body.stream_options is not None and body.stream_options.include_usage,
+        )
+    else:
+        form = ResponseForm(served, asked, len(prompts[0]))
     pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # invalid requests are refused before the stream begins
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_events(form, first, pieces, has_usage), media_type="text/event-stream")
+        return StreamingResponse(_events(form, first, pieces), media_type="text/event-stream")
     return await _whole(form, pieces, request)
 
 
@@ -228,7 +249,9 @@ async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerat
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _whole(form: AnswerForm, pieces: AsyncGenerator[Indexed], request: Request) -> Response:
+async def _whole(
+    form: AnswerForm | ResponseForm, pieces: AsyncGenerator[Indexed], request: Request
+) -> Response:
     """Answer in one piece; cancel the requests when the client disconnects."""
 
     async def collect() -> Response:
@@ -260,38 +283,26 @@ async def _whole(form: AnswerForm, pieces: AsyncGenerator[Indexed], request: Req
 
 
 async def _events(
-    form: AnswerForm, first: Indexed, pieces: AsyncGenerator[Indexed], has_usage: bool
+    form: AnswerForm | ResponseForm, first: Indexed, pieces: AsyncGenerator[Indexed]
 ) -> AsyncGenerator[str]:
     """Yield server-sent events; cancel the requests when the client disconnects."""
     async with aclosing(pieces):
         try:
-            for part in form.parts(*first):
-                yield _event(part)
+            for event in form.events(*first):
+                yield event
             async for index, piece in pieces:
-                for part in form.parts(index, piece):
-                    yield _event(part)
-            if has_usage:
-                yield _event(form.usage_part())
-            yield "data: [DONE]\n\n"
+                for event in form.events(index, piece):
+                    yield event
+            for event in form.last_events():
+                yield event
         except (AnswerFailed, BadRequest) as error:
-            status = error.status if isinstance(error, BadRequest) else 503
-            yield _event({"error": {"message": str(error), "type": _kind(status)}})
+            yield form.failure(str(error), error.status if isinstance(error, BadRequest) else 503)
         finally:
             form.log()
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def _kind(status: int) -> str:
-    """Return the type of an error, as OpenAI's API names it."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def _error(
     message: str, status: int, parameter: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    body = ErrorResponse(error=ErrorBody(message=message, type=_kind(status), param=parameter))
+    body = ErrorResponse(error=ErrorBody(message=message, type=kind_of_error(status), param=parameter))
     return JSONResponse(body.model_dump(), status, dict(headers or {}))

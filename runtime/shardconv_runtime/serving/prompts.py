@@ -52,8 +52,8 @@ def packed_prompt_ids(prepared: Prepared, body: CompletionRequest | ChatRequest)
 
 def prompt_ids(body: CompletionRequest | ChatRequest, tokenizer: Any) -> list[list[int]]:
     """Return the token ids of each prompt of a request."""
-    if isinstance(body, ChatRequest) and body.chat_template_kwargs:
-        require_template_variables(body.chat_template_kwargs, tokenizer, bool(body.shown_tools))
+    if isinstance(body, ChatRequest) and body.template_arguments:
+        require_template_variables(body.template_arguments, tokenizer, bool(body.shown_tools))
     try:
         return body.token_ids(tokenizer)
     except RecursionError as error:

@@ -26,6 +26,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
+    "service_tier": ("auto", "default"),
 }
 """Fields of the API that the server does not know, with the values that ask for nothing."""
 
@@ -115,18 +116,20 @@ TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 LogprobCount = Annotated[int, Field(ge=0, le=20)]
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Fields of a request; others are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """Options of a stream of pieces of an answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class JsonSchema(_Fields):
+class JsonSchema(Fields):
     """A schema of an answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
@@ -137,7 +140,7 @@ class JsonSchema(_Fields):
     content: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     """The form of an answer: text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -157,7 +160,7 @@ class ResponseFormat(_Fields):
         return {"type": "object"} if self.json_schema is None else self.json_schema.content
 
 
-class GenerationRequest(_Fields):
+class GenerationRequest(Fields):
     """Fields of completions and chats."""
 
     model: str | None = None
@@ -183,6 +186,8 @@ class GenerationRequest(_Fields):
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -253,7 +258,7 @@ class CompletionRequest(GenerationRequest):
         return [list(tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in prompts]
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
     """A part of a message."""
 
     type: Literal["text"]
@@ -317,13 +322,13 @@ class Tool(BaseModel):
     function: ToolFunction
 
 
-class ChosenFunction(_Fields):
+class ChosenFunction(Fields):
     """The name of a function."""
 
     name: str
 
 
-class ChosenTool(_Fields):
+class ChosenTool(Fields):
     """The tool that an answer has to call."""
 
     type: Literal["function"]
@@ -338,6 +343,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    """A variable of chat templates that OpenAI's API has as a field."""
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
 
@@ -354,6 +361,12 @@ class ChatRequest(GenerationRequest):
         return True
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the variables that the chat template gets from the request."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**self.chat_template_kwargs, **effort}
+
+    @property
     def shown_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the template gets: none if the answer may call none."""
         if self.tool_choice == "none":
@@ -365,7 +378,7 @@ class ChatRequest(GenerationRequest):
         if tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template; use completions", "messages", 404)
         messages = [message.for_template() for message in self.messages]
-        options = {"add_generation_prompt": True, **self.chat_template_kwargs, "return_dict": True}
+        options = {"add_generation_prompt": True, **self.template_arguments, "return_dict": True}
         try:
             encoded = tokenizer.apply_chat_template(
                 messages, tools=self.shown_tools or None, tokenize=True, **options

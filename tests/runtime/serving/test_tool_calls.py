@@ -176,6 +176,20 @@ def test_two_steps() -> None:
     assert shown.keys() == {"role", "content", "tool_calls"}
 
 
+def test_fields_that_do_not_change_the_answer() -> None:
+    nothing = {"prompt_cache_key": "a", "safety_identifier": "b", "service_tier": "auto", "store": True}
+    assert chat(scripted(["a"], TEMPLATE), **nothing).choices[0].message.content == "a"
+
+
+def test_the_effort_is_a_variable_of_the_chat_template() -> None:
+    server = scripted(["a"], TEMPLATE)
+    with pytest.raises(openai.BadRequestError, match="takes no reasoning_effort"):
+        chat(server, reasoning_effort="low")
+    server.tokenizer.chat_template = "{{ messages }} {{ reasoning_effort }}"
+    assert chat(server, reasoning_effort="low").choices[0].message.content == "a"
+    assert server.tokenizer.options[-1]["reasoning_effort"] == "low"
+
+
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [
