@@ -172,6 +172,28 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         shares = [len({page for pages in tables for page in pages}) / count for tables, count in blocks]
         return float(max(shares))
 
+    def count_cached_tokens(self) -> dict[str, int] | None:
+        """Begin to count the tokens of prompts whose keys and values the cache has from other requests.
+
+        Returns:
+            Name of a request -> tokens; the caller adds requests with 0 before they begin. None if the cache
+            shares nothing.
+        """
+        cache: Any = getattr(self.batch_processor, "cache", None)
+        if not getattr(cache, "use_prefix_sharing", False):
+            return None
+        counts: dict[str, int] = {}
+        search = cache.search_prefix_match
+
+        def search_and_count(request_id: str, prompt_ids: list[int]) -> int:
+            count: int = search(request_id, prompt_ids)
+            if request_id in counts:
+                counts[request_id] = count
+            return count
+
+        cache.search_prefix_match = search_and_count
+        return counts
+
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""
         if isinstance(self.output_router, _NoAnswers):

@@ -35,6 +35,7 @@ class AnswerForm:
         self._has_usage = has_usage
         self._is_chat = is_chat
         self._is_parsed = is_parsed
+        self._num_choices = count // len(prompts)
         self._num_prompt_tokens = sum(map(len, prompts))
         self._begin = time.perf_counter()
         self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": served.name}
@@ -175,6 +176,11 @@ class AnswerForm:
             "completion_tokens": new,
             "total_tokens": prompt + new,
         }
+        # The answers to one prompt are counted with the first of them, as the prompt is.
+        cached = [each.num_cached_tokens for each in self.last[:: self._num_choices] if each is not None]
+        counts = [count for count in cached if count is not None]
+        if counts:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(counts)}
         if self._is_parsed:
             num_reasoning = sum(each.num_reasoning_tokens for each in self.last if each is not None)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -43,6 +43,7 @@ class Served:
         max_requests: answered or waiting at a time; more are told to come again.
         response_template: parses the answers of chats; None to return their texts.
         call_syntax: how calls of tools are written, or why that is unknown.
+        cached_tokens: name of a request -> tokens of its prompt that were in the cache; None if none can be.
         metrics: counts of this server.
     """
 
@@ -61,6 +62,7 @@ class Served:
     prompt_calls: BoundedCalls | None = None
     response_template: ResponseTemplate | None = None
     call_syntax: CallSyntax | str = "the tokenizer has no response template (--response-template FILE)"
+    cached_tokens: dict[str, int] | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
     @cached_property
@@ -134,6 +136,8 @@ class AnswerPiece:
     """The answer ends here for another reason than that the model has ended it."""
     message: MessageDelta | None = None
     """The new parts of the message if the answer is parsed."""
+    num_cached_tokens: int | None = None
+    """The number of tokens of the prompt that were in the cache; None if the cache does not share."""
     num_reasoning_tokens: int = 0
     """The number of tokens of the reasoning so far, if the answer is parsed."""
 
@@ -160,6 +164,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     _add(served, name, prompt, max_new_tokens, ends, wanted, lambda x: loop.call_soon(outputs.put_nowait, x))
     stream = TextStream(served.tokenizer, stops, skip_special_tokens=not wanted.shows_special_tokens)
     is_finished, num_told, num_shown, last_at = False, 0, 0, time.perf_counter()
+    num_cached = None
     with metrics.running(len(prompt)):
         try:
             while not is_finished:
@@ -176,6 +181,9 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                         served.grammars.refuse(constraint, why)
                     raise BadRequest(why, constraint.parameter)
                 tokens, is_finished = output.generated_tokens, output.is_finished()
+                if num_cached is None and served.cached_tokens is not None:
+                    num_cached = served.cached_tokens.get(name, 0)
+                    metrics.prompt_was_cached(num_cached)
                 now = time.perf_counter()
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)
                 num_told, last_at = len(tokens), now
@@ -195,7 +203,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                     logprobs = tuple(served.processor.logprobs[name][num_shown : len(shown)])
                     num_shown = len(shown)
                 is_cut = is_last and not (has_end and tokens[-1] in served.ends)
-                yield AnswerPiece(text, len(tokens), reason, logprobs, is_cut)
+                yield AnswerPiece(text, len(tokens), reason, logprobs, is_cut, num_cached_tokens=num_cached)
                 if is_last:
                     return
         finally:
@@ -246,6 +254,8 @@ def _forget(served: Served, name: str) -> None:
         served.processor.forget(name)
     if served.grammars is not None:
         served.grammars.failures.pop(name, None)
+    if served.cached_tokens is not None:
+        served.cached_tokens.pop(name, None)
 
 
 def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:
@@ -289,6 +299,8 @@ def _add(
     if served.manager.failure is not None:
         raise AnswerFailed(str(served.manager.failure))
     served.manager.register_result_handler(name, tell)
+    if served.cached_tokens is not None:
+        served.cached_tokens[name] = 0
     if served.processor is not None:
         served.processor.watch(name)
     try:

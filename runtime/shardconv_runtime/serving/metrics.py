@@ -25,6 +25,9 @@ class Metrics:
         running.set_function(lambda: self.num_running)
         self._requests = made(Counter, "requests", "Requests that were taken")
         self._prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts")
+        self._cached_tokens = made(
+            Counter, "cached_prompt_tokens", "Tokens of prompts that were in the cache from other requests"
+        )
         self._new_tokens = made(Counter, "new_tokens", "Tokens of answers")
         self._first = made(
             Histogram, "first_token_seconds", "From a request to its first token", buckets=_SECONDS
@@ -47,6 +50,10 @@ class Metrics:
             yield
         finally:
             self.num_running -= 1
+
+    def prompt_was_cached(self, count: int) -> None:
+        """Count tokens of a prompt that were in the cache."""
+        self._cached_tokens.inc(count)
 
     def tokens_came(self, count: int, seconds: float, *, is_first: bool) -> None:
         """Count tokens of an answer, and the time since the tokens before them or since the request."""

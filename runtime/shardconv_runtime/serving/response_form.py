@@ -169,7 +169,10 @@ class ResponseForm:
         if status in ("completed", "incomplete") and last is not None:
             usage = {
                 "input_tokens": self._num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": last.num_cached_tokens or 0,
+                    "cache_write_tokens": 0,
+                },
                 "output_tokens": last.num_tokens,
                 "output_tokens_details": {"reasoning_tokens": last.num_reasoning_tokens},
                 "total_tokens": self._num_prompt_tokens + last.num_tokens,

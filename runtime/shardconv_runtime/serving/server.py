@@ -121,8 +121,11 @@ def _run_rank(
                 processor.is_with_rank_0,
                 compiler_calls,
                 prompt_calls,
-                template,
-                _call_syntax(template, tokenizer, end_tokens(model.generation_config.eos_token_id)),
+                response_template=template,
+                call_syntax=_call_syntax(
+                    template, tokenizer, end_tokens(model.generation_config.eos_token_id)
+                ),
+                cached_tokens=manager.count_cached_tokens(),
             )
             serve(served, defaults, arguments, told, fork_server)
 
