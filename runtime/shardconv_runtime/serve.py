@@ -55,6 +55,13 @@ def argument_parser() -> argparse.ArgumentParser:
         help="JSON file with the template that parses answers; default: the one in the tokenizer's config",
     )
     parser.add_argument(
+        "--allow-media-domains",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="hosts from which images are fetched; default: only data URLs are taken",
+    )
+    parser.add_argument(
         "--ignore",
         nargs="+",
         default=[],

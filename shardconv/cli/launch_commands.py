@@ -209,6 +209,12 @@ def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int
     help="JSON file with the template that parses answers.  [default: the one in the tokenizer's config]",
 )
 @click.option(
+    "--allow-media-domains",
+    multiple=True,
+    metavar="HOST",
+    help="Host from which images are fetched; may be given several times.  [default: only data URLs]",
+)
+@click.option(
     "--ignore",
     multiple=True,
     metavar="FIELD",

@@ -21,12 +21,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import shardconv
 
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 pytest.importorskip("xgrammar")
 
+import openai
 from test_serve import fork_ranks, wait_until_healthy
 
 SHAPE = SHAPES["content without a mark"]

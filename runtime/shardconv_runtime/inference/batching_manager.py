@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -193,6 +194,28 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
         cache.search_prefix_match = search_and_count
         return counts
+
+    def follow_in_pauses(self, run: Callable[[Any], None]) -> None:
+        """Call ``run`` on a rank other than 0 with the value that rank 0 shares in each pause of the loop."""
+        status = self.background_thread_status
+
+        def follow() -> None:
+            status._paused = True  # the model may be called
+            try:
+                run(self.distributed_helper.tp_broadcast_object_from_rank_0(None))
+            finally:
+                status._paused = False
+
+        status.pause_and_wait = follow
+
+    def share_in_pause(self, value: Any) -> None:
+        """Send a value of rank 0 to the other ranks, which wait for it in a pause."""
+        if self._start.world_size > 1:
+            self.distributed_helper.tp_broadcast_object_from_rank_0(value)
+
+    def exchange_in_pause(self, value: Any) -> list[Any]:
+        """Return the value of each rank; the loops of all ranks pause."""
+        return exchange(self._start, value)
 
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""

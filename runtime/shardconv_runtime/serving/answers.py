@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ..errors import ShardconvError
 from .bounded_calls import BoundedCalls
 from .call_syntax import CallSyntax
 from .grammars import PACKAGE, SLOW
+from .media import Images
 from .message_parser import MessageDelta, MessageParser
 from .metrics import Metrics
+from .outside_batch import Job
 from .response_templates import ResponseTemplate
 from .schemas import BadRequest, Sampling, TokenLogprob
 from .text_streams import TextStream
@@ -44,6 +48,8 @@ class Served:
         response_template: parses the answers of chats; None to return their texts.
         call_syntax: how calls of tools are written, or why that is unknown.
         cached_tokens: name of a request -> tokens of its prompt that were in the cache; None if none can be.
+        images: makes the model's inputs of images, or why there are none.
+        outside: the ``OutsideBatch`` that answers requests with images; None if there is none.
         metrics: counts of this server.
     """
 
@@ -63,6 +69,8 @@ class Served:
     response_template: ResponseTemplate | None = None
     call_syntax: CallSyntax | str = "the tokenizer has no response template (--response-template FILE)"
     cached_tokens: dict[str, int] | None = None
+    images: Images | str = "the model has no processor for images"
+    outside: Any = None
     metrics: Metrics = field(default_factory=Metrics)
 
     @cached_property
@@ -146,8 +154,17 @@ class AnswerFailed(Exception):
     """The ranks cannot answer; the server is about to end."""
 
 
-async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> AsyncGenerator[AnswerPiece]:
-    """Yield the pieces of an answer; a generator that is closed cancels its request."""
+async def answer(
+    served: Served,
+    prompt: list[int],
+    wanted: AnswerOptions,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+) -> AsyncGenerator[AnswerPiece]:
+    """Yield the pieces of an answer; a generator that is closed cancels its request.
+
+    Args:
+        inputs: the model's inputs for a prompt with images, which is answered outside of the batch.
+    """
     metrics = served.metrics
     if metrics.num_running >= served.max_requests:
         raise BadRequest(f"{served.max_requests} requests are answered or wait; try again later", status=429)
@@ -158,10 +175,25 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     stops = [stop for stop in wanted.stops if stop not in special]
     stop_tokens = wanted.stop_token_ids | {special[stop] for stop in wanted.stops if stop in special}
     ends = stop_tokens if wanted.ignores_end else stop_tokens | served.ends
-    max_new_tokens = _limit(served, prompt, wanted)
+    max_new_tokens = _limit(served, prompt, wanted, inputs)
     name, outputs = f"cmpl-{uuid.uuid4().hex}", asyncio.Queue[Any]()
     loop = asyncio.get_running_loop()
-    _add(served, name, prompt, max_new_tokens, ends, wanted, lambda x: loop.call_soon(outputs.put_nowait, x))
+    if inputs is None:
+        source = served.manager
+        _add(
+            served,
+            name,
+            prompt,
+            max_new_tokens,
+            ends,
+            wanted,
+            lambda output: loop.call_soon(outputs.put_nowait, output),
+        )
+    else:
+        source = served.outside
+        served.processor.watch(name)
+        job = Job(name, inputs, max_new_tokens, tuple(sorted(ends)), wanted.sampling)
+        source.add_request(job, lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output))
     stream = TextStream(served.tokenizer, stops, skip_special_tokens=not wanted.shows_special_tokens)
     is_finished, num_told, num_shown, last_at = False, 0, 0, time.perf_counter()
     num_cached = None
@@ -208,7 +240,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                     return
         finally:
             if not is_finished:
-                served.manager.cancel_request(name)
+                source.cancel_request(name)
             _forget(served, name)
 
 
@@ -258,9 +290,10 @@ def _forget(served: Served, name: str) -> None:
         served.cached_tokens.pop(name, None)
 
 
-def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:
+def _limit(served: Served, prompt: list[int], wanted: AnswerOptions, inputs: Any) -> int:
     """Return the most new tokens of an answer."""
-    limits = [limit for limit in (served.context, served.manager.room) if limit is not None]
+    room = served.manager.room if inputs is None else None
+    limits = [limit for limit in (served.context, room) if limit is not None]
     if not prompt:
         raise BadRequest("a prompt without tokens cannot be continued", "prompt")
     if outside := [token for token in prompt if not 0 <= token < served.vocabulary_size]:

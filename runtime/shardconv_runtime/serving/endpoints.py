@@ -146,7 +146,14 @@ async def _respond(
     """Answer a request; one to ``/v1/responses`` is also given as it was asked."""
     _require_model(served, served.name if body.model is None else body.model)
     is_chat = isinstance(body, ChatRequest)
-    prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
+    inputs = None
+    if isinstance(body, ChatRequest) and body.image_urls:
+        if isinstance(served.images, str):
+            raise BadRequest(f"this server takes no images: {served.images}", "messages")
+        inputs = await served.images.inputs(body)
+        prompts = inputs["input_ids"].tolist()
+    else:
+        prompts = await token_ids(body, served.tokenizer, served.prompt_calls)
     if len(prompts) * body.n > served.max_requests:
         raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
     template, sampling = None, body.sampling(defaults)
@@ -166,7 +173,7 @@ async def _respond(
         hides_end=template is not None,
     )
     answers = [
-        _parsed(served, body, template, prompt, answer(served, prompt, options.of_choice(number)))
+        _parsed(served, body, template, prompt, answer(served, prompt, options.of_choice(number), inputs))
         for prompt in prompts
         for number in range(body.n)
     ]

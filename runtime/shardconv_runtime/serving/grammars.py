@@ -196,22 +196,28 @@ class Prepared:
     Attributes:
         tokenizer: a tokenizer of transformers.
         info: its tokens as xgrammar knows them; None if no schemas are compiled.
+        processor: the model's processor for images; None if it takes none.
     """
 
     tokenizer: Any
     info: Any = None
+    processor: Any = None
 
 
-def prepare_calls(tokenizer: Any, vocabulary_size: int, ends: Iterable[int] | None) -> Prepared:
+def prepare_calls(
+    tokenizer: Any, vocabulary_size: int, ends: Iterable[int] | None, processor: Any = None
+) -> Prepared:
     """Return the values that the calls have in memory."""
+    if processor is not None:
+        import PIL.Image  # noqa: F401 (an extra, which the calls then have in memory)
     if ends is None:
-        return Prepared(tokenizer)
+        return Prepared(tokenizer, processor=processor)
     import xgrammar  # an extra
 
     info = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocabulary_size, stop_token_ids=list(ends)
     )
-    return Prepared(tokenizer, info)
+    return Prepared(tokenizer, info, processor)
 
 
 def compiled_grammar(prepared: Prepared, constraint: Constraint) -> bytes:

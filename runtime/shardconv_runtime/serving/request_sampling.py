@@ -130,6 +130,12 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         self.is_with_rank_0 = True
         self.grammars: Any = None
 
+    def of_other_requests(self) -> RequestProcessor:
+        """Return a processor for requests outside of the batch, which makes the same notes."""
+        other = RequestProcessor(None)
+        other.logprobs, other.failed, other.grammars = self.logprobs, self.failed, self.grammars
+        return other
+
     def watch(self, name: str) -> None:
         """Record the tokens of a request; nothing is recorded on ranks without a client."""
         self.logprobs[name] = []

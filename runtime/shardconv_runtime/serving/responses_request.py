@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from .schemas import MOST_TOOLS, ChatRequest, Count, Fields
+from .schemas import MOST_TOOLS, BadRequest, ChatRequest, Count, Fields
 
 NOT_KEPT = "the server keeps no responses; send all items of the conversation as input"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -34,7 +34,24 @@ class ContentPart(Fields):
     text: str
 
 
-Content = str | list[ContentPart]
+class ImageContent(Fields):
+    """An image in a message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["input_image"]
+    image_url: str
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "image" if kind == "input_image" else "text"
+
+
+Part = Annotated[
+    Annotated[ContentPart, Tag("text")] | Annotated[ImageContent, Tag("image")], Discriminator(_kind_of_part)
+]
+Content = str | list[Part]
 
 
 class _Item(Fields):
@@ -211,7 +228,7 @@ class ResponsesRequest(Fields):
             if isinstance(item, MessageItem) and item.role != "assistant":
                 # Chat templates know this role by its earlier name.
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
+                messages.append({"role": role, "content": _parts(item.content)})
                 turn = None
             elif isinstance(item, ResultItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
@@ -236,5 +253,21 @@ def _add_to_turn(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningI
         turn.setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | Iterable[ContentPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _parts(content: Content) -> Any:
+    """Return the content of a message as chats have it."""
+    if isinstance(content, str) or not any(isinstance(part, ImageContent) for part in content):
+        return _text(content)
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, ContentPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        for part in content
+    ]
+
+
+def _text(content: str | Iterable[ContentPart | ImageContent]) -> str:
+    if isinstance(content, str):
+        return content
+    if any(isinstance(part, ImageContent) for part in content):
+        raise BadRequest("images come in messages of the user", "input")
+    return "".join(part.text for part in content if isinstance(part, ContentPart))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -265,13 +265,37 @@ class TextPart(Fields):
     text: str
 
 
+class ImageUrl(Fields):
+    """Where an image is, which may be the URL itself."""
+
+    url: str
+    detail: str | None = None
+    """Accepted: the model's processor decides."""
+
+
+class ImagePart(Fields):
+    """An image in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class ChatMessage(BaseModel):
     """A message of a chat. The chat template gets all of it, other fields too (calls of tools)."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """Return the images in the message."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, ImagePart)]
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it.
@@ -281,8 +305,8 @@ class ChatMessage(BaseModel):
         """
         message = self.model_dump(exclude_unset=True)
         calls = message.get("tool_calls")
-        if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
+        if isinstance(self.content, list) and not self.images:
+            message["content"] = "".join(part.text for part in self.content if isinstance(part, TextPart))
         if isinstance(calls, list) and calls:
             message["content"] = message.get("content") or ""
             message["tool_calls"] = [_with_object(call) for call in calls]
@@ -365,6 +389,28 @@ class ChatRequest(GenerationRequest):
         """Return the variables that the chat template gets from the request."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**self.chat_template_kwargs, **effort}
+
+    @property
+    def image_urls(self) -> list[str]:
+        """Return the URLs of all images in order."""
+        return [part.image_url.url for message in self.messages for part in message.images]
+
+    def messages_with(self, images: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the messages as processors expect them, with ``images`` in place of URLs."""
+        left, messages = iter(images), []
+        for message in self.messages:
+            shown = message.for_template()
+            if message.images and isinstance(message.content, list):
+                shown["content"] = [
+                    {"type": "text", "text": part.text}
+                    if isinstance(part, TextPart)
+                    else {"type": "image", "image": next(left)}
+                    for part in message.content
+                ]
+            elif isinstance(shown.get("content"), str):
+                shown["content"] = [{"type": "text", "text": shown["content"]}]
+            messages.append(shown)
+        return messages
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from transformers import AutoTokenizer, ContinuousBatchingConfig
+from transformers import AutoProcessor, AutoTokenizer, ContinuousBatchingConfig
 
 from ..comm.agreement import exchange
 from ..comm.launchers import WATCH_S, end_with_launcher, env_int
@@ -30,6 +30,8 @@ from .bounded_calls import BoundedCalls, ForkServer
 from .call_syntax import CallSyntax, call_syntax
 from .endpoints import application
 from .grammars import COMPILE_AT_A_TIME, COMPILE_S, PACKAGE, Grammars, prepare_calls
+from .media import Images
+from .outside_batch import OutsideBatch
 from .prompts import PROMPT_S, PROMPTS_AT_A_TIME
 from .request_sampling import default_sampling, processor_of, serving_config
 from .response_templates import ResponseTemplate, template_of_file, template_of_tokenizer
@@ -88,7 +90,10 @@ def _run_rank(
     grammars = grammars_of(model, tokenizer, compiler_calls)
     require_same_grammars(model, grammars)
     if fork_server is not None:
-        fork_server.prepare(prepare_calls, tokenizer, *(grammars.tokens if grammars else (0, None)))
+        image_processor = _image_processor(directory)
+        tokens = grammars.tokens if grammars else (0, None)
+        ready = None if isinstance(image_processor, str) else image_processor
+        fork_server.prepare(prepare_calls, tokenizer, *tokens, ready)
     pages = ContinuousBatchingConfig(
         num_blocks=arguments.num_blocks or (CPU_BLOCKS if model.device.type == "cpu" else None),
         max_batch_tokens=arguments.max_batch_tokens,
@@ -97,7 +102,7 @@ def _run_rank(
     managing = model.continuous_batching_context_manager(
         serving_config(model.generation_config), continuous_batching_config=pages
     )
-    with managing as manager:
+    with ExitStack() as stack, managing as manager:
         told = leave_signals_to_rank_0()
         processor = processor_of(manager)  # on all ranks: another one would choose other tokens
         processor.is_with_rank_0 = loaded(model).plan.stages is None
@@ -105,6 +110,11 @@ def _run_rank(
         if not processor.is_with_rank_0:
             processor.failed_rows = {}
             manager.failures = processor
+        outside = None
+        if processor.is_with_rank_0 and hasattr(manager, "pause"):  # not in transformers 5.17
+            outside = OutsideBatch(model, manager, processor.of_other_requests())
+            outside.start()
+            stack.callback(outside.close)
         if fork_server is not None:
             text_config = model.config.get_text_config(decoder=True)
             template = template or template_of_tokenizer(tokenizer)
@@ -126,8 +136,34 @@ def _run_rank(
                     template, tokenizer, end_tokens(model.generation_config.eos_token_id)
                 ),
                 cached_tokens=manager.count_cached_tokens(),
+                images=_images(image_processor, outside, prompt_calls, arguments.allow_media_domains),
+                outside=outside,
             )
             serve(served, defaults, arguments, told, fork_server)
+
+
+def _image_processor(directory: Path) -> Any:
+    """Return the model's processor for images, or why there is none."""
+    if not any((directory / name).exists() for name in ("processor_config.json", "preprocessor_config.json")):
+        return Served.images
+    if importlib.util.find_spec("PIL") is None:
+        return "pillow is not installed there (pip install pillow)"
+    try:
+        image_processor = AutoProcessor.from_pretrained(str(directory), local_files_only=True)
+    except (ImportError, OSError, ValueError) as error:
+        return f"the model's processor cannot be loaded: {brief(error)}"
+    return image_processor if hasattr(image_processor, "image_processor") else Served.images
+
+
+def _images(
+    image_processor: Any, outside: OutsideBatch | None, calls: BoundedCalls | None, domains: list[str]
+) -> Images | str:
+    """Return the object that makes inputs of images, or why there is none."""
+    if isinstance(image_processor, str):
+        return image_processor
+    if outside is None or calls is None:
+        return "it takes no images for models with pipeline stages, or with transformers 5.17"
+    return Images(calls, frozenset(domains))
 
 
 def _call_syntax(template: ResponseTemplate | None, tokenizer: Any, ends: frozenset[int]) -> CallSyntax | str:

@@ -99,6 +99,7 @@ COMMANDS = {
         "--api-key",
         "--ignore",
         "--response-template",
+        "--allow-media-domains",
         "--tp",
         "--quiet",
     },
