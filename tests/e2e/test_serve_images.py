@@ -23,6 +23,8 @@ from test_serve_agents import SHAPE, Serving, save_characters
 import shardconv
 
 pytest.importorskip("PIL")
+if not hasattr(transformers.ContinuousBatchingManager, "pause"):
+    pytest.skip("batches of this transformers cannot pause", allow_module_level=True)
 
 import openai
 import PIL.Image

@@ -48,6 +48,7 @@ class AnswerForm:
         self._streams = [
             TextStream(served.tokenizer, skip_special_tokens=skip_special_tokens) for _ in range(count)
         ]
+        self.headers = {"x-request-id": str(self._head["id"])}
         self.last: list[AnswerPiece | None] = [None] * count
         """The last piece of each answer."""
 

@@ -193,7 +193,9 @@ async def _respond(
     pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # invalid requests are refused before the stream begins
-        return StreamingResponse(_events(form, first, pieces), media_type="text/event-stream")
+        return StreamingResponse(
+            _events(form, first, pieces), media_type="text/event-stream", headers=form.headers
+        )
     return await _whole(form, pieces, request)
 
 
@@ -269,7 +271,7 @@ async def _whole(
                     pieces_of_choice[index].append(form.seen(index, piece))
         finally:
             form.log()
-        return JSONResponse(form.whole(pieces_of_choice))
+        return JSONResponse(form.whole(pieces_of_choice), headers=form.headers)
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":

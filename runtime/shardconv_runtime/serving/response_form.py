@@ -36,6 +36,7 @@ class ResponseForm:
         self._open: dict[str, Any] | None = None
         """The item of text or reasoning to which more is added."""
         self._num_events = 0
+        self.headers = {"x-request-id": self._id}
         self.last: list[AnswerPiece | None] = [None]
 
     def seen(self, index: int, piece: AnswerPiece) -> AnswerPiece:

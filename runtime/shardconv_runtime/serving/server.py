@@ -162,7 +162,7 @@ def _images(
     if isinstance(image_processor, str):
         return image_processor
     if outside is None or calls is None:
-        return "it takes no images for models with pipeline stages, or with transformers 5.17"
+        return "the model has pipeline stages, or its transformers is 5.17, whose batches cannot pause"
     return Images(calls, frozenset(domains))
 
 

@@ -149,6 +149,11 @@ def test_without_tools_there_are_no_calls(options: dict[str, Any]) -> None:
     assert server.tokenizer.seen[0][1] is None
 
 
+def test_answers_have_their_ids_in_a_header() -> None:
+    answer = chat(scripted(["a"], TEMPLATE))
+    assert answer._request_id == answer.id
+
+
 def test_without_a_template_there_is_text() -> None:
     server = scripted([f"<think>a</think>{LOOK}"])
     (choice,) = chat(server).choices
