@@ -8,6 +8,7 @@ from typing import Any
 
 from .call_syntax import CallSyntax
 from .response_templates import REASONING_FIELDS, ResponseTemplate, literals
+from .schema_keywords import ALONE
 from .schemas import BadRequest, ChatRequest, ChosenTool, Constraint
 from .structural_tags import ANY_TEXT, SPACE, one_of, schema_grammar, sequence
 
@@ -78,7 +79,9 @@ def chat_constraint(
 
 
 def _schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {"type": "object", **(parameters or {})}
+    """Return the schema of arguments, which are an object if the tool does not say."""
+    schema = dict(parameters or {})
+    return schema if schema.keys() & ALONE else {"type": "object", **schema}
 
 
 def _after_reasoning(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 import string
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
+from hostile_requests import nested
 from response_shapes import SHAPES
 
 pytest.importorskip("xgrammar")
@@ -57,6 +58,7 @@ def letters(chat_template: str) -> Any:
     return fast
 
 
+@cache
 def syntax_of(name: str) -> CallSyntax:
     shape = SHAPES[name]
     ends = ["<call>"] if "channels" in name else ["<done>", "[end]"]
@@ -189,6 +191,30 @@ def test_arguments_cannot_end_their_call(prepared: Prepared) -> None:
     begin = '<tool>\n{"name": "look", "arguments": {"n": 1, "at": "</tool>'
     with pytest.raises(AssertionError):
         drawn(prepared, compiled_grammar(prepared, constraint), random.Random(0), begin)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
+        ({"properties": {"a": nested(200)}}, "levels"),
+        ({"type": "nonsense"}, "cannot be followed"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {}}}}, None),
+        ({}, None),
+    ],
+)
+def test_schemas_of_tools(prepared: Prepared, parameters: dict[str, Any], reason: str | None) -> None:
+    """Each is followed, or refused with the reason and the field of the request."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters, "strict": True}}
+    template = ResponseTemplate(SHAPES[WRITTEN[2]].template, "option")
+    constraint = chat_constraint(request(tools=[tool]), template, syntax_of(WRITTEN[2]), None)
+    assert constraint is not None
+    if reason is None:
+        assert compiled_grammar(prepared, constraint)
+        return
+    with pytest.raises(BadRequest, match=reason) as error:
+        compiled_grammar(prepared, constraint)
+    assert error.value.parameter == "tools"
 
 
 @pytest.mark.parametrize(
