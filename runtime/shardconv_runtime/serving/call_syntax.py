@@ -6,23 +6,27 @@ one of them, which the model has seen in training. A grammar for calls allows th
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
 from ..errors import brief
+from .argument_syntax import JsonArguments, TagArguments
 from .response_templates import CALLS, REASONING_FIELDS, ResponseTemplate, literals
-from .structural_tags import constant, one_of, schema_grammar, sequence
+from .structural_tags import constant, one_of, sequence
 
 NAMES = ("shardconvfirst", "shardconvsecond")
 """Names of functions to find in the text of a chat template; of letters, which no template changes."""
 IDS = ("shardcnv1", "shardcnv2")
 """Ids of calls, as some templates demand them: nine letters and digits."""
-ARGUMENT = "shardconvargument"
+KEYS = ("shardconvkey", "shardconvother")
+VALUES = ("shardconvvalue", "shardconvtext")
+UNKNOWN = "the chat template writes calls in a form that is not known: neither JSON behind a name nor tags"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class CallSyntax:
     Attributes:
         next: in place of ``end`` and another ``begin`` before the next call; None if only one call is known.
         triggers: texts that every call begins with; None if others may begin one.
-        excludes: texts that may not be in arguments, since they would end the call.
+        arguments: how arguments are written.
     """
 
     begin: str
@@ -40,11 +44,13 @@ class CallSyntax:
     end: str
     next: str | None
     triggers: tuple[str, ...] | None
-    excludes: tuple[str, ...]
+    arguments: JsonArguments | TagArguments = field(default_factory=JsonArguments)
 
     def text(self, functions: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of calls of functions, each with ``name`` and ``arguments``."""
-        calls = [f"{each['name']}{self.between}{json.dumps(each['arguments'])}" for each in functions]
+        calls = [
+            f"{each['name']}{self.between}{self.arguments.text(each['arguments'])}" for each in functions
+        ]
         return f"{self.begin}{(self.next or '').join(calls)}{self.end}"
 
     def calls(self, schemas: Mapping[str, Any], *, is_one: bool) -> dict[str, Any]:
@@ -63,7 +69,7 @@ class CallSyntax:
         """Return the grammar of text in which each call follows the schemas."""
         tags = []
         for name, schema in schemas.items():
-            parts = [self._arguments(schema)]
+            parts = [self.arguments.grammar(schema)]
             if self.next is not None and not self.next.endswith(self.begin):  # calls in one list
                 parts.append({"type": "star", "content": self._one(self.next, schemas)})
             begin = f"{self.begin}{name}{self.between}"
@@ -72,15 +78,10 @@ class CallSyntax:
 
     def _one(self, begin: str, schemas: Mapping[str, Any]) -> dict[str, Any]:
         choices = [
-            sequence(constant(f"{begin}{name}{self.between}"), self._arguments(schema))
+            sequence(constant(f"{begin}{name}{self.between}"), self.arguments.grammar(schema))
             for name, schema in schemas.items()
         ]
         return one_of(*choices)
-
-    def _arguments(self, schema: Any) -> dict[str, Any]:
-        # xgrammar follows no lengths of strings from which it has to exclude texts.
-        has_lengths = any(f'"{name}"' in json.dumps(schema) for name in ("minLength", "maxLength"))
-        return schema_grammar(schema, () if has_lengths else self.excludes)
 
 
 def call_syntax(template: ResponseTemplate, tokenizer: Any, end_texts: Iterable[str]) -> CallSyntax:
@@ -94,18 +95,13 @@ def call_syntax(template: ResponseTemplate, tokenizer: Any, end_texts: Iterable[
     """
     if not template.has_calls:
         raise ValueError("the response template has no calls of tools")
-    begin, between, end = _around_calls(_written(template, tokenizer, 1, tuple(end_texts)), 1)
-    field, following = template.fields[CALLS], None
+    written = partial(_written, template, tokenizer, tuple(end_texts))
     try:
-        two = _around_calls(_written(template, tokenizer, 2, tuple(end_texts)), 2)
-        if (two[0], two[1], two[3], two[4]) == (begin, between, between, end):
-            following = two[2]
+        syntax = _json_syntax(template, written)
     except ValueError:
-        pass  # a template may refuse two calls
-    excludes = tuple(text for text in literals(field.get("close")) if text.strip() == text)
-    syntax = CallSyntax(begin, between, end, following, _triggers(field, begin), excludes)
+        syntax = _tag_syntax(template, written)
     # The proof: transformers reads what the grammar allows.
-    for count in (1,) if following is None else (1, 2):
+    for count in (1,) if syntax.next is None else (1, 2):
         functions = [{"name": name, "arguments": {"a": "b"}} for name in NAMES[:count]]
         try:
             message = parse_response(syntax.text(functions), dict(template.spec), prefix="")
@@ -116,11 +112,69 @@ def call_syntax(template: ResponseTemplate, tokenizer: Any, end_texts: Iterable[
     return syntax
 
 
-def _written(template: ResponseTemplate, tokenizer: Any, count: int, end_texts: tuple[str, ...]) -> str:
-    """Return calls as the chat template writes them in an answer."""
+def _json_syntax(template: ResponseTemplate, written: Callable[..., str]) -> CallSyntax:
+    """Return the syntax of calls whose arguments are JSON."""
+    arguments, of_calls = {KEYS[0]: VALUES[0]}, template.fields[CALLS]
+    value = rf'\{{\s*"{KEYS[0]}"\s*:\s*"{VALUES[0]}"\s*\}}'
+    begin, between, end = _between(written(arguments), NAMES[0], value)
+    following = None
+    with suppress(ValueError):  # a template may refuse two calls
+        two = _between(written(arguments, arguments), NAMES[0], value, NAMES[1], value)
+        if (two[0], two[1], two[3], two[4]) == (begin, between, between, end):
+            following = two[2]
+    excludes = tuple(text for text in literals(of_calls.get("close")) if text.strip() == text)
+    return CallSyntax(begin, between, end, following, _triggers(of_calls, begin), JsonArguments(excludes))
+
+
+def _tag_syntax(template: ResponseTemplate, written: Callable[..., str]) -> CallSyntax:
+    """Return the syntax of calls whose arguments are in tags."""
+    one, argument = {KEYS[0]: VALUES[0]}, (KEYS[0], VALUES[0])
+    begin, opening, between, closing = _between(written(one), NAMES[0], *argument)
+    both = _between(written(dict(zip(KEYS, VALUES, strict=True))), NAMES[0], *argument, KEYS[1], VALUES[1])
+    # Between two arguments are the end of the first and the begin of the second.
+    num_after = next(n for n in range(len(both[3]) + 1) if opening.endswith(both[3][n:]))
+    after, before = both[3][:num_after], both[3][num_after:]
+    syntax = CallSyntax(
+        begin,
+        opening.removesuffix(before),
+        closing.removeprefix(after),
+        None,
+        _triggers(template.fields[CALLS], begin),
+        TagArguments(before, between, after),
+    )
+    if both != [begin, opening, between, both[3], between, closing] or not closing.startswith(after):
+        raise ValueError(UNKNOWN)
+    if not after.strip() or written({}) != syntax.text([{"name": NAMES[0], "arguments": {}}]):
+        raise ValueError(UNKNOWN)
+    with suppress(ValueError):  # a template may refuse two calls
+        two = _between(written(one, one), NAMES[0], *argument, NAMES[1], *argument)
+        if [*two[:3], *two[4:]] == [begin, opening, between, opening, between, closing]:
+            return replace(syntax, next=two[3].removeprefix(after))
+    return syntax
+
+
+def _between(text: str, *patterns: str) -> list[str]:
+    """Return the texts before, between and after regular expressions, each of which is found once."""
+    parts = []
+    for pattern in patterns:
+        match = re.search(pattern, text)
+        if match is None:
+            raise ValueError(UNKNOWN)
+        parts.append(text[: match.start()])
+        text = text[match.end() :]
+    if any(name in part for part in (*parts, text) for name in (*NAMES, *KEYS, *VALUES)):
+        raise ValueError(UNKNOWN)
+    return [*parts, text]
+
+
+def _written(
+    template: ResponseTemplate, tokenizer: Any, end_texts: tuple[str, ...], *arguments: Mapping[str, str]
+) -> str:
+    """Return calls with these arguments as the chat template writes them in an answer."""
+    count = len(arguments)
     calls = [
-        {"id": each, "type": "function", "function": {"name": name, "arguments": {ARGUMENT: ARGUMENT}}}
-        for each, name in zip(IDS[:count], NAMES, strict=False)
+        {"id": each, "type": "function", "function": {"name": name, "arguments": dict(values)}}
+        for each, name, values in zip(IDS, NAMES, arguments, strict=False)
     ]
     tools = [
         {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
@@ -146,21 +200,11 @@ def _written(template: ResponseTemplate, tokenizer: Any, count: int, end_texts: 
     return answer[begin : min(ends, default=len(answer))].strip()
 
 
-def _around_calls(text: str, count: int) -> list[str]:
-    """Return the texts before, between and after the names and arguments of calls."""
-    parts = []
-    for name in NAMES[:count]:
-        arguments = re.search(rf'{name}(.*?)(\{{\s*"{ARGUMENT}"\s*:\s*"{ARGUMENT}"\s*\}})', text, re.DOTALL)
-        if arguments is None or text.count(name) != 1:
-            raise ValueError("the chat template does not write the name and then the arguments as JSON")
-        parts += [text[: text.index(name)], arguments[1]]
-        text = text[arguments.end() :]
-    return [*parts, text]
-
-
-def _triggers(field: Mapping[str, Any], begin: str) -> tuple[str, ...] | None:
+def _triggers(of_calls: Mapping[str, Any], begin: str) -> tuple[str, ...] | None:
     """Return texts with one of which every call begins that the response template reads; None if unknown."""
-    triggers = literals(field.get("open")) or tuple(filter(None, [_literal_begin(field["open_pattern"])]))
+    triggers = literals(of_calls.get("open")) or tuple(
+        filter(None, [_literal_begin(of_calls["open_pattern"])])
+    )
     # A call that begins otherwise than the chat template writes it would follow no schema.
     return triggers if len(triggers) == 1 and begin.startswith(triggers) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from .response_templates import REASONING_FIELDS, ResponseTemplate, literals
 from .schema_keywords import ALONE
 from .schemas import BadRequest, ChatRequest, ChosenTool, Constraint
 from .structural_tags import ANY_TEXT, SPACE, one_of, schema_grammar, sequence
+
+NAME = r"[\w.:/-]+"
+"""Names of functions that every syntax of calls writes as they are."""
 
 
 def chat_constraint(
@@ -53,18 +57,21 @@ def chat_constraint(
                 "begins; tool_choice required works",
                 "tools",
             )
+        if wrong := [name for name in tools if not re.fullmatch(NAME, name)]:
+            raise BadRequest(f"a tool has the name {wrong[0]!r:.100}, which no grammar writes", parameter)
     grammar = None
-    if isinstance(syntax, CallSyntax) and tools:
+    if isinstance(syntax, CallSyntax) and tools and (must_call or is_strict or schema is not None):
         schemas = {name: _schema_of(function.parameters) for name, function in tools.items()}
         is_one = isinstance(choice, ChosenTool) or not body.parallel_tool_calls
-        calls = syntax.calls(schemas, is_one=is_one)
-        if must_call:
-            grammar = calls
-        elif schema is not None:
-            grammar = one_of(calls, schema_grammar(schema))
-        elif is_strict:
-            free = {name: {"type": "object"} for name, function in tools.items() if not function.strict}
-            grammar = syntax.text_with_calls(schemas | free)
+        try:
+            if must_call:
+                grammar = syntax.calls(schemas, is_one=is_one)
+            elif schema is not None:
+                grammar = one_of(syntax.calls(schemas, is_one=is_one), schema_grammar(schema))
+            else:
+                grammar = syntax.text_with_calls(schemas)
+        except ValueError as error:
+            raise BadRequest(f"the schema of a tool cannot be followed: {error}", parameter) from error
     elif schema is not None:
         grammar = schema_grammar(schema)
     if grammar is None:

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from hostile_requests import nested
 from response_shapes import SHAPES
 
@@ -28,7 +29,7 @@ END = 2
 ROWS = {text: row for row, text in enumerate(("<pad>", "<unk>", "<end>", *string.printable))}
 SCHEMA = {
     "type": "object",
-    "properties": {"n": {"enum": [1, 2]}, "at": {"type": "string", "pattern": "^[a-z]{1,3}$"}},
+    "properties": {"n": {"enum": [1, 2]}, "at": {"enum": ["ab", "c d"]}},
     "required": ["n"],
     "additionalProperties": False,
 }
@@ -44,8 +45,9 @@ WRITTEN = (
     "channels with the name in the mark",
     "content without a mark",
     "reasoning that begins without a mark",
+    "arguments as tags",
 )
-"""Shapes whose calls are a name and then JSON."""
+"""Shapes whose calls are a name and then JSON or tags."""
 
 
 def letters(chat_template: str) -> Any:
@@ -86,12 +88,13 @@ def drawn(prepared: Prepared, grammar: bytes, draw: random.Random, begin: str = 
     texts = {row: text for text, row in ROWS.items()}
     text = ""
     while not matcher.is_terminated():
-        allowed = list(range(len(ROWS)))
-        if matcher.fill_next_token_bitmask(mask):
-            allowed = [row for row in allowed if mask[0, row // 32] >> (row % 32) & 1]
         if len(text) < len(begin):
             row = ROWS[begin[len(text)]]
         else:
+            mask.fill_(-1)
+            matcher.fill_next_token_bitmask(mask)
+            bits = (mask[0, :, None] >> torch.arange(32)) & 1
+            allowed = bits.flatten()[: len(ROWS)].nonzero().flatten().tolist()
             row = END if END in allowed and draw.random() < 0.7 else draw.choice(allowed)
         assert matcher.accept_token(row)
         text += "" if row == END else texts[row]
@@ -116,7 +119,7 @@ def test_demanded_calls(prepared: Prepared, name: str, choice: str) -> None:
     assert constraint is not None
     grammar = compiled_grammar(prepared, constraint)
     counts = set()
-    for seed in range(6):  # without reasoning, which a model like this would never end
+    for seed in range(4):  # without reasoning, which a model like this would never end
         delta = message(name, drawn(prepared, grammar, random.Random(seed), syntax_of(name).begin[:6]))
         assert delta.content == ""
         for call in delta.calls:
@@ -193,6 +196,56 @@ def test_arguments_cannot_end_their_call(prepared: Prepared) -> None:
         drawn(prepared, compiled_grammar(prepared, constraint), random.Random(0), begin)
 
 
+def test_arguments_in_tags(prepared: Prepared) -> None:
+    """Strings are any text up to the tag, other values are JSON, and some may be left out."""
+    name = "arguments as tags"
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "n": {"$ref": "#/$defs/n"},
+            "is": {"const": True},
+        },
+        "$defs": {"n": {"enum": [7]}},
+        "required": ["at", "n"],
+    }
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    template = ResponseTemplate(SHAPES[name].template, "option")
+    constraint = chat_constraint(
+        request(tools=[tool], tool_choice="required", parallel_tool_calls=False),
+        template,
+        syntax_of(name),
+        None,
+    )
+    assert constraint is not None
+    grammar = compiled_grammar(prepared, constraint)
+    begin = "<tool>\n<function=look>\n<argument=at>\nhe said <argument> </b>\n</argument>\n<argument=n>\n"
+    arguments = set()
+    for seed in range(4):
+        (call,) = message(name, drawn(prepared, grammar, random.Random(seed), begin)).calls
+        arguments.add(call.arguments)
+    first = '{"at": "he said <argument> </b>", "n": 7'
+    assert arguments == {f"{first}}}", f'{first}, "is": true}}'}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "x"}}},
+        {"properties": {}, "required": ["a"]},
+        {"anyOf": [{"type": "object"}]},
+    ],
+)
+def test_schemas_that_tags_cannot_follow(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    template = ResponseTemplate(SHAPES["arguments as tags"].template, "option")
+    with pytest.raises(BadRequest, match="cannot be followed") as error:
+        chat_constraint(
+            request(tools=[tool], tool_choice="required"), template, syntax_of("arguments as tags"), None
+        )
+    assert error.value.parameter == "tool_choice"
+
+
 @pytest.mark.parametrize(
     ("parameters", "reason"),
     [
@@ -220,9 +273,8 @@ def test_schemas_of_tools(prepared: Prepared, parameters: dict[str, Any], reason
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("arguments as tags", "the name and then the arguments as JSON"),
-        ("JSON of its own dialect", "the name and then the arguments as JSON"),
-        ("parts that are joined", "the name and then the arguments as JSON"),
+        ("JSON of its own dialect", "neither JSON behind a name nor tags"),
+        ("parts that are joined", "neither JSON behind a name nor tags"),
     ],
 )
 def test_syntax_that_is_not_known(name: str, reason: str) -> None:
@@ -256,6 +308,12 @@ def test_chat_templates_without_a_syntax(chat_template: str, reason: str) -> Non
             "not among the tools",
         ),
         ({"tool_choice": "required"}, "because", "tool_choice", "cannot be demanded: because"),
+        (
+            {"tools": [{"type": "function", "function": {"name": 'a"b', "strict": True}}]},
+            None,
+            "tools",
+            "which no grammar writes",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
             "because",
