@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from .call_syntax import CallSyntax
+from .chat_request import ChatRequest, ChosenTool
 from .response_templates import REASONING_FIELDS, ResponseTemplate, literals
 from .schema_keywords import ALONE
-from .schemas import BadRequest, ChatRequest, ChosenTool, Constraint
+from .schemas import BadRequest, Constraint
 from .structural_tags import ANY_TEXT, SPACE, one_of, schema_grammar, sequence
 
 NAME = r"[\w.:/-]+"

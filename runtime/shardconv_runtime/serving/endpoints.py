@@ -21,20 +21,13 @@ from ..versions import __version__
 from .answer_forms import AnswerForm, kind_of_error
 from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
 from .chat_grammars import chat_constraint
+from .chat_request import ChatRequest
 from .message_parser import MessageParser
 from .prompts import token_ids
 from .response_form import ResponseForm
 from .response_templates import ResponseTemplate
 from .responses_request import ResponsesRequest
-from .schemas import (
-    COMPLETION_TOKENS,
-    BadRequest,
-    ChatRequest,
-    CompletionRequest,
-    ErrorBody,
-    ErrorResponse,
-    Sampling,
-)
+from .schemas import COMPLETION_TOKENS, BadRequest, CompletionRequest, ErrorBody, ErrorResponse, Sampling
 
 LOG = logging.getLogger(__name__)
 Indexed = tuple[int, AnswerPiece]

@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 import torch
 
 from .bounded_calls import BoundedCalls, CallEndedError
+from .chat_request import ChatRequest
 from .grammars import Prepared
 from .prompts import require_template_variables
-from .schemas import BadRequest, ChatRequest
+from .schemas import BadRequest
 
 MOST_IMAGES = 16
 """Most images of one request."""

@@ -14,8 +14,9 @@ from typing import Any
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from .bounded_calls import BoundedCalls, CallEndedError
+from .chat_request import ChatRequest
 from .grammars import Prepared
-from .schemas import BadRequest, ChatRequest, CompletionRequest
+from .schemas import BadRequest, CompletionRequest
 
 PROMPT_S = 5.0
 """Most processor time of the texts of a request."""

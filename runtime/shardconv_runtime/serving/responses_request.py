@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from .schemas import MOST_TOOLS, BadRequest, ChatRequest, Count, Fields
+from .chat_request import MOST_TOOLS, ChatRequest
+from .schemas import BadRequest, Count, Fields
 
 NOT_KEPT = "the server keeps no responses; send all items of the conversation as input"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {

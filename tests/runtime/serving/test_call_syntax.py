@@ -18,10 +18,11 @@ pytest.importorskip("xgrammar")
 import xgrammar
 from shardconv_runtime.serving.call_syntax import CallSyntax, call_syntax
 from shardconv_runtime.serving.chat_grammars import chat_constraint
+from shardconv_runtime.serving.chat_request import ChatRequest
 from shardconv_runtime.serving.grammars import Prepared, compiled_grammar, prepare_calls
 from shardconv_runtime.serving.message_parser import MessageDelta, MessageParser
 from shardconv_runtime.serving.response_templates import ResponseTemplate
-from shardconv_runtime.serving.schemas import BadRequest, ChatRequest
+from shardconv_runtime.serving.schemas import BadRequest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

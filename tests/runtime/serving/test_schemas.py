@@ -10,11 +10,8 @@ import pytest
 
 pydantic = pytest.importorskip("pydantic")
 
-from shardconv_runtime.serving.schemas import (  # noqa: E402
-    ChatRequest,
-    CompletionRequest,
-    Sampling,
-)
+from shardconv_runtime.serving.chat_request import ChatRequest  # noqa: E402
+from shardconv_runtime.serving.schemas import CompletionRequest, Sampling  # noqa: E402
 
 DEFAULTS = Sampling(0.7, 0.9, 20, 0.1)
 
