@@ -203,6 +203,8 @@ async def answer(
                 output = await outputs.get()
                 if output.error is not None:
                     is_finished = True
+                    if inputs is not None and served.manager.failure is None:
+                        raise BadRequest(f"the model cannot answer this: {output.error}", "messages", 500)
                     raise AnswerFailed(output.error)
                 if served.processor is not None and name in served.processor.failed:
                     raise BadRequest("the model's logits are not numbers for this prompt", "prompt", 500)

@@ -22,7 +22,7 @@ from transformers import AutoProcessor, AutoTokenizer, ContinuousBatchingConfig
 
 from ..comm.agreement import exchange
 from ..comm.launchers import WATCH_S, end_with_launcher, env_int
-from ..errors import OptionError, ShardconvError, brief
+from ..errors import OptionError, ShardconvError, UnsupportedError, brief
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
@@ -76,6 +76,10 @@ def _run_rank(
     # transformers would set it itself, too late for NCCL, and warn.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     model = load(arguments.out)
+    if not hasattr(model, "generate"):
+        raise UnsupportedError(
+            f"{arguments.out}: {type(model).__name__} does not generate text, and the server answers only with text"
+        )
     directory = loaded(model).directory
     # On all ranks, before they wait: a config that cannot be granted ends each of them.
     defaults = default_sampling(model.generation_config, frozenset(arguments.ignore))
