@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from ..versions import __version__
 from .answer_forms import AnswerForm, kind_of_error
 from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
+from .body_limit import BodyLimit
 from .chat_grammars import chat_constraint
 from .chat_request import ChatRequest
 from .message_parser import MessageParser
@@ -92,6 +93,7 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
         return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
 
     _add_error_handlers(app)
+    app.add_middleware(BodyLimit)
     return app
 
 

@@ -108,6 +108,8 @@ class OutsideBatch:
     def _generate(self, job: Job, tell: Callable[[JobOutput], None]) -> tuple[str | None, list[int]]:
         """Return the tokens of an answer, or why there is none."""
         model = self.model
+        if model.device.type == "cuda":  # which each thread has of its own
+            torch.cuda.set_device(model.device)
         chooser = _Chooser(self.processor, job, tell)
         inputs = {
             name: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)

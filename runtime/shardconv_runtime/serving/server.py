@@ -78,7 +78,7 @@ def _run_rank(
     model = load(arguments.out)
     if not hasattr(model, "generate"):
         raise UnsupportedError(
-            f"{arguments.out}: {type(model).__name__} does not generate text, and the server answers only with text"
+            f"{arguments.out}: {type(model).__name__} does not generate text; the server has no other answers"
         )
     directory = loaded(model).directory
     # On all ranks, before they wait: a config that cannot be granted ends each of them.

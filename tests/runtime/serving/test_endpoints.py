@@ -18,6 +18,7 @@ pytest.importorskip("prometheus_client")
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.serving import answers
 from shardconv_runtime.serving.answers import Served
+from shardconv_runtime.serving.body_limit import BodyLimit
 from shardconv_runtime.serving.endpoints import application
 from shardconv_runtime.serving.request_sampling import default_sampling
 from shardconv_runtime.serving.schemas import Sampling, TokenLogprob
@@ -292,6 +293,13 @@ def test_too_many_are_told_to_come_again() -> None:
     (status, headers, text), _ = asyncio.run(two())
     assert (status, headers["retry-after"]) == (429, "2")
     assert json.loads(text)["error"]["type"] == "rate_limit_error"
+
+
+def test_bodies_that_are_too_large() -> None:
+    app = BodyLimit(application(served(Manager()), Sampling()), 1000)
+    status, _, text = get(app, "/v1/completions", {"prompt": "4 " * 1000, "max_tokens": 1})
+    assert (status, json.loads(text)["error"]["message"]) == (413, "the request has more than 1000 bytes")
+    assert get(app, "/v1/completions", {"prompt": "4", "max_tokens": 1})[0] == 200
 
 
 def test_a_key() -> None:
