@@ -62,6 +62,12 @@ def argument_parser() -> argparse.ArgumentParser:
         help="hosts from which images are fetched; default: only data URLs are taken",
     )
     parser.add_argument(
+        "--pooling",
+        choices=("mean", "first", "last"),
+        default="mean",
+        help="tokens whose states are an embedding, for models that generate no text; default: %(default)s",
+    )
+    parser.add_argument(
         "--ignore",
         nargs="+",
         default=[],

@@ -215,6 +215,13 @@ def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int
     help="Host from which images are fetched; may be given several times.  [default: only data URLs]",
 )
 @click.option(
+    "--pooling",
+    type=click.Choice(["mean", "first", "last"]),
+    default="mean",
+    show_default=True,
+    help="Tokens whose states are an embedding, for models that generate no text.",
+)
+@click.option(
     "--ignore",
     multiple=True,
     metavar="FIELD",

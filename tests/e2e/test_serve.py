@@ -23,7 +23,7 @@ import hostile_requests
 import pytest
 import torch
 import transformers
-from checkpoints import VOCAB, save_causal, save_encoder
+from checkpoints import VOCAB, save_causal
 from distributed import free_port, torchrun_env
 from forked import Forked, run_forked
 from shardconv_runtime import serve
@@ -618,17 +618,6 @@ def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_
     done = run_forked(_exit_with, serve.main, argv=argv, env=env, timeout=START_S)
     assert done.returncode == 5
     assert "--ignore no_repeat_ngram_size" in done.stderr
-
-
-def test_a_model_that_does_not_generate_is_refused_at_the_start(tmp_path: Path) -> None:
-    source = save_encoder(tmp_path / "bert")
-    save_words(source)
-    shardconv.convert(source, tmp_path / "out", tp=1, check=False)
-    argv = ["serve", *arguments(tmp_path / "out", free_port())]
-    env = os.environ | torchrun_env(0, 1, free_port())
-    done = run_forked(_exit_with, serve.main, argv=argv, env=env, timeout=START_S)
-    assert done.returncode == 5
-    assert "does not generate text" in done.stderr
 
 
 def test_a_prompt_whose_logits_are_not_numbers(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from .body_limit import BodyLimit
 from .chat_grammars import chat_constraint
 from .chat_request import ChatRequest
 from .message_parser import MessageParser
+from .metrics import Metrics
 from .prompts import token_ids
 from .response_form import ResponseForm
 from .response_templates import ResponseTemplate
@@ -36,8 +37,15 @@ Indexed = tuple[int, AnswerPiece]
 _STATUSES = (400, 401, 404, 429, 503)
 
 
-def application(served: Served, defaults: Sampling, api_key: str | None = None) -> FastAPI:
-    """Return the web application of rank 0."""
+def new_application(
+    about: Mapping[str, Any], api_key: str | None, failure: Callable[[], str | None], counts: Metrics
+) -> tuple[FastAPI, list[Any]]:
+    """Return a web application without answers, and the dependencies of endpoints that need the API key.
+
+    Args:
+        about: the model, as ``/v1/models`` tells clients.
+        failure: returns why the ranks cannot answer.
+    """
 
     def require_key(request: Request) -> None:
         header = request.headers.get("authorization", "")
@@ -49,15 +57,7 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
         version=__version__,
         responses={status: {"model": ErrorResponse} for status in _STATUSES},
     )
-    started = int(time.time())
-    template = served.response_template
-    model = {
-        "id": served.name,
-        "object": "model",
-        "created": started,
-        "owned_by": "shardconv",
-        "response_template": None if template is None else template.source,
-    }
+    model = {**about, "created": int(time.time())}
     guarded = [Depends(require_key)]
 
     @app.get("/v1/models", dependencies=guarded)
@@ -66,8 +66,39 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
 
     @app.get("/v1/models/{name:path}", dependencies=guarded)
     async def one_model(name: str) -> dict[str, Any]:
-        _require_model(served, name)
+        require_model(str(model["id"]), name)
         return model
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if (reason := failure()) is not None:
+            raise AnswerFailed(reason)
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(counts.text(), media_type="text/plain; version=0.0.4")
+
+    _add_error_handlers(app)
+    app.add_middleware(BodyLimit)
+    return app, guarded
+
+
+def application(served: Served, defaults: Sampling, api_key: str | None = None) -> FastAPI:
+    """Return the web application of rank 0."""
+    template = served.response_template
+    about = {
+        "id": served.name,
+        "object": "model",
+        "owned_by": "shardconv",
+        "response_template": None if template is None else template.source,
+    }
+
+    def failure() -> str | None:
+        reason = served.manager.failure
+        return str(reason or "stopped") if reason is not None or not served.manager.is_running() else None
+
+    app, guarded = new_application(about, api_key, failure, served.metrics)
 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -81,19 +112,6 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await _respond(served, defaults, body.chat(), request, body)
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        failure = served.manager.failure
-        if failure is not None or not served.manager.is_running():
-            raise AnswerFailed(str(failure or "stopped"))
-        return {"status": "ok"}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    _add_error_handlers(app)
-    app.add_middleware(BodyLimit)
     return app
 
 
@@ -126,9 +144,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _error(f"{type(error).__name__}: {error}", 500)
 
 
-def _require_model(served: Served, name: str) -> None:
-    if name != served.name:
-        raise BadRequest(f"the model {name!r} is not served; {served.name!r} is", "model", 404)
+def require_model(served_name: str, name: str | None) -> None:
+    """Check that a request is for the model that is served."""
+    if name is not None and name != served_name:
+        raise BadRequest(f"the model {name!r} is not served; {served_name!r} is", "model", 404)
 
 
 async def _respond(
@@ -139,7 +158,7 @@ async def _respond(
     asked: ResponsesRequest | None = None,
 ) -> Response:
     """Answer a request; one to ``/v1/responses`` is also given as it was asked."""
-    _require_model(served, served.name if body.model is None else body.model)
+    require_model(served.name, body.model)
     is_chat = isinstance(body, ChatRequest)
     inputs = None
     if isinstance(body, ChatRequest) and body.image_urls:

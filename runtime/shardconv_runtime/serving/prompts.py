@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 # Private, but it reads templates as transformers renders them.
 from transformers.utils.chat_template_utils import _get_template_variables
@@ -16,16 +16,26 @@ from transformers.utils.chat_template_utils import _get_template_variables
 from .bounded_calls import BoundedCalls, CallEndedError
 from .chat_request import ChatRequest
 from .grammars import Prepared
-from .schemas import BadRequest, CompletionRequest
+from .schemas import BadRequest
+
+
+class TextRequest(Protocol):
+    """A request with texts."""
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether there is a text, and not only token ids."""
+
+    def token_ids(self, tokenizer: Any) -> list[list[int]]:
+        """Return the token ids of each text."""
+
 
 PROMPT_S = 5.0
 """Most processor time of the texts of a request."""
 PROMPTS_AT_A_TIME = 4
 
 
-async def token_ids(
-    body: CompletionRequest | ChatRequest, tokenizer: Any, calls: BoundedCalls | None
-) -> list[list[int]]:
+async def token_ids(body: TextRequest, tokenizer: Any, calls: BoundedCalls | None) -> list[list[int]]:
     """Return the token ids of each prompt of a request."""
     if calls is None or not body.has_text:
         return prompt_ids(body, tokenizer)
@@ -34,7 +44,7 @@ async def token_ids(
     except CallEndedError as error:
         raise BadRequest(
             f"the request's texts take more than {calls.cpu_s:g} s, or too much memory, to become tokens",
-            "messages" if isinstance(body, ChatRequest) else "prompt",
+            next(name for name in ("messages", "prompt", "input") if hasattr(body, name)),
         ) from error
     numbers = array("q", content)
     lengths, prompts, begin = numbers[1 : 1 + numbers[0]], [], 1 + numbers[0]
@@ -44,14 +54,14 @@ async def token_ids(
     return prompts
 
 
-def packed_prompt_ids(prepared: Prepared, body: CompletionRequest | ChatRequest) -> bytes:
+def packed_prompt_ids(prepared: Prepared, body: TextRequest) -> bytes:
     """Return ``prompt_ids`` as int64: the number of prompts, the length of each, and their ids."""
     prompts = prompt_ids(body, prepared.tokenizer)
     numbers = [len(prompts), *map(len, prompts)]
     return array("q", numbers + [token for prompt in prompts for token in prompt]).tobytes()
 
 
-def prompt_ids(body: CompletionRequest | ChatRequest, tokenizer: Any) -> list[list[int]]:
+def prompt_ids(body: TextRequest, tokenizer: Any) -> list[list[int]]:
     """Return the token ids of each prompt of a request."""
     if isinstance(body, ChatRequest) and body.template_arguments:
         require_template_variables(body.template_arguments, tokenizer, bool(body.shown_tools))

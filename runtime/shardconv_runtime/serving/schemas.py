@@ -249,10 +249,14 @@ class CompletionRequest(GenerationRequest):
 
     def token_ids(self, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of each prompt, which is a text or ids."""
-        prompt = self.prompt
-        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
-        prompts: list[Any] = [prompt] if is_one else list(prompt)
-        return [list(tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in prompts]
+        return prompt_token_ids(self.prompt, tokenizer)
+
+
+def prompt_token_ids(prompt: str | list[Any], tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of each of several prompts, or of one; each is a text or ids."""
+    is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    prompts: list[Any] = [prompt] if is_one else list(prompt)
+    return [list(tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in prompts]
 
 
 class ErrorBody(BaseModel):

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
@@ -22,12 +23,14 @@ from transformers import AutoProcessor, AutoTokenizer, ContinuousBatchingConfig
 
 from ..comm.agreement import exchange
 from ..comm.launchers import WATCH_S, end_with_launcher, env_int
-from ..errors import OptionError, ShardconvError, UnsupportedError, brief
+from ..errors import OptionError, ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
 from .bounded_calls import BoundedCalls, ForkServer
 from .call_syntax import CallSyntax, call_syntax
+from .embedding_endpoints import ServedEmbeddings, embedding_application
+from .embedding_ranks import EmbeddingRanks
 from .endpoints import application
 from .grammars import COMPILE_AT_A_TIME, COMPILE_S, PACKAGE, Grammars, prepare_calls
 from .media import Images
@@ -76,17 +79,16 @@ def _run_rank(
     # transformers would set it itself, too late for NCCL, and warn.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     model = load(arguments.out)
-    if not hasattr(model, "generate"):
-        raise UnsupportedError(
-            f"{arguments.out}: {type(model).__name__} does not generate text; the server has no other answers"
-        )
     directory = loaded(model).directory
-    # On all ranks, before they wait: a config that cannot be granted ends each of them.
-    defaults = default_sampling(model.generation_config, frozenset(arguments.ignore))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ShardconvError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    if not hasattr(model, "generate"):
+        _embed(model, tokenizer, arguments, fork_server)
+        return
+    # On all ranks, before they wait: a config that cannot be granted ends each of them.
+    defaults = default_sampling(model.generation_config, frozenset(arguments.ignore))
     compiler_calls = prompt_calls = None
     if fork_server is not None:
         compiler_calls = BoundedCalls(fork_server, COMPILE_S, COMPILE_AT_A_TIME, keeps_processes=False)
@@ -180,6 +182,32 @@ def _call_syntax(template: ResponseTemplate | None, tokenizer: Any, ends: frozen
         return str(error)
 
 
+def _embed(model: Any, tokenizer: Any, arguments: argparse.Namespace, fork_server: ForkServer | None) -> None:
+    """Answer requests for embeddings together with the other ranks."""
+    ranks = EmbeddingRanks(model, arguments.pooling, tokenizer.pad_token_id or 0, loaded(model).launch)
+    ranks.require_hidden_states()
+    if fork_server is not None:
+        fork_server.prepare(prepare_calls, tokenizer, 0, None)
+    told = leave_signals_to_rank_0()
+    if fork_server is None:
+        ranks.follow()
+        return
+    text_config = model.config.get_text_config()
+    served = ServedEmbeddings(
+        ranks,
+        tokenizer,
+        arguments.name or Path(arguments.out).resolve().name,
+        text_config.vocab_size,
+        min(tokenizer.model_max_length, getattr(text_config, "max_position_embeddings", 2**31)),
+        arguments.max_requests,
+        BoundedCalls(fork_server, PROMPT_S, PROMPTS_AT_A_TIME, keeps_processes=True),
+    )
+    ranks.start()
+    with closing(ranks):
+        app = embedding_application(served, arguments.api_key)
+        _listen(app, served.name, arguments, told, ranks, fork_server)
+
+
 def serve(
     served: Served,
     defaults: Sampling,
@@ -191,24 +219,38 @@ def serve(
     manager = served.manager
     served.metrics.watch_cache(lambda: manager.cache_use)
     app = application(served, defaults, arguments.api_key)
+    _listen(app, served.name, arguments, told, manager, fork_server, lambda: warm_up(served))
+    if any_left := served.metrics.num_running:
+        print(f"{any_left} requests were not answered in {DRAIN_S} s", file=sys.stderr)
+
+
+def _listen(
+    app: Any,
+    name: str,
+    arguments: argparse.Namespace,
+    told: list[int],
+    ranks: Any,
+    fork_server: ForkServer,
+    begin: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve an application until the process is interrupted, or ``ranks`` do not run."""
     config = uvicorn.Config(
         app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S, ws="none"
     )
     server = _Server(config)
-    server.address = f"http://{arguments.host}:{arguments.port}/v1, as {served.name}"
+    server.address = f"http://{arguments.host}:{arguments.port}/v1, as {name}"
 
     async def run() -> None:
-        await warm_up(served)
+        if begin is not None:
+            await begin()
         if told:
             return
-        watching = asyncio.create_task(watch(manager, server, fork_server))
+        watching = asyncio.create_task(watch(ranks, server, fork_server))
         await server.serve()
         watching.cancel()
 
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING, force=True)
     asyncio.run(run())
-    if any_left := served.metrics.num_running:
-        print(f"{any_left} requests were not answered in {DRAIN_S} s", file=sys.stderr)
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]

@@ -100,6 +100,7 @@ COMMANDS = {
         "--ignore",
         "--response-template",
         "--allow-media-domains",
+        "--pooling",
         "--tp",
         "--quiet",
     },
