@@ -111,6 +111,8 @@ def template_of_file(path: str) -> ResponseTemplate:
 
 def _reason_against(template: ResponseTemplate) -> str | None:
     """Return why transformers cannot parse with a template; None if it can."""
+    if not isinstance(template.spec, dict):
+        return "a template is an object"
     try:
         template.parser("")
     except (KeyError, TypeError, ValueError) as error:
