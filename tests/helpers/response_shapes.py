@@ -26,16 +26,25 @@ class Shape:
 
 
 def _chat_template(
-    begin: str, call: str, end: str, separator: str = "", around: tuple[str, str] = ("", "")
+    begin: str,
+    call: str,
+    end: str,
+    separator: str = "",
+    around: tuple[str, str] = ("", ""),
+    content: str = "TEXT",
 ) -> str:
-    """A chat template; in ``call``, NAME and ARGUMENTS are those of a call."""
+    """A chat template; in ``call``, NAME and ARGUMENTS are those of a call, and ``content`` has its TEXT."""
     written = call.replace("NAME", "{{ c.function.name }}")
     written = written.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
     first = "{% if not loop.first %}" + separator + "{% endif %}"
     calls = "{% for c in m.tool_calls %}" + first + written + "{% endfor %}"
     who = begin.replace("ROLE", "{{ 'bot' if m.role == 'assistant' else m.role }}")
     return (
-        "{% for m in messages %}" + who + "{{ m.content }}{% if m.tool_calls %}"
+        "{% for m in messages %}"
+        + who
+        + "{% if m.content %}"
+        + content.replace("TEXT", "{{ m.content }}")
+        + "{% endif %}{% if m.tool_calls %}"
         f"{around[0]}{calls}{around[1]}"
         "{% endif %}" + end + "{% endfor %}"
         "{% if add_generation_prompt %}" + begin.replace("ROLE", "bot") + "{% endif %}"
@@ -63,7 +72,14 @@ SHAPES = {
         "[user]hi[bot]",
         "[think] one\n two [/think][say]Let me look.[/say]"
         '[act][{"tool": "look", "with": {"at": "ä"}}, {"tool": "nod", "with": {}}][/act][end]',
-        _chat_template("[ROLE]", '{"tool": "NAME", "with": ARGUMENTS}', "[end]", ", ", ("[act][", "][/act]")),
+        _chat_template(
+            "[ROLE]",
+            '{"tool": "NAME", "with": ARGUMENTS}',
+            "[end]",
+            ", ",
+            ("[act][", "][/act]"),
+            "[say]TEXT[/say]",
+        ),
     ),
     "reasoning that begins without a mark": Shape(
         _template(
@@ -81,7 +97,12 @@ SHAPES = {
         "user:hi\nbot:",
         "I look.\n</think>\n<say>\nHere\n</say>\n"
         '<call>\n{"name": "look", "arguments": {"at": [1, 2]}}\n</call>\n<call>{"name": "nod"}</call>',
-        _chat_template("ROLE:", '<call>{"name": "NAME", "arguments": ARGUMENTS}</call>', "\n"),
+        _chat_template(
+            "ROLE:",
+            '<call>{"name": "NAME", "arguments": ARGUMENTS}</call>',
+            "\n",
+            content="<say>\nTEXT\n</say>",
+        ),
     ),
     "channels with the name in the mark": Shape(
         _template(
@@ -99,7 +120,13 @@ SHAPES = {
         "<start>user<text>hi<end><start>bot",
         "<to>self<text>Hm <b>.<end><start>bot<to>user<text>Wait.<end>"
         '<start>bot<to>tools.look json<text>{"at": "x"}<call><to>tools.nod<text>{}<call>',
-        _chat_template("<start>ROLE", "<to>tools.NAME json<text>ARGUMENTS<call>", "<end>", "<start>bot"),
+        _chat_template(
+            "<start>ROLE",
+            "<to>tools.NAME json<text>ARGUMENTS<call>",
+            "",
+            "<start>bot",
+            content="<to>user<text>TEXT<end>",
+        ),
     ),
     "content without a mark": Shape(
         _template(
@@ -201,6 +228,12 @@ SHAPES = {
         "<aside> one <end><bot>me<aside>two\n<end><bot>me<text> three <end><bot>me<text>four<end>"
         '<bot>look<tool>{"name": "look", "args": {"at": 1}}<end>'
         '<bot>nod<tool>{"name": "nod", "args": {}}<end>',
-        _chat_template("<ROLE>", 'NAME<tool>{"name": "NAME", "args": ARGUMENTS}', "<end>", "<end><bot>"),
+        _chat_template(
+            "<ROLE>",
+            'NAME<tool>{"name": "NAME", "args": ARGUMENTS}<end>',
+            "",
+            "<bot>",
+            content="me<text>TEXT<end>",
+        ),
     ),
 }

@@ -47,6 +47,7 @@ class Served:
         max_requests: answered or waiting at a time; more are told to come again.
         response_template: parses the answers of chats; None to return their texts.
         call_syntax: how calls of tools are written, or why that is unknown.
+        content_marks: texts before and after the content of an answer, or why they are unknown.
         cached_tokens: name of a request -> tokens of its prompt that were in the cache; None if none can be.
         images: makes the model's inputs of images, or why there are none.
         outside: the ``OutsideBatch`` that answers requests with images; None if there is none.
@@ -68,6 +69,7 @@ class Served:
     prompt_calls: BoundedCalls | None = None
     response_template: ResponseTemplate | None = None
     call_syntax: CallSyntax | str = "the tokenizer has no response template (--response-template FILE)"
+    content_marks: tuple[str, str] | str = ("", "")
     cached_tokens: dict[str, int] | None = None
     images: Images | str = "the model has no processor for images"
     outside: Any = None

@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from ..errors import brief
 from .argument_syntax import JsonArguments, TagArguments
-from .response_templates import CALLS, REASONING_FIELDS, ResponseTemplate, literals
+from .response_templates import CALLS, CONTENT, REASONING_FIELDS, ResponseTemplate, literals
 from .structural_tags import constant, one_of, sequence
 
 NAMES = ("shardconvfirst", "shardconvsecond")
@@ -180,24 +180,62 @@ def _written(
         {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
         for name in NAMES
     ]
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    text = _answer(template, tokenizer, end_texts, message, NAMES[0], tools)
+    if any(name not in text for name in NAMES[:count]):
+        raise ValueError("the chat template does not write several calls into an answer")
+    if any(each in text for each in IDS):
+        raise ValueError("the chat template writes ids of calls, which a model would have to make up")
+    return text
+
+
+def _answer(
+    template: ResponseTemplate,
+    tokenizer: Any,
+    end_texts: tuple[str, ...],
+    message: Mapping[str, Any],
+    part: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Return an answer as the chat template writes it, without reasoning in front of a part of it."""
+    messages = [{"role": "user", "content": "a"}, message]
     try:
         text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
     except Exception as error:  # of the template
-        raise ValueError(f"the chat template does not take calls of tools: {brief(error)}") from error
+        raise ValueError(f"the chat template does not take such an answer: {brief(error)}") from error
     answer = template.after_anchor(text)
-    if answer is None or any(name not in answer for name in NAMES[:count]):
-        raise ValueError("the chat template does not write calls into an answer")
-    if any(each in answer for each in IDS):
-        raise ValueError("the chat template writes ids of calls, which a model would have to make up")
-    # A template may write empty reasoning in front of the calls.
+    if answer is None or part not in answer:
+        raise ValueError("the chat template leaves out a part of an answer")
+    # A template may write empty reasoning.
     parser, begin = template.parser(""), 0
-    for position, character in enumerate(answer[: answer.index(NAMES[0])], 1):
+    for position, character in enumerate(answer[: answer.index(part)], 1):
         closed = [each["field"] for each in parser.feed(character) if each["type"] == "region_close"]
         if set(closed) & set(REASONING_FIELDS):
             begin = position
     ends = [answer.index(text) for text in end_texts if text in answer]
     return answer[begin : min(ends, default=len(answer))].strip()
+
+
+def content_marks(template: ResponseTemplate, tokenizer: Any, end_texts: Iterable[str]) -> tuple[str, str]:
+    """Return the texts before and after the content of an answer, without which it is not read.
+
+    Raises:
+        ValueError: the chat template does not tell, or the response template does not read it.
+    """
+    of_content = template.fields.get(CONTENT)
+    if of_content is None:
+        raise ValueError("the response template has no content")
+    if "open" not in of_content and "open_pattern" not in of_content:
+        return "", ""
+    message = {"role": "assistant", "content": VALUES[0]}
+    begin, end = _between(_answer(template, tokenizer, tuple(end_texts), message, VALUES[0]), VALUES[0])
+    try:
+        parsed = parse_response(f"{begin}[1]{end}", dict(template.spec), prefix="")
+    except Exception as error:  # of functions that the template chooses
+        raise ValueError(f"the response template does not read content: {brief(error)}") from error
+    if parsed.get(CONTENT) != "[1]":
+        raise ValueError("the response template reads other content than the chat template writes")
+    return begin, end
 
 
 def _triggers(of_calls: Mapping[str, Any], begin: str) -> tuple[str, ...] | None:

@@ -9,17 +9,21 @@ from typing import Any
 
 from .call_syntax import CallSyntax
 from .chat_request import ChatRequest, ChosenTool
-from .response_templates import REASONING_FIELDS, ResponseTemplate, literals
+from .response_templates import CONTENT, REASONING_FIELDS, ResponseTemplate, literals
 from .schema_keywords import ALONE
 from .schemas import BadRequest, Constraint
-from .structural_tags import ANY_TEXT, SPACE, one_of, schema_grammar, sequence
+from .structural_tags import ANY_TEXT, SPACE, constant, one_of, schema_grammar, sequence
 
 NAME = r"[\w.:/-]+"
 """Names of functions that every syntax of calls writes as they are."""
 
 
 def chat_constraint(
-    body: ChatRequest, template: ResponseTemplate | None, syntax: CallSyntax | str, open_field: str | None
+    body: ChatRequest,
+    template: ResponseTemplate | None,
+    syntax: CallSyntax | str,
+    open_field: str | None,
+    marks: tuple[str, str] | str = ("", ""),
 ) -> Constraint | None:
     """Return the constraint of an answer; None for any text.
 
@@ -27,6 +31,7 @@ def chat_constraint(
         template: parses the answer; None if it is not parsed.
         syntax: how calls are written, or why that is unknown.
         open_field: the field of the template in which the answer begins.
+        marks: texts before and after the content, or why they are unknown.
 
     Raises:
         BadRequest: the server cannot grant what the request asks for.
@@ -68,13 +73,14 @@ def chat_constraint(
             if must_call:
                 grammar = syntax.calls(schemas, is_one=is_one)
             elif schema is not None:
-                grammar = one_of(syntax.calls(schemas, is_one=is_one), schema_grammar(schema))
+                calls = syntax.calls(schemas, is_one=is_one)
+                grammar = one_of(calls, _content(schema, template, open_field, marks))
             else:
                 grammar = syntax.text_with_calls(schemas)
         except ValueError as error:
             raise BadRequest(f"the schema of a tool cannot be followed: {error}", parameter) from error
     elif schema is not None:
-        grammar = schema_grammar(schema)
+        grammar = _content(schema, template, open_field, marks)
     if grammar is None:
         return None
     if body.ignore_eos:
@@ -84,6 +90,20 @@ def chat_constraint(
         return Constraint(json.dumps(schema), parameter)
     tag = {"type": "structural_tag", "format": whole or grammar}
     return Constraint(json.dumps(tag), parameter, is_tag=True)
+
+
+def _content(
+    schema: dict[str, Any],
+    template: ResponseTemplate | None,
+    open_field: str | None,
+    marks: tuple[str, str] | str,
+) -> dict[str, Any]:
+    """Return the grammar of content that follows a schema, with the marks that make it content."""
+    if template is None or open_field == CONTENT:
+        return schema_grammar(schema)
+    if isinstance(marks, str):
+        raise BadRequest(f"content cannot follow a schema: {marks}", "response_format")
+    return sequence(constant(marks[0]), schema_grammar(schema), constant(marks[1]))
 
 
 def _schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -175,7 +175,7 @@ async def _respond(
         template = _template_for(served, body)
         parser = None if template is None else _parser(served, body, template, prompts[0])
         open_field = None if parser is None else parser.open_field
-        constraint = chat_constraint(body, template, served.call_syntax, open_field)
+        constraint = chat_constraint(body, template, served.call_syntax, open_field, served.content_marks)
         sampling = replace(sampling, constraint=constraint)
     options = AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),

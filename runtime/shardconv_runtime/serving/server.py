@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from transformers import AutoProcessor, AutoTokenizer, ContinuousBatchingConfig
@@ -28,7 +28,7 @@ from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
 from .bounded_calls import BoundedCalls, ForkServer
-from .call_syntax import CallSyntax, call_syntax
+from .call_syntax import call_syntax, content_marks
 from .embedding_endpoints import ServedEmbeddings, embedding_application
 from .embedding_ranks import EmbeddingRanks
 from .endpoints import application
@@ -40,6 +40,7 @@ from .request_sampling import default_sampling, processor_of, serving_config
 from .response_templates import ResponseTemplate, template_of_file, template_of_tokenizer
 from .schemas import Sampling
 
+V = TypeVar("V")
 CPU_BLOCKS = 128
 """Blocks of the cache on a CPU by default: if all ranks took the free memory, each would take all."""
 DRAIN_S = 15
@@ -124,6 +125,12 @@ def _run_rank(
         if fork_server is not None:
             text_config = model.config.get_text_config(decoder=True)
             template = template or template_of_tokenizer(tokenizer)
+            written: dict[str, Any] = {}
+            if template is not None:
+                ends = sorted(end_tokens(model.generation_config.eos_token_id))
+                about = template, tokenizer, tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))
+                written["call_syntax"] = _or_reason(call_syntax, *about)
+                written["content_marks"] = _or_reason(content_marks, *about)
             served = Served(
                 manager,
                 tokenizer,
@@ -138,9 +145,7 @@ def _run_rank(
                 compiler_calls,
                 prompt_calls,
                 response_template=template,
-                call_syntax=_call_syntax(
-                    template, tokenizer, end_tokens(model.generation_config.eos_token_id)
-                ),
+                **written,
                 cached_tokens=manager.count_cached_tokens(),
                 images=_images(image_processor, outside, prompt_calls, arguments.allow_media_domains),
                 outside=outside,
@@ -172,12 +177,10 @@ def _images(
     return Images(calls, frozenset(domains))
 
 
-def _call_syntax(template: ResponseTemplate | None, tokenizer: Any, ends: frozenset[int]) -> CallSyntax | str:
-    """Return how calls of tools are written, or why that is unknown."""
-    if template is None:
-        return Served.call_syntax
+def _or_reason(make: Callable[..., V], *args: Any) -> V | str:
+    """Return the value of a function, or why there is none."""
     try:
-        return call_syntax(template, tokenizer, tokenizer.convert_ids_to_tokens(sorted(ends)))
+        return make(*args)
     except ValueError as error:
         return str(error)
 

@@ -16,7 +16,7 @@ from response_shapes import SHAPES
 pytest.importorskip("xgrammar")
 
 import xgrammar
-from shardconv_runtime.serving.call_syntax import CallSyntax, call_syntax
+from shardconv_runtime.serving.call_syntax import CallSyntax, call_syntax, content_marks
 from shardconv_runtime.serving.chat_grammars import chat_constraint
 from shardconv_runtime.serving.chat_request import ChatRequest
 from shardconv_runtime.serving.grammars import Prepared, compiled_grammar, prepare_calls
@@ -177,6 +177,33 @@ def test_a_schema_beside_tools(prepared: Prepared) -> None:
     assert message(name, drawn(prepared, grammar, random.Random(0), "<tool>")).calls
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "arguments as tags"])
+def test_content_that_follows_a_schema(prepared: Prepared, name: str) -> None:
+    """It has the marks without which the response template does not read it."""
+    shape = SHAPES[name]
+    template = ResponseTemplate(shape.template, "option")
+    marks = content_marks(template, letters(shape.chat_template), ["<done>", "[end]", "<turn/>"])
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+    constraint = chat_constraint(request(response_format=form, tools=[]), template, "because", None, marks)
+    assert constraint is not None
+    begin = f'{marks[0]}"'
+    text = drawn(prepared, compiled_grammar(prepared, constraint), random.Random(0), begin)
+    assert message(name, text).content in ('"yes"', '"no"')
+
+
+def test_content_whose_marks_are_not_known() -> None:
+    tags, first = (SHAPES[name] for name in ("arguments as tags", WRITTEN[0]))
+    template = ResponseTemplate(first.template, "option")
+    with pytest.raises(ValueError, match="has no content"):
+        content_marks(ResponseTemplate(tags.template, "option"), letters(tags.chat_template), [])
+    with pytest.raises(ValueError, match="reads other content"):
+        content_marks(template, letters(first.chat_template.replace("[say]", "[said]")), [])
+    form = {"type": "json_object"}
+    with pytest.raises(BadRequest, match="cannot follow a schema: because") as error:
+        chat_constraint(request(response_format=form, tools=[]), template, "because", None, "because")
+    assert error.value.parameter == "response_format"
+
+
 def test_arguments_cannot_end_their_call(prepared: Prepared) -> None:
     """The text that ends a call may not be in a string."""
     words = {
@@ -286,8 +313,8 @@ def test_syntax_that_is_not_known(name: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("chat_template", "reason"),
     [
-        ("{{ raise_exception('no') }}", "does not take calls"),
-        ("<bot>\n{{ messages[0].content }}", "does not write calls"),
+        ("{{ raise_exception('no') }}", "does not take such an answer: no"),
+        ("<bot>\n{{ messages[0].content }}", "leaves out a part"),
         (SHAPES[WRITTEN[2]].chat_template.replace("<tool>", "<tool>{{ c.id }}"), "ids of calls"),
         (SHAPES[WRITTEN[2]].chat_template.replace("<tool>", "<tol>"), "reads other calls"),
     ],
