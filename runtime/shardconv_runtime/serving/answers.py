@@ -146,6 +146,8 @@ class AnswerPiece:
     """The answer ends here for another reason than that the model has ended it."""
     message: MessageDelta | None = None
     """The new parts of the message if the answer is parsed."""
+    end_text: str = ""
+    """The text of the token with which the model has ended the answer, if it is left out of ``text``."""
     num_cached_tokens: int | None = None
     """The number of tokens of the prompt that were in the cache; None if the cache does not share."""
     num_reasoning_tokens: int = 0
@@ -239,7 +241,18 @@ async def answer(
                     logprobs = tuple(served.processor.logprobs[name][num_shown : len(shown)])
                     num_shown = len(shown)
                 is_cut = is_last and not (has_end and tokens[-1] in served.ends)
-                yield AnswerPiece(text, len(tokens), reason, logprobs, is_cut, num_cached_tokens=num_cached)
+                end_text = ""
+                if wanted.hides_end and is_last and not is_cut:
+                    end_text = str(served.tokenizer.decode(tokens[-1:], clean_up_tokenization_spaces=False))
+                yield AnswerPiece(
+                    text,
+                    len(tokens),
+                    reason,
+                    logprobs,
+                    is_cut,
+                    end_text=end_text,
+                    num_cached_tokens=num_cached,
+                )
                 if is_last:
                     return
         finally:
@@ -265,7 +278,7 @@ async def parsed(
                 num_reasoning += piece.num_tokens - num_tokens
             num_tokens, reason = piece.num_tokens, piece.finish_reason
             if reason is not None:
-                delta = delta + parser.end(is_cut=piece.is_cut)
+                delta = delta + parser.end(piece.end_text, is_cut=piece.is_cut)
             if has_one_call and delta.calls:
                 delta, reason = replace(delta, calls=delta.calls[:1]), "stop"
             num_calls += len(delta.calls)

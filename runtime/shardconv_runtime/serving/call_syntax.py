@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from ..errors import brief
 from .argument_syntax import JsonArguments, TagArguments
-from .response_templates import CALLS, CONTENT, REASONING_FIELDS, ResponseTemplate, literals
+from .response_templates import CALLS, CONTENT, REASONING_FIELDS, ResponseTemplate, literal_begin, mark_texts
 from .structural_tags import constant, one_of, sequence
 
 NAMES = ("shardconvfirst", "shardconvsecond")
@@ -103,11 +103,8 @@ def call_syntax(template: ResponseTemplate, tokenizer: Any, end_texts: Iterable[
     # The proof: transformers reads what the grammar allows.
     for count in (1,) if syntax.next is None else (1, 2):
         functions = [{"name": name, "arguments": {"a": "b"}} for name in NAMES[:count]]
-        try:
-            message = parse_response(syntax.text(functions), dict(template.spec), prefix="")
-        except Exception as error:  # of functions that the template chooses
-            raise ValueError(f"the response template does not read calls: {brief(error)}") from error
-        if [call.get("function", call) for call in message.get(CALLS, [])] != functions:
+        read = _read(template, syntax.text(functions), end_texts).get(CALLS, [])
+        if [call.get("function", call) for call in read] != functions:
             raise ValueError("the response template reads other calls than the chat template writes")
     return syntax
 
@@ -122,7 +119,7 @@ def _json_syntax(template: ResponseTemplate, written: Callable[..., str]) -> Cal
         two = _between(written(arguments, arguments), NAMES[0], value, NAMES[1], value)
         if (two[0], two[1], two[3], two[4]) == (begin, between, between, end):
             following = two[2]
-    excludes = tuple(text for text in literals(of_calls.get("close")) if text.strip() == text)
+    excludes = tuple(text for text in mark_texts(of_calls, "close") if text.strip() == text)
     return CallSyntax(begin, between, end, following, _triggers(of_calls, begin), JsonArguments(excludes))
 
 
@@ -210,8 +207,9 @@ def _answer(
     parser, begin = template.parser(""), 0
     for position, character in enumerate(answer[: answer.index(part)], 1):
         closed = [each["field"] for each in parser.feed(character) if each["type"] == "region_close"]
-        if set(closed) & set(REASONING_FIELDS):
-            begin = position
+        if reasoning := set(closed) & set(REASONING_FIELDS):
+            # The parser sees the end of a pattern by the character behind it.
+            begin = position - ("close_pattern" in template.fields[reasoning.pop()])
     ends = [answer.index(text) for text in end_texts if text in answer]
     return answer[begin : min(ends, default=len(answer))].strip()
 
@@ -229,34 +227,24 @@ def content_marks(template: ResponseTemplate, tokenizer: Any, end_texts: Iterabl
         return "", ""
     message = {"role": "assistant", "content": VALUES[0]}
     begin, end = _between(_answer(template, tokenizer, tuple(end_texts), message, VALUES[0]), VALUES[0])
-    try:
-        parsed = parse_response(f"{begin}[1]{end}", dict(template.spec), prefix="")
-    except Exception as error:  # of functions that the template chooses
-        raise ValueError(f"the response template does not read content: {brief(error)}") from error
-    if parsed.get(CONTENT) != "[1]":
+    if _read(template, f"{begin}[1]{end}", end_texts).get(CONTENT) != "[1]":
         raise ValueError("the response template reads other content than the chat template writes")
     return begin, end
 
 
+def _read(template: ResponseTemplate, text: str, end_texts: Iterable[str]) -> dict[str, Any]:
+    """Return the message of an answer that a token ends whose text may belong to the last mark."""
+    for end_text in ("", *end_texts):
+        with suppress(Exception):  # of functions that the template chooses
+            message: dict[str, Any] = parse_response(text + end_text, dict(template.spec), prefix="")
+            return message
+    raise ValueError("the response template does not read what the chat template writes")
+
+
 def _triggers(of_calls: Mapping[str, Any], begin: str) -> tuple[str, ...] | None:
     """Return texts with one of which every call begins that the response template reads; None if unknown."""
-    triggers = literals(of_calls.get("open")) or tuple(
-        filter(None, [_literal_begin(of_calls["open_pattern"])])
-    )
+    triggers = mark_texts(of_calls, "open")
+    if not triggers and (text := literal_begin(of_calls.get("open_pattern", ""))[0]):
+        triggers = (text,)
     # A call that begins otherwise than the chat template writes it would follow no schema.
     return triggers if len(triggers) == 1 and begin.startswith(triggers) else None
-
-
-def _literal_begin(pattern: str) -> str:
-    """Return the text with which all matches of a regular expression begin, after optional space."""
-    rest = re.sub(r"^(\\s|\\n)[*?]", "", pattern)
-    text = ""
-    while rest and "|" not in re.sub(r"\\.|\(.*?\)", "", pattern):
-        match = re.match(r"\\([^\w\s])|([^\\.^$*+?{}\[\]|()])", rest)
-        if match is None:
-            break
-        rest = rest[match.end() :]
-        if re.match(r"[*?{]", rest):  # it may be left out
-            break
-        text += match[1] or match[2]
-    return text

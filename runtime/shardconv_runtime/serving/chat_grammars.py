@@ -9,7 +9,7 @@ from typing import Any
 
 from .call_syntax import CallSyntax
 from .chat_request import ChatRequest, ChosenTool
-from .response_templates import CONTENT, REASONING_FIELDS, ResponseTemplate, literals
+from .response_templates import CONTENT, REASONING_FIELDS, ResponseTemplate, mark_texts
 from .schema_keywords import ALONE
 from .schemas import BadRequest, Constraint
 from .structural_tags import ANY_TEXT, SPACE, constant, one_of, schema_grammar, sequence
@@ -119,7 +119,7 @@ def _after_reasoning(
     has_begun = open_field in REASONING_FIELDS
     for name in (open_field,) if has_begun else REASONING_FIELDS:
         field = template.fields.get(str(name), {})
-        opens, closes = literals(field.get("open")), literals(field.get("close"))
+        opens, closes = mark_texts(field, "open"), mark_texts(field, "close")
         if has_begun and not closes:
             raise BadRequest(
                 "the answer begins with reasoning, and the response template has no text that ends it",

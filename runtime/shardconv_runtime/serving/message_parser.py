@@ -7,7 +7,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .response_templates import CALLS, CONTENT, REASONING_FIELDS
@@ -98,14 +98,18 @@ class MessageParser:
             return self._break()
         return self._message.take()
 
-    def end(self, *, is_cut: bool) -> MessageDelta:
+    def end(self, end_text: str = "", *, is_cut: bool) -> MessageDelta:
         """Return the parts of the message that the end of the text adds.
 
         Args:
+            end_text: the text of the token with which the model has ended it. It may be a part of a mark;
+                otherwise it is not a part of the message.
             is_cut: the text ends here for another reason than that the model has ended it.
         """
         if self._is_broken:
             return MessageDelta()
+        if end_text and (delta := self._with_end(end_text)) is not None:
+            return delta
         self._num_read = len(self._text)
         if is_cut and self._message.open_field == CALLS:
             return self._break()
@@ -115,10 +119,21 @@ class MessageParser:
             self._message.add([each for each in events if not is_cut or each["field"] != CALLS])
         except Exception:  # as above
             return self._break()
-        delta = self._message.take()
-        known = {"role", CONTENT, CALLS, *REASONING_FIELDS}
-        others = {name: value for name, value in message.items() if name not in known}
-        return MessageDelta(delta.content, delta.reasoning, delta.calls, others)
+        return replace(self._message.take(), others=_others(message))
+
+    def _with_end(self, end_text: str) -> MessageDelta | None:
+        """Return the last parts of a message that goes on with a text; None if it is not in a mark."""
+        parser, message = self._make_parser(), _Message(self._fields)
+        try:
+            message.add(parser.initial_events + parser.feed(self._text + end_text))
+            values, events = parser.finalize()
+            message.add(events)
+        except Exception:  # of functions that the template chooses
+            return None
+        message.skip(self._message)
+        delta = replace(message.take(), others=_others(values))
+        shown = [delta.content, delta.reasoning, _as_text(delta.others), *(c.arguments for c in delta.calls)]
+        return None if any(end_text in text for text in shown) else delta
 
     def _break(self) -> MessageDelta:
         """Stop parsing; return the new parts before one that cannot be read, and its text as content."""
@@ -157,6 +172,12 @@ class MessageParser:
             return _num_opened(events, name) + (not is_open)
 
         return bisect.bisect_left(range(seen_at), num_opened(seen_at), key=num_opened)
+
+
+def _others(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message that OpenAI's API does not have."""
+    known = {"role", CONTENT, CALLS, *REASONING_FIELDS}
+    return {name: value for name, value in message.items() if name not in known}
 
 
 def _num_opened(events: Sequence[Mapping[str, Any]], name: str) -> int:

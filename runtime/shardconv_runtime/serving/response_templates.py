@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,25 @@ def _reason_against(template: ResponseTemplate) -> str | None:
     return None
 
 
-def literals(value: Any) -> tuple[str, ...]:
-    """Return the texts of a mark of a template, which is one text, a list of them, or a pattern."""
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+def mark_texts(field: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the texts of a field's mark, ``open`` or ``close``, each of which is the whole mark.
+
+    A pattern that is a text with optional space around it counts as one.
+    """
+    if (value := field.get(name)) is not None:
+        return (value,) if isinstance(value, str) else tuple(value)
+    text, rest = literal_begin(field.get(f"{name}_pattern", ""))
+    return (text,) if text and re.fullmatch(r"(\\s|\\n)[*?]|", rest) else ()
+
+
+def literal_begin(pattern: str) -> tuple[str, str]:
+    """Return the text with which all matches of a pattern begin, after optional space, and the rest of it."""
+    rest = re.sub(r"^(\\s|\\n)[*?]", "", pattern)
+    text = ""
+    while rest and "|" not in re.sub(r"\\.|\(.*?\)", "", pattern):
+        match = re.match(r"\\([^\w\s])|([^\\.^$*+?{}\[\]|()])", rest)
+        if match is None or re.match(r"[*?{]", rest[match.end() :]):  # it may be left out
+            break
+        text += match[1] or match[2]
+        rest = rest[match.end() :]
+    return text, rest

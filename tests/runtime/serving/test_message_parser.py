@@ -95,6 +95,31 @@ def test_a_call_that_cannot_be_read_is_content(call: str, pieces: int) -> None:
     assert len({each.id for each in delta.calls}) == 1
 
 
+CALL_FIELD = {"open": "<c>", "content": "json", "transform": CALL, "repeats": True}
+
+
+@pytest.mark.parametrize("close", [{"close_pattern": r"\}<done>\s*"}, {"close": "<done>"}, {}])
+def test_the_end_of_an_answer_may_end_a_call(close: dict[str, str]) -> None:
+    """The text of the last token belongs to a mark, or it is not a part of the message."""
+    field = {**CALL_FIELD, **close}
+    template = {"start_anchor": "<bot>", "fields": {"tool_calls": field, "content": {}}}
+    written = '{"name": "f", "arguments": {"a": 1}}' + ("}" if "close_pattern" in close else "")
+    parser = message_parser(template)
+    delta = parser.push(f"Hi <c>{written}") + parser.end("<done>", is_cut=False)
+    assert [(call.name, call.arguments) for call in delta.calls] == [("f", '{"a": 1}')]
+    assert delta.content == "Hi"
+
+
+def test_the_end_of_an_answer_is_not_content() -> None:
+    template = {"start_anchor": "<bot>", "fields": {"content": {}, "sources": {"open": "<s>"}}}
+    parser = message_parser(template)
+    delta = parser.push("Hi \n") + parser.end("<done>", is_cut=False)
+    assert (delta.content, delta.others) == ("Hi", {})
+    parser = message_parser(template)
+    delta = parser.push("Hi <s>x") + parser.end("<done>", is_cut=False)
+    assert (delta.content, delta.others) == ("Hi", {"sources": "x"})
+
+
 def test_content_in_several_parts_is_joined() -> None:
     """``parse_response`` would keep the last part, which may be a line break."""
     template = SHAPES["content without a mark"].template

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from response_shapes import SHAPES
 from shardconv_runtime.errors import OptionError
-from shardconv_runtime.serving.response_templates import template_of_file, template_of_tokenizer
+from shardconv_runtime.serving.response_templates import mark_texts, template_of_file, template_of_tokenizer
 
 SPEC = SHAPES["content without a mark"].template
 
@@ -41,6 +41,23 @@ def test_files_without_a_template_are_refused(content: str, reason: str, tmp_pat
         template_of_file(str(tmp_path / "template.json"))
     with pytest.raises(OptionError, match="cannot be read"):
         template_of_file(str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize(
+    ("field", "texts"),
+    [
+        ({"close": "</a>"}, ("</a>",)),
+        ({"close": ["<b>", "<c>"]}, ("<b>", "<c>")),
+        ({"close_pattern": r"\s*<\|a\|>\s*"}, ("<|a|>",)),
+        ({"close_pattern": r"</a>\n?"}, ("</a>",)),
+        ({"close_pattern": r"<a>(?P<b>\w+)"}, ()),
+        ({"close_pattern": "<a>|<b>"}, ()),
+        ({"close_pattern": "ab?"}, ()),
+        ({}, ()),
+    ],
+)
+def test_texts_of_marks(field: Any, texts: tuple[str, ...]) -> None:
+    assert mark_texts(field, "close") == texts
 
 
 def test_the_template_of_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
