@@ -173,8 +173,11 @@ async def _respond(
     template, sampling = None, body.sampling(defaults)
     if isinstance(body, ChatRequest):
         template = _template_for(served, body)
-        parser = None if template is None else _parser(served, body, template, prompts[0])
-        open_field = None if parser is None else parser.open_field
+        open_field = None
+        if template is not None:
+            parser = _parser(served, body, template, prompts[0])
+            parser.push("x")  # by text behind it, the parser sees the end of a pattern in the prompt
+            open_field = parser.open_field
         constraint = chat_constraint(body, template, served.call_syntax, open_field, served.content_marks)
         sampling = replace(sampling, constraint=constraint)
     options = AnswerOptions(

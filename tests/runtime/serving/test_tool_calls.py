@@ -149,6 +149,37 @@ def test_without_tools_there_are_no_calls(options: dict[str, Any]) -> None:
     assert server.tokenizer.seen[0][1] is None
 
 
+@pytest.mark.parametrize(
+    ("begin", "is_reasoning"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]
+)
+def test_a_schema_where_the_prompt_has_begun_the_answer(begin: str, is_reasoning: bool) -> None:
+    """Only open reasoning has to end before the answer follows its schema."""
+
+    class Grammars:
+        failures: dict[str, str] = {}  # noqa: RUF012
+        require = None
+
+        async def awaited(self, *_: Any) -> bytes:
+            return b"compiled"
+
+    reasoning = {"open": "<think>", "close_pattern": r"</think>\s*"}
+    template = {**TEMPLATE, "fields": {**TEMPLATE["fields"], "reasoning_content": reasoning}}
+    grammars: Any = Grammars()
+    server = scripted(
+        ["so</think>{}" if is_reasoning else "{}"], template, grammars=grammars, compiler_calls=grammars
+    )
+    server.tokenizer.chat_template = "{{ messages }} {{ begin }}"
+    body = {
+        "response_format": {"type": "json_object"},
+        "extra_body": {"chat_template_kwargs": {"begin": begin}},
+    }
+    message = chat(server, tools=[], **body).choices[0].message
+    assert message.content == "{}"
+    constraint = server.manager.asked[0]["sampling"].constraint.text
+    tag = json.loads(constraint)["format"]["elements"][0]
+    assert (tag["type"], tag.get("begin")) == (("tag", "") if is_reasoning else ("optional", None))
+
+
 def test_answers_have_their_ids_in_a_header() -> None:
     answer = chat(scripted(["a"], TEMPLATE))
     assert answer._request_id == answer.id
