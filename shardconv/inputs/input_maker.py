@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from ..tracing.tape import Mark, Tape
 from ..tracing.trace import trace
-from .config_sizes import first_int, nodes
+from .config_sizes import ImageSizes, first_int, nodes
 from .example_inputs import required_arguments
 from .input_forms import (
     FORMED,
+    IMAGES,
+    PATCH_MASK,
     Asked,
     InputForm,
     Once,
@@ -268,6 +270,18 @@ class InputMaker:
             more = self._random(*missing) if tensor.is_floating_point() else tensor.new_ones(missing)
             tensors[name] = torch.cat([tensor, more], dim=-1)[..., :width]
         return tensors
+
+    def patch_mask(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a mask of patches of images ``[B, C, H, W]``, if the model can do with and without."""
+        pixels = next((tensors[name] for name in IMAGES if name in tensors), None)
+        if PATCH_MASK not in self.parameters or PATCH_MASK in tensors or pixels is None or pixels.dim() != 4:
+            return {}
+        patch = ImageSizes.of(self.config).patch
+        count = math.prod(n // p for n, p in zip(pixels.shape[-2:], patch, strict=True))
+        generator = torch.Generator().manual_seed(self.seed)
+        mask = torch.rand(pixels.shape[0], count, generator=generator) < 0.5
+        mask[:, 0] = True
+        return {PATCH_MASK: mask}
 
     def unknown(self, choice: InputChoice) -> list[str]:
         """Return the required parameters of which nothing is known except that they are tensors."""

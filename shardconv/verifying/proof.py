@@ -81,6 +81,10 @@ class _Proof:
         if not loss or self.calls == 1:  # some models return no cache in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
+        unmasked = self.case.inputs.without_patch_mask()
+        if unmasked is not None:
+            simulate(self.case, unmasked, logits=Logits.GATHERED)
+            problem = problem or self._wrong_gradient(unmasked)
         labels = LabelsProof()
         if not loss and self.case.plan.tp > 1 and loss_arguments(self.case.model):
             self.tell("labels")
