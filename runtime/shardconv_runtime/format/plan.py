@@ -30,6 +30,7 @@ from .field_checks import (
 from .measured import MemoryPlan
 from .module_steps import (
     AllGatherStep,
+    GradDivideStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
     ModuleStep,
@@ -412,15 +413,15 @@ class HookPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The gathers of attention weights of modules, which run only in calls that ask for these."""
+    """The steps on attention weights of modules, which run only in calls that ask for these."""
 
     names: tuple[str, ...]
     outputs: tuple[ModuleStep, ...]
 
     def __post_init__(self) -> None:
         for index, step in enumerate(self.outputs):
-            if not isinstance(step, AllGatherStep):
-                fail(f"outputs[{index}]", f"must be an all_gather, not {step.op}")
+            if not isinstance(step, AllGatherStep | GradDivideStep):
+                fail(f"outputs[{index}]", f"must be an all_gather or a grad_divide, not {step.op}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Communicator
 from ..errors import PlanError, RefusedCallError
 from ..format.dims import axes_of
-from ..format.module_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, ModuleStep, SliceStep
+from ..format.module_steps import (
+    AllGatherStep,
+    AllReduceStep,
+    GradAllReduceStep,
+    GradDivideStep,
+    ModuleStep,
+    SliceStep,
+)
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import is_inside
@@ -208,6 +215,7 @@ def backward_axes(plan: Plan) -> list[Iterable[int]]:
         range(len(plan.mesh)),
         *(axes for step in steps for axes in _of_step(step)),
         *(port.grad_axes for entry in plan.hooks for port in (*entry.inputs, *entry.outputs)),
+        *(s.axes for entry in plan.attentions for s in entry.outputs if isinstance(s, GradDivideStep)),
         *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
     ]
 
