@@ -46,8 +46,8 @@ from .solution import Solution, without_gradients
 from .solve import Given, pins_of, solve
 
 Gathers = Mapping[str, tuple[AllGatherStep | GradDivideStep, ...]]
-"""Module -> the steps on the attention weights that it returns: gathers; for weights that all ranks have, steps
-to gradients that are Partial."""
+"""Module -> the steps on the attention weights that it returns: gathers, or where all ranks have them, steps
+to gradients that are terms of a sum."""
 
 
 def asking(inputs: TraceInputs) -> TraceInputs:

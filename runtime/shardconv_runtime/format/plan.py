@@ -391,13 +391,20 @@ class DrawPlan:
 
 @dataclass(frozen=True, slots=True)
 class HookPort:
-    """A tensor at a port of a module that each rank has all of, or a part of the sequence of."""
+    """A tensor at a port of a module that each rank has all of, a term of, or a part of the sequence of."""
 
     port: str
     grad_axes: tuple[int, ...] = ()
     """Mesh axes over which its gradient is a Partial."""
     sequence_axes: tuple[int, ...] = ()
     """Mesh axes that shard its second dim, the sequence."""
+    partial_axes: tuple[int, ...] = ()
+    """Mesh axes over which it is a Partial."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each rank has all of the tensor and of its gradient."""
+        return not (self.grad_axes or self.sequence_axes or self.partial_axes)
 
 
 @dataclass(frozen=True, slots=True)

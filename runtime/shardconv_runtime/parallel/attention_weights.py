@@ -49,9 +49,11 @@ def gather_attentions(
         for each in in_use(steps, training):
             module = model.get_submodule(fqn)
             gather: Any = step(each, comm, training)
-            is_full = isinstance(each, GradDivideStep)
-            gather = _Returned(gather, GradReduce(comm, each.axes).backward if is_full else gather.forward)
-            hook = _IfAsked(output_hook(each.port, gather), asked)
+            if isinstance(each, GradDivideStep):
+                returned = Returned(gather, GradReduce(comm, each.axes).backward)
+            else:
+                returned = Returned(gather, gather.forward)
+            hook = _IfAsked(output_hook(each.port, returned), asked)
             renumber(module, module.register_forward_hook(hook, prepend=True))
 
 
@@ -111,8 +113,8 @@ class _IfAsked:
         return self._hook(module, args, output) if self._asked.latest else None
 
 
-class _Returned:
-    """A gather whose result can retain its gradient.
+class Returned:
+    """A step whose result can retain its gradient.
 
     The model goes on with its local weights, and only the caller reads the result. So autograd knows no
     gradient of the result by a loss of the logits; it is gathered from the gradients of the local weights.

@@ -29,9 +29,10 @@ from ..format.plan import (
 from .attention_weights import ASK, gather_attentions, refuse_attentions
 from .embeddings import attach_embeddings
 from .fused_products import fuse
+from .hidden_states import attach_hidden_states
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
-from .refusals import check_hidden_states, refuse, refuse_head_masks, refuse_implementations
+from .refusals import refuse, refuse_head_masks, refuse_implementations
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules
@@ -252,4 +253,4 @@ def attach_guards(
     if plan.experts == "ep" and GROUPED not in plan.wrong_experts:
         keep_grouped(model)
     attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
-    check_hidden_states(model, comm)
+    attach_hidden_states(model, plan, comm, training)
