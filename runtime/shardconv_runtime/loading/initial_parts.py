@@ -82,6 +82,8 @@ def draw_parts(model: Any) -> None:
     marks = _Marks.of(model)
     devices = [building.start.device] if building.start.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
+        for parameter in model.parameters():
+            setattr(parameter, _MARK, True)
         getattr(type(model), METHOD)(model)  # the buffers that no file holds
     if not all(marks.tensors.values()):
         agreement.together(building.all_ranks, lambda: _draw(model, source, marks, seeds[0]))

@@ -155,7 +155,7 @@ def fill(rank: RankModel, tensors: Tensors) -> None:
             # Assigned to the dicts, since `register_parameter` and `setattr` run hooks that refuse changes.
             replaced = modules[owner]._parameters.get(attribute)
             if replaced is not None:
-                filled = nn.Parameter(tensor, requires_grad=replaced.requires_grad)
+                filled = type(replaced)(tensor, requires_grad=replaced.requires_grad)
                 modules[owner]._parameters[attribute] = filled
             else:
                 modules[owner]._buffers[attribute] = tensor

@@ -50,9 +50,9 @@ def gather_attentions(
             module = model.get_submodule(fqn)
             gather: Any = step(each, comm, training)
             if isinstance(each, GradDivideStep):
-                returned = Returned(gather, GradReduce(comm, each.axes).backward)
+                returned = ReturnedPart(gather, GradReduce(comm, each.axes).backward)
             else:
-                returned = Returned(gather, gather.forward)
+                returned = ReturnedPart(gather, gather.forward)
             hook = _IfAsked(output_hook(each.port, returned), asked)
             renumber(module, module.register_forward_hook(hook, prepend=True))
 
@@ -113,7 +113,7 @@ class _IfAsked:
         return self._hook(module, args, output) if self._asked.latest else None
 
 
-class Returned:
+class ReturnedPart:
     """A step whose result can retain its gradient.
 
     The model goes on with its local weights, and only the caller reads the result. So autograd knows no

@@ -23,7 +23,7 @@ from ..comm.collectives import Communicator
 from ..comm.steps import GradDivide, GradReduce, Reduce, unchanged
 from ..errors import RefusedCallError
 from ..format.plan import HookPlan, HookPort, Plan, by_name
-from .attention_weights import Returned
+from .attention_weights import ReturnedPart
 from .boundary import forward_signature, positional_names, renumber
 from .refusals import is_asked_for
 from .user_hooks import map_tensors
@@ -179,7 +179,7 @@ class _Running:
         divide = GradDivide(self._comm, divided) if divided else unchanged
         reduce = Reduce(self._comm, port.partial_axes, () if self._training else None)
         of_gradient = GradReduce(self._comm, divided).backward if divided else unchanged
-        return Returned(lambda x: reduce(divide(x)), of_gradient)(states)
+        return ReturnedPart(lambda x: reduce(divide(x)), of_gradient)(states)
 
     def _compare(self, output: Any) -> None:
         """Check that all ranks return the same hidden states."""
