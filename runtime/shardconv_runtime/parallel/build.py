@@ -34,7 +34,7 @@ from .hidden_states import attach_hidden_states
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
 from .refusals import refuse, refuse_head_masks, refuse_implementations
-from .row_ids import VocabularyRows
+from .vocabulary_rows import VocabularyRows
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules

@@ -3,56 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError, RefusedCallError
+from ..errors import PlanError
 from ..format.dims import Dim, size
 from ..format.slices import ranges
-
-# A rank's rows of a table have other numbers than the tokens.
-
-
-def _refuse_numbers(self: Tensor, *args: object, **kwargs: object) -> NoReturn:
-    raise RefusedCallError(
-        f"the weight {tuple(self.shape)} of an embedding or a head was indexed, and it has a rank's rows of "
-        "the vocabulary: a number of a row is not that of a token. embedding(ids) returns rows of tokens; to "
-        "write some, call local, elsewhere = embedding.rows(ids) on all ranks, and then write to "
-        "embedding.weight.detach()[local[~elsewhere]]"
-    )
-
-
-class _Unnumbered:
-    """Operations of tensors that take numbers of rows."""
-
-    __getitem__ = __setitem__ = index_select = select = _refuse_numbers
-    index_add_ = index_copy_ = index_fill_ = index_put_ = _refuse_numbers
-
-
-class VocabularyRows(_Unnumbered, nn.Parameter):
-    """A weight with a rank's rows of a vocabulary, which refuses to be indexed; otherwise it is a parameter.
-
-    Its ``data`` refuses, too, which users index to set the row of a new token.
-    """
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """Return the weight without gradients."""
-        return Tensor.data.__get__(self).as_subclass(_Rows)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-
-class _Rows(_Unnumbered, Tensor):
-    """The values of such a weight."""
-
-    __torch_function__ = nn.Parameter.__torch_function__  # results are plain tensors
-
 
 # Ids outside of a table are errors, as with a table that is not sharded.
 #
