@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import shardconv_runtime
 import torch
 import transformers
 from distributed import run_processes
 from shardconv_runtime import RefusedCallError
+from shardconv_runtime.parallel.vocabulary_rows import VocabularyRows
 from small_models import save_random, small_config
 from torch import Tensor
+from torch.optim import Optimizer
 
 import shardconv
 
@@ -71,3 +75,15 @@ def test_rows_are_not_numbered_as_tokens(tmp_path: Path) -> None:
         assert refused == [change.__name__ for change in CHANGES] * 6
         torch.testing.assert_close(was, before)
         torch.testing.assert_close(now, after)
+
+
+def test_an_optimizer_takes_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does with plain ones; on a CPU, it would go through them one by one."""
+    weight = VocabularyRows(torch.ones(3, 2))
+    module = sys.modules[Optimizer.__module__]  # torch.optim has deleted its name
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    assert vars(module)["_default_to_fused_or_foreach"]([weight], differentiable=False) == (False, True)
+    optimizer = torch.optim.SGD([weight], lr=0.5, foreach=True)
+    weight.grad = torch.ones(3, 2)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((3, 2), 0.5))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 from ..errors import RefusedCallError
 
@@ -42,6 +43,10 @@ class VocabularyRows(_Unnumbered, nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+# Otherwise optimizers on a GPU would go through all parameters one by one. torch appends DTensor in this way.
+_foreach_supported_types.append(VocabularyRows)
 
 
 class _Rows(_Unnumbered, Tensor):
