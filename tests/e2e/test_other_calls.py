@@ -221,6 +221,27 @@ def test_states_of_a_part_and_hooks_on_layers(tmp_path: Path) -> None:
         assert difference(got, want) <= TOLERANCE
 
 
+def trained_with_hooks(model: Any) -> list[Tensor]:
+    """The loss and the norm of gradients of a model with hooks that change what a layer gets and gives."""
+    layers = model.base_model.layers
+    layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+    layers[0].register_forward_hook(lambda module, args, output: output + output.tanh())
+    loss = model(ids()).logits.pow(2).mean()
+    loss.backward()
+    return [loss.detach(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)]
+
+
+def trained_with_hooks_on_rank(path: Path) -> list[Tensor]:
+    return trained_with_hooks(shardconv_runtime.load(path, training=True, dtype=torch.float64))
+
+
+def test_hooks_on_terms_of_a_sum_are_trained_through(tmp_path: Path) -> None:
+    unsharded, out = converted(PARTS, tmp_path)
+    want = trained_with_hooks(unsharded)
+    for got in run_processes(2, trained_with_hooks_on_rank, out):
+        assert difference(got, want) <= TOLERANCE
+
+
 def states_without_ports(path: Path, training: bool) -> None:
     """A plan that does not say how tensors between modules are held."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
