@@ -113,8 +113,8 @@ class _Running:
         states = list(hidden_states(output))
         if self._checks_gradients:
             # Whatever else the model returns has full gradients; the last hidden state may be among that.
-            known = {*ports, *other_results(output)}
-            if any(each.requires_grad and each not in known for each in states):
+            trainable = {*ports, *other_results(output)}
+            if any(each.requires_grad and each not in trainable for each in states):
                 raise RefusedCallError(f"{ARGUMENT} was given to a model {WHY_NO_STATES}")
         whole = {each: self._completed(each, ports[each]) for each in states if each in ports}
         result = map_tensors(output, lambda x, port: whole.get(x, x), "output")
