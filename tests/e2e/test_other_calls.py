@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def states_of_a_part(path: Path) -> list[Tensor]:
 
     with torch.no_grad():
         model.base_model.config.output_hidden_states = True
-        states = list(model.base_model(ids()).hidden_states)
+        states = list(copy.deepcopy(model.base_model)(ids()).hidden_states)
         model.base_model.config.output_hidden_states = False
         model.base_model.layers[0].register_forward_hook(double)
         return [*states, model(ids()).logits, given[0]]

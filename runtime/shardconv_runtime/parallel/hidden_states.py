@@ -8,7 +8,6 @@ only replicated ones are the same everywhere; in training they are refused.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -39,15 +38,23 @@ WHY_NO_STATES = (
 )
 
 
+PORTS = "_shardconv_ports"
+"""Attribute of a module: the tensors at its boundary that the plan describes."""
+
+
 def attach_hidden_states(model: nn.Module, plan: Plan, comm: Communicator, training: bool) -> None:
     """Make a model, and the models in it, complete, compare or refuse the hidden states that they return."""
+    modules = dict(model.named_modules())
+    for name, entry in by_name("hooks", plan.hooks).items():
+        if name in modules:
+            modules[name].__dict__[PORTS] = entry
     outputs = plan.training.extra_outputs if plan.training is not None else ()
-    running = _Running(model, by_name("hooks", plan.hooks), comm, training, ARGUMENT in outputs)
-    for part in model.modules():
+    running = _Running(comm, training, ARGUMENT in outputs)
+    for part in modules.values():
         if part is model or isinstance(part, PreTrainedModel):
             names = list(forward_signature(part).parameters)
             position = names.index(ARGUMENT) if ARGUMENT in names else len(names)
-            begin = partial(running.begin, position)
+            begin = partial(running.begin, position, part is model)
             renumber(part, part.register_forward_pre_hook(begin, with_kwargs=True))
             renumber(part, part.register_forward_hook(running.end, always_call=True))
 
@@ -55,16 +62,7 @@ def attach_hidden_states(model: nn.Module, plan: Plan, comm: Communicator, train
 class _Running:
     """The calls of one model and of models in it that are running; the outermost one is looked at."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        entries: Mapping[str, HookPlan],
-        comm: Communicator,
-        training: bool,
-        is_planned: bool,
-    ) -> None:
-        self._model = model
-        self._entries = entries
+    def __init__(self, comm: Communicator, training: bool, is_planned: bool) -> None:
         self._comm = comm
         self._training = training
         self._is_planned = is_planned
@@ -77,18 +75,21 @@ class _Running:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Running:
         """Return the record of a copy of the model, outside of calls."""
-        other: _Running = object.__new__(type(self))
-        memo[id(self)] = other
-        model = copy.deepcopy(self._model, memo)
-        vars(other).update(vars(self), _model=model, _calls=[], _asks=False, _handles=[], _ports={})
-        return other
+        return _Running(self._comm, self._training, self._is_planned)
 
-    def begin(self, position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(
+        self,
+        position: int,
+        is_whole: bool,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Watch the tensors of a call that asks for hidden states."""
         value = args[position] if position < len(args) else kwargs.get(ARGUMENT)
         asks = is_asked_for(module, ARGUMENT, value)
         if torch.compiler.is_compiling():
-            if asks and module is self._model:
+            if asks and is_whole:
                 raise RefusedCallError(
                     f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled"
                 )
@@ -99,7 +100,7 @@ class _Running:
         self._forget()
         self._asks = asks
         if asks:
-            self._watch()
+            self._watch(module)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Complete and check the hidden states that a call returns."""
@@ -125,9 +126,9 @@ class _Running:
     def _checks_gradients(self) -> bool:
         return self._training and torch.is_grad_enabled() and not self._is_planned
 
-    def _watch(self) -> None:
-        for name, module in self._model.named_modules():
-            entry = self._entries.get(name, HookPlan(()))
+    def _watch(self, model: nn.Module) -> None:
+        for module in model.modules():
+            entry = module.__dict__.get(PORTS, HookPlan(()))
             inputs, outputs = (
                 {
                     p.port: p
