@@ -256,6 +256,8 @@ class InputMaker:
     def tensors(self, choice: InputChoice) -> dict[str, Tensor]:
         """Return tokens with placeholders for the chosen forms, the forms, and other required tensors."""
         tensors = self._known(choice)
+        if PATCH_MASK in self._required(tensors):
+            tensors |= self.patch_mask(tensors)
         for name in self._required(tensors):  # nothing is known of these except that they are tensors
             annotation = self.parameters[name].annotation
             is_tensor = annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
@@ -272,16 +274,24 @@ class InputMaker:
         return tensors
 
     def patch_mask(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a mask of patches of images ``[B, C, H, W]``, if the model can do with and without."""
+        """Return a mask of patches of images ``[B, C, H, W]`` or of videos ``[B, T, C, H, W]``, if the model
+        takes one that is not among the tensors.
+
+        All rows mask the same number of patches, as code expects that takes the others apart.
+        """
         pixels = next((tensors[name] for name in IMAGES if name in tensors), None)
-        if PATCH_MASK not in self.parameters or PATCH_MASK in tensors or pixels is None or pixels.dim() != 4:
+        if PATCH_MASK not in self.parameters or PATCH_MASK in tensors or pixels is None:
             return {}
-        patch = ImageSizes.of(self.config).patch
-        count = math.prod(n // p for n, p in zip(pixels.shape[-2:], patch, strict=True))
+        if pixels.dim() not in (4, 5):
+            return {}
+        image = ImageSizes.of(self.config)
+        count = math.prod(n // p for n, p in zip(pixels.shape[-2:], image.patch, strict=True))
+        if pixels.dim() == 5:
+            frames = first_int(self.config, ("tubelet_size",)) or image.patch_frames
+            count *= pixels.shape[1] // frames
         generator = torch.Generator().manual_seed(self.seed)
-        mask = torch.rand(pixels.shape[0], count, generator=generator) < 0.5
-        mask[:, 0] = True
-        return {PATCH_MASK: mask}
+        rows = [torch.randperm(count, generator=generator) < (count + 1) // 2 for _ in range(pixels.shape[0])]
+        return {PATCH_MASK: torch.stack(rows)}
 
     def unknown(self, choice: InputChoice) -> list[str]:
         """Return the required parameters of which nothing is known except that they are tensors."""
