@@ -30,9 +30,8 @@ from shardconv_runtime.errors import PlanError, ShardconvError, SourceError, bri
 from shardconv_runtime.files.manifest import Source
 from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.parallel.lazy_init import Step, memory_key
+from shardconv_runtime.parallel.recorded_construction import Construction, draw
 from torch import Tensor
-
-from .recorded_construction import Construction, draw
 
 BLOCK = 1 << 22
 """Elements that one thread draws from one seed, if elements are drawn independently."""

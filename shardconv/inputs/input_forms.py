@@ -106,6 +106,10 @@ STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 """Names of the parameter that takes the states of an encoder."""
 
 
+PATCH_MASK = "bool_masked_pos"
+"""Name of the parameter with the patches that a model replaces by a learned one, ``[B, N]``."""
+
+
 @dataclass(frozen=True, slots=True)
 class InputForm:
     """A way to give a model one kind of input."""

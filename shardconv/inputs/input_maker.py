@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from ..tracing.tape import Mark, Tape
 from ..tracing.trace import trace
-from .config_sizes import first_int, nodes
+from .config_sizes import ImageSizes, first_int, nodes
 from .example_inputs import required_arguments
 from .input_forms import (
     FORMED,
+    IMAGES,
+    PATCH_MASK,
     Asked,
     InputForm,
     Once,
@@ -254,6 +256,8 @@ class InputMaker:
     def tensors(self, choice: InputChoice) -> dict[str, Tensor]:
         """Return tokens with placeholders for the chosen forms, the forms, and other required tensors."""
         tensors = self._known(choice)
+        if PATCH_MASK in self._required(tensors):
+            tensors |= self.patch_mask(tensors)
         for name in self._required(tensors):  # nothing is known of these except that they are tensors
             annotation = self.parameters[name].annotation
             is_tensor = annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
@@ -268,6 +272,26 @@ class InputMaker:
             more = self._random(*missing) if tensor.is_floating_point() else tensor.new_ones(missing)
             tensors[name] = torch.cat([tensor, more], dim=-1)[..., :width]
         return tensors
+
+    def patch_mask(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a mask of patches of images ``[B, C, H, W]`` or of videos ``[B, T, C, H, W]``, if the model
+        takes one that is not among the tensors.
+
+        All rows mask the same number of patches, as code expects that takes the others apart.
+        """
+        pixels = next((tensors[name] for name in IMAGES if name in tensors), None)
+        if PATCH_MASK not in self.parameters or PATCH_MASK in tensors or pixels is None:
+            return {}
+        if pixels.dim() not in (4, 5):
+            return {}
+        image = ImageSizes.of(self.config)
+        count = math.prod(n // p for n, p in zip(pixels.shape[-2:], image.patch, strict=True))
+        if pixels.dim() == 5:
+            frames = first_int(self.config, ("tubelet_size",)) or image.patch_frames
+            count *= pixels.shape[1] // frames
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = [torch.randperm(count, generator=generator) < (count + 1) // 2 for _ in range(pixels.shape[0])]
+        return {PATCH_MASK: torch.stack(rows)}
 
     def unknown(self, choice: InputChoice) -> list[str]:
         """Return the required parameters of which nothing is known except that they are tensors."""

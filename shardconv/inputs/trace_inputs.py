@@ -23,7 +23,7 @@ from ..arguments import ExampleInputs
 from ..tracing.tape import Tape, tensors_read
 from ..tracing.trace import trace
 from .example_inputs import example_call_of
-from .input_forms import FORMED, NAMES, STATES, is_about_tokens, release
+from .input_forms import FORMED, NAMES, PATCH_MASK, STATES, is_about_tokens, release
 from .input_maker import DECODER_IDS, CallForm, InputChoice, InputMaker, NotReadError
 
 
@@ -68,6 +68,12 @@ class TraceInputs:
         tokens = self.tensors[name].clone()
         tokens[:, ::5] = -100
         return replace(self, tensors={**self.tensors, "labels": tokens})
+
+    def without_patch_mask(self) -> TraceInputs | None:
+        """Return the inputs of a call that masks no patches; None if this one masks none."""
+        if PATCH_MASK not in self.tensors:
+            return None
+        return replace(self, tensors={n: t for n, t in self.tensors.items() if n != PATCH_MASK})
 
     def to(self, dtype: torch.dtype) -> TraceInputs:
         """Return the inputs with this dtype for floating point tensors."""
@@ -159,14 +165,32 @@ def _traced(
                     names = (next(iter(form.tensors)), *NAMES.get(form.kind, ()))
                     for name in names if form.kind not in kinds else ():
                         if name in maker.parameters:
-                            out.setdefault(name, " ".join(str(error).split())[:200])
-            return replace(inputs, left_out=out), tape
+                            out.setdefault(name, _told(error))
+            return _with_patch_mask(maker, replace(inputs, left_out=out), tape)
     # Nothing is known of an input, or the model's first error with the fewest inputs.
     plain = [(choice, error) for choice, error in problems if not choice.forms]
     for choice, error in plain or problems:
         unknown = maker.unknown(choice)
         raise maker.refusal(unknown) if unknown else error
     raise maker.refusal(maker.parameters)
+
+
+def _with_patch_mask(maker: InputMaker, inputs: TraceInputs, tape: Tape) -> tuple[TraceInputs, Tape]:
+    """Return the inputs of a call that also masks patches, if the model takes a mask and runs with it."""
+    mask = maker.patch_mask(inputs.tensors)
+    if not mask:
+        return inputs, tape
+    tensors = inputs.tensors | mask
+    try:
+        traced = trace(maker.model, tensors, maker.keep, inputs.options, None, False, inputs.few_chosen)
+    except SolveError as error:
+        release(error)
+        return replace(inputs, left_out={**inputs.left_out, PATCH_MASK: _told(error)}), tape
+    return replace(inputs, tensors=tensors), traced
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _with_other_options(maker: InputMaker, form: CallForm) -> list[InputMaker]:
@@ -196,7 +220,8 @@ def _traced_example(
         inputs, tape = attempt
         missing = left_out_experts(model, tape)
         if not missing:
-            not_given = [name for name in FORMED if name in maker.parameters and name not in call[0]]
+            optional = *FORMED, PATCH_MASK
+            not_given = [name for name in optional if name in maker.parameters and name not in call[0]]
             return replace(inputs, left_out=dict.fromkeys(not_given, "it is not in the example inputs")), tape
     raise SolveError(
         f"{example.source} has too few tokens: it leaves out some of {missing} experts, of which nothing "

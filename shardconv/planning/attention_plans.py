@@ -19,6 +19,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.module_steps import (
     AllGatherStep,
+    GradDivideStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
     ModuleStep,
@@ -44,8 +45,9 @@ from .module_plans import steps_at
 from .solution import Solution, without_gradients
 from .solve import Given, pins_of, solve
 
-Gathers = Mapping[str, tuple[AllGatherStep, ...]]
-"""Module -> the gathers of the attention weights that it returns."""
+Gathers = Mapping[str, tuple[AllGatherStep | GradDivideStep, ...]]
+"""Module -> the steps on the attention weights that it returns: gathers, or where all ranks have them, steps
+to gradients that are terms of a sum."""
 
 
 def asking(inputs: TraceInputs) -> TraceInputs:
@@ -66,6 +68,7 @@ def returning_attentions(model: nn.Module) -> nn.Module | None:
     try:
         setter("eager")
         for part in _models(other).values():
+            part.config._attn_implementation = "eager"  # the method leaves it for older code, which reads it
             part.config.output_attentions = True
     except (ValueError, NotImplementedError, ImportError):
         return None  # the model does not offer it
@@ -124,27 +127,35 @@ def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gath
     if assignment.mesh != plan.mesh:
         return None
     layouts = Layouts(analysis, assignment)
-    solution = Solution(layouts, {}, {}, folded, {}, solve_gradients(analysis, assignment, folded))
+    of_parameters = {name: entry.grad_axes for name, entry in parameter_plans(plan).items()}
+    gradients = solve_gradients(analysis, assignment, folded, of_parameters)
+    solution = Solution(layouts, {}, {}, folded, {}, gradients)
     for event in folded.tape.events:
         if isinstance(event, Mark):
             planned = _planned(modules.get(solution.fqn(event)), event)
             if _compared(steps_at(solution, event)) != planned:
                 return None
-    gathers: dict[str, dict[str, AllGatherStep]] = {}
+    gathers: dict[str, dict[str, AllGatherStep | GradDivideStep]] = {}
     for mark in (source.mark for source in sources):
         sharded = [
             (i, d) for i, d in enumerate(map(layouts.open_dim, analysis.dims[mark.target])) if axes_of(d)
         ]
-        if not sharded:
+        # What a caller computes with the weights gives all ranks the same gradient.
+        grad_axes = solution.gradients.axes(mark.target)
+        if not sharded and not grad_axes:
             continue
         if (
-            len(sharded) > 1
+            len(sharded) + bool(grad_axes) > 1
             or not solution.fqn(mark)
             or assignment.partial_axes(analysis.partial[mark.target])
         ):
             return None
         for port in mark.ports:
-            step = AllGatherStep(port, *sharded[0], solution.per_token(mark.target))
+            step = (
+                AllGatherStep(port, *sharded[0], solution.per_token(mark.target))
+                if sharded
+                else GradDivideStep(port, grad_axes)
+            )
             if gathers.setdefault(solution.fqn(mark), {}).setdefault(port, step) != step:
                 return None
     return {n: tuple(steps.values()) for fqn, steps in gathers.items() for n in folded.names(fqn)}

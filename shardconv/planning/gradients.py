@@ -69,11 +69,23 @@ class Gradients:
         return self.partial.get(tid, ())
 
 
-def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) -> Gradients:
-    """Return the cheapest gradient states for a solved forward pass."""
+def solve_gradients(
+    analysis: Analysis,
+    assignment: Assignment,
+    folded: Folded,
+    parameters: Mapping[str, tuple[int, ...]] | None = None,
+) -> Gradients:
+    """Return the cheapest gradient states for a solved forward pass.
+
+    Args:
+        parameters: the mesh axes over which gradients of parameters are partial, if a plan has decided it.
+    """
     partial: dict[int, tuple[int, ...]] = {}
     for axis in range(len(assignment.mesh)):
         problem = _AxisGradients(analysis, assignment, folded, axis)
+        for tid, info in enumerate(analysis.tape.tensors):
+            if parameters is not None and info.kind == "parameter":
+                problem.fix(tid, axis in parameters.get(info.name, ()))
         try:
             solved = problem.solve()
         except Infeasible:
@@ -147,6 +159,11 @@ class _AxisGradients:
         read = (tid for tid, reader in analysis.read_elsewhere.items() if reader.sends_gradients)
         outputs = (*self.tape.outputs, *read)
         self.fixed += [(tid, 0) for tid in outputs if self._is_variable(tid)]
+
+    def fix(self, tid: int, is_partial: bool) -> None:
+        """Decide the gradient state of a tensor, if it can have both."""
+        if self._is_variable(tid):
+            self.fixed.append((tid, int(is_partial)))
 
     def solve(self) -> list[int]:
         """Return the tensors whose gradients are partial."""

@@ -1,8 +1,8 @@
 """Find the tensors at the ports of modules that a user's hooks may be given.
 
-A hook expects full tensors. Ranks have them where a tensor is replicated, and can gather them where it is
-sharded over the sequence. A hook of a user runs outside of the plan's steps: a pre-hook gets the inputs in
-front of them, a forward hook the outputs behind them.
+A hook expects full tensors. Ranks have them where a tensor is replicated. They can gather one that is sharded
+over the sequence, and sum the terms of one. A hook of a user runs outside of the plan's steps: a pre-hook
+gets the inputs in front of them, a forward hook the outputs behind them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
         for name in event.ports:
             port = None if tid in logits else _port(solution, tid, name, sequence)
             ports = sides.setdefault(side, {})
-            is_refused = port is None or (tid in written and (port.grad_axes or port.sequence_axes))
+            is_refused = port is None or (tid in written and not port.is_full)
             if ports is None or port is None or is_refused or ports.setdefault(name, port) != port:
                 sides[side] = None
     grouped: dict[tuple[str, HookPlan], list[str]] = {}
@@ -51,7 +51,7 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
 
 
 def _port(solution: Solution, tid: int, name: str, sequence: Set[Node]) -> HookPort | None:
-    """Return how a tensor is held at a port; None if ranks have parts of it that are not of the sequence."""
+    """Return how a tensor is held at a port; None if it is sharded over another dim than the sequence."""
     analysis, assignment = solution.analysis, solution.layouts.assignment
     if tid not in analysis.dims:
         return None
@@ -61,9 +61,10 @@ def _port(solution: Solution, tid: int, name: str, sequence: Set[Node]) -> HookP
         sequence_axes = tuple(sorted(assignment.axes(find(dims[1]))))
     other_dims = dims[:1] + dims[2:] if sequence_axes else dims
     is_sharded = any(leaf.size > 1 and assignment.axes(leaf) for dim in other_dims for leaf in leaves(dim))
-    if is_sharded or assignment.partial_axes(analysis.partial[tid]):
+    if is_sharded:
         return None
-    return HookPort(name, solution.gradients.axes(tid), sequence_axes)
+    partial_axes = assignment.partial_axes(analysis.partial[tid])
+    return HookPort(name, solution.gradients.axes(tid), sequence_axes, partial_axes)
 
 
 def written_later(tape: Tape) -> set[int]:

@@ -106,7 +106,7 @@ class StreamedTensor(Tensor):
     _num_writes: int
     """Number of writes to the parameter before the view was taken."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as for any wrapper
+    __torch_function__ = nn.Parameter.__torch_function__  # none, as for any wrapper
 
     @staticmethod
     def __new__(cls, parameter: _Parameter, view: LazyTensor | None = None) -> StreamedTensor:

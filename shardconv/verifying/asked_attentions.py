@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.dims import leaves
-from shardconv_runtime.format.module_steps import AllGatherStep
+from shardconv_runtime.format.module_steps import AllGatherStep, GradDivideStep
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import AttentionPlan, Plan
 from shardconv_runtime.parallel.attention_weights import ASK
@@ -54,7 +54,7 @@ def planned_attentions(
 
 def with_attentions(plan: Plan, gathers: Gathers) -> Plan:
     """Return a plan that grants calls that ask for attention weights."""
-    grouped: dict[tuple[str, tuple[AllGatherStep, ...]], list[str]] = {}
+    grouped: dict[tuple[str, tuple[AllGatherStep | GradDivideStep, ...]], list[str]] = {}
     for fqn, steps in gathers.items():
         grouped.setdefault((starred(fqn), steps), []).append(fqn)
     attentions = tuple(AttentionPlan(tuple(compress(names)), steps) for (_, steps), names in grouped.items())
@@ -64,7 +64,12 @@ def with_attentions(plan: Plan, gathers: Gathers) -> Plan:
 def _forms(gathers: Gathers, others: Collection[str]) -> Mapping[str, object]:
     """Return what gathers do, whatever the sizes, of the modules that are among the others."""
     return {
-        fqn: [(s.port, s.dim, [x.axes for x in leaves(s.layout) if x.axes]) for s in steps]
+        fqn: [
+            (s.port, s.dim, [x.axes for x in leaves(s.layout) if x.axes])
+            if isinstance(s, AllGatherStep)
+            else (s.port, s.axes)
+            for s in steps
+        ]
         for fqn, steps in gathers.items()
         if fqn in others
     }

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.parallel.boundary import forward_signature
 
+from ..inputs.example_inputs import required_arguments
 from ..inputs.label_forms import loss_arguments
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.attention_plans import Gathers, asking, attention_gathers
@@ -81,6 +83,11 @@ class _Proof:
         if not loss or self.calls == 1:  # some models return no cache in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
+        unmasked = self.case.inputs.without_patch_mask()
+        taken = forward_signature(self.case.model).parameters
+        if unmasked is not None and not required_arguments(taken, unmasked.tensors):
+            simulate(self.case, unmasked, logits=Logits.GATHERED)
+            problem = problem or self._wrong_gradient(unmasked)
         labels = LabelsProof()
         if not loss and self.case.plan.tp > 1 and loss_arguments(self.case.model):
             self.tell("labels")

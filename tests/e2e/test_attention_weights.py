@@ -110,3 +110,49 @@ def test_a_gather_has_the_layout_of_the_heads(tp: int, heads: Dim, tmp_path: Pat
     assert [(step.port, step.dim, step.layout) for step in entry.outputs] == [("output.1", 1, heads)]  # type: ignore[union-attr]
     assert plan_json.loads(plan_json.dumps(plan)) == plan
     assert not shardconv.plan(tmp_path, tp=tp, check=False).attentions
+
+
+PIXELS = torch.arange(2 * 3 * 32 * 32, dtype=torch.float64).view(2, 3, 32, 32).cos()
+
+
+def one_head_and_two(path: Path) -> Any:
+    """In the first stage all ranks compute the weights of one head, whose gradients are terms of a sum."""
+    sizes = {"num_encoder_blocks": 2, "depths": [2, 1], "hidden_sizes": [16, 32], "sr_ratios": [2, 1]}
+    more = {"num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "patch_sizes": [7, 3], "strides": [4, 2]}
+    config = transformers.SegformerConfig(**sizes, **more)
+    return save_random(config, transformers.SegformerModel, path)
+
+
+def gradients_of_images(model: Any) -> list[Tensor]:
+    """The weights, their gradients by a loss of them and the output, and the norm of all gradients."""
+    output = model(PIXELS, output_attentions=True)
+    of_layers = weights(output)
+    for each in of_layers:
+        each.retain_grad()
+    losses = [each.pow(3).mean() for each in of_layers]
+    (torch.stack(losses).sum() + output.last_hidden_state.pow(2).mean()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    return [*(each.detach() for each in of_layers), *(each.grad for each in of_layers), norm]
+
+
+def of_images_on_rank(out: Path) -> list[Tensor]:
+    model = shardconv_runtime.load(out, dtype=torch.float64, training=True)
+    model.set_attn_implementation("eager")
+    return gradients_of_images(model.eval())
+
+
+def test_weights_that_all_ranks_have_send_back_a_term_of_their_gradient(tmp_path: Path) -> None:
+    model = one_head_and_two(tmp_path / "in").double().eval()
+    model.set_attn_implementation("eager")
+    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    assert {step.op for entry in plan.attentions for step in entry.outputs} == {"all_gather", "grad_divide"}
+    want = gradients_of_images(model)
+    for result in run_processes(2, of_images_on_rank, tmp_path / "out"):
+        for got, right in zip(result, want, strict=True):
+            torch.testing.assert_close(got, right)
+
+
+def test_weights_of_code_that_chooses_its_attention_when_it_is_built(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_random(transformers.FalconConfig(**sizes), transformers.FalconForCausalLM, tmp_path)
+    assert "output_attentions" in shardconv.plan(tmp_path, tp=2, check=True).proven_arguments

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shardconv_runtime
 import torch
+import transformers
 from distributed import run_errors, run_processes
 from shardconv_runtime import Communication, PlanError
 from torch import Tensor
@@ -162,15 +165,9 @@ def hidden_states_on_rank(path: Path) -> list[Tensor]:
     return hidden_states(shardconv_runtime.load(path, communication=Communication(timeout_s=60)))
 
 
-def hidden_states_by_config(path: Path) -> None:
-    model = shardconv_runtime.load(path, communication=Communication(timeout_s=60))
-    model.config.output_hidden_states = True
-    with torch.no_grad():
-        model(ids())
-
-
-def test_hidden_states(tmp_path: Path) -> None:
-    unsharded, out = converted("causal llama", tmp_path)
+@pytest.mark.parametrize("name", ["causal llama", PARTS])
+def test_hidden_states(name: str, tmp_path: Path) -> None:
+    unsharded, out = converted(name, tmp_path)
     want = hidden_states(unsharded)
     for got in run_processes(2, hidden_states_on_rank, out):
         assert difference(got, want) <= TOLERANCE
@@ -190,16 +187,73 @@ def loss_of_hidden_states_on_rank(path: Path) -> list[Tensor]:
     return loss_of_hidden_states(shardconv_runtime.load(path, training=True, dtype=torch.float64))
 
 
-def test_a_loss_of_hidden_states(tmp_path: Path) -> None:
-    unsharded, out = converted("causal llama", tmp_path)
+@pytest.mark.parametrize("name", ["causal llama", PARTS])
+def test_a_loss_of_hidden_states(name: str, tmp_path: Path) -> None:
+    unsharded, out = converted(name, tmp_path)
     want = loss_of_hidden_states(unsharded)
     for got in run_processes(2, loss_of_hidden_states_on_rank, out):
         assert difference(got, want) <= TOLERANCE
 
 
-def test_parts_of_hidden_states_are_refused(tmp_path: Path) -> None:
-    out = converted(PARTS, tmp_path)[1]
-    for function in (hidden_states_on_rank, hidden_states_by_config, loss_of_hidden_states_on_rank):
-        for error in run_errors(2, function, out):
-            assert isinstance(error, PlanError)
-            assert "output_hidden_states" in str(error)
+def states_of_a_part(path: Path) -> list[Tensor]:
+    """Of the base model, asked by its config, and what a hook on a layer is given and gives back."""
+    model: Any = shardconv_runtime.load(path, communication=Communication(timeout_s=60))
+    given: list[Tensor] = []
+
+    def double(module: Any, args: Any, output: Any) -> Any:
+        given.append(output if isinstance(output, Tensor) else output[0])
+        return given[-1] * 2 if isinstance(output, Tensor) else (given[-1] * 2, *output[1:])
+
+    with torch.no_grad():
+        model.base_model.config.output_hidden_states = True
+        states = list(copy.deepcopy(model.base_model)(ids()).hidden_states)
+        model.base_model.config.output_hidden_states = False
+        model.base_model.layers[0].register_forward_hook(double)
+        return [*states, model(ids()).logits, given[0]]
+
+
+def test_states_of_a_part_and_hooks_on_layers(tmp_path: Path) -> None:
+    unsharded, out = converted(PARTS, tmp_path)
+    states = hidden_states(unsharded)[: unsharded.config.num_hidden_layers + 1]
+    unsharded.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    with torch.no_grad():
+        want = [*states, unsharded(ids()).logits, states[1]]
+    for got in run_processes(2, states_of_a_part, out):
+        assert difference(got, want) <= TOLERANCE
+
+
+def trained_with_hooks(model: Any) -> list[Tensor]:
+    """The loss and the norm of gradients of a model with hooks that change what a layer gets and gives."""
+    layers = model.base_model.layers
+    layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+    layers[0].register_forward_hook(lambda module, args, output: output + output.tanh())
+    loss = model(ids()).logits.pow(2).mean()
+    loss.backward()
+    return [loss.detach(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)]
+
+
+def trained_with_hooks_on_rank(path: Path) -> list[Tensor]:
+    return trained_with_hooks(shardconv_runtime.load(path, training=True, dtype=torch.float64))
+
+
+def test_hooks_on_terms_of_a_sum_are_trained_through(tmp_path: Path) -> None:
+    unsharded, out = converted(PARTS, tmp_path)
+    want = trained_with_hooks(unsharded)
+    for got in run_processes(2, trained_with_hooks_on_rank, out):
+        assert difference(got, want) <= TOLERANCE
+
+
+def states_without_ports(path: Path, training: bool) -> None:
+    """A plan that does not say how tensors between modules are held."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    plan = replace(shardconv.plan(path, tp=2), hooks=())
+    options: dict[str, Any] = {"communication": Communication(timeout_s=60), "training": training}
+    shardconv_runtime.parallelize(model, plan=plan, **options)(ids(), output_hidden_states=True)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_unknown_parts_of_hidden_states_are_refused(training: bool, tmp_path: Path) -> None:
+    save_random(*PARTS.split(), tmp_path)
+    for error in run_errors(2, states_without_ports, tmp_path, training):
+        assert isinstance(error, PlanError)
+        assert "output_hidden_states" in str(error)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import shardconv_runtime
 import torch
+import transformers
 from distributed import run_processes
 from made_inputs import make_inputs
+from one_and_ranks import of_one, of_ranks, require_same
 from shardconv_runtime.errors import PlanError
+from small_models import save_random as save_random_model
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from zoo.measure import difference
@@ -94,3 +97,48 @@ def test_images_with_which_a_model_could_not_be_traced_are_refused(tmp_path: Pat
     for found, refusal in run_processes(2, answer_on_rank, tmp_path / "out", text, image):
         assert difference(found, want) < 1e-9
         assert refusal.startswith("pixel_values was given to a model that could not be traced with it")
+
+
+PIXELS = torch.arange(2 * 3 * 32 * 32, dtype=torch.float64).view(2, 3, 32, 32).cos()
+PATCHES = torch.arange(2 * 16).view(2, 16) % 3 == 0
+
+
+def reconstruct(model: Any) -> Tensor:
+    """The loss of masked patches, what the model makes of them, and the norms of the gradients."""
+    output = model(PIXELS, bool_masked_pos=PATCHES)
+    output.loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    return torch.cat([output.loss[None], norm[None], output.reconstruction.flatten()])
+
+
+def see_all(model: Any) -> Tensor:
+    """What the model makes of an image without a mask."""
+    reconstruction: Tensor = model(pixel_values=PIXELS).reconstruction
+    return reconstruction.detach()
+
+
+def test_patches_are_masked_or_not(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 96}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, encoder_stride=8)
+    save_random_model(config, transformers.ViTForMaskedImageModeling, tmp_path / "in")
+    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    assert not plan.left_out
+    uses = [reconstruct, see_all]
+    one = of_one(tmp_path / "in", uses, training=True)
+    require_same(uses, one, of_ranks(tmp_path / "out", uses, training=True))
+
+
+def masked_on_rank(path: Path) -> str:
+    with pytest.raises(PlanError) as refusal:
+        shardconv_runtime.load(path)(PIXELS, bool_masked_pos=PATCHES)
+    return str(refusal.value)
+
+
+def test_a_mask_of_patches_is_refused_where_there_is_no_learned_patch(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 96}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
+    save_random_model(config, transformers.ViTModel, tmp_path / "in")
+    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2, check=False)
+    assert plan.left_out == ("bool_masked_pos",)
+    for refusal in run_processes(2, masked_on_rank, tmp_path / "out"):
+        assert refusal.startswith("bool_masked_pos was given to a model that could not be traced with it")

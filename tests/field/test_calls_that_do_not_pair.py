@@ -41,7 +41,7 @@ def calls(model: Any, root: Path) -> dict[str, Callable[[], Any]]:
 
 def on_rank(root: Path) -> list[str]:
     """The errors of all pairs of calls, and the hints."""
-    waiting.HINT_S = 0.2
+    waiting.HINT_S = 1.0
     hints: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: hints.append(record.getMessage())  # type: ignore[method-assign]
@@ -62,11 +62,11 @@ def on_rank(root: Path) -> list[str]:
     shardconv_runtime.clip_grad_norm(model, 1.0)  # together
     assert not hints
     if rank == 1:
-        time.sleep(1)
+        time.sleep(2)
     shardconv_runtime.clip_grad_norm(model, 1.0)
     assert bool(hints) == (rank == 0)
     if rank == 1:
-        time.sleep(1)
+        time.sleep(2)
     model(IDS)
     return hints
 

@@ -43,7 +43,6 @@ NAMES = {
     "torch.ops.aten._scaled_mm": "products of FP8 are kept by activation checkpointing",
     # torch: modes, autograd
     "torch._C.DisableTorchFunction": "code that a trace does not see",
-    "torch._C._disabled_torch_function_impl": "a subclass without functions",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether others keep activations in another way",
     "torch._C._functorch.is_functorch_wrapped_tensor": "values of vmap are left alone",
     "torch.utils._python_dispatch._disable_current_modes": "real tensors are made while a trace goes on",
@@ -58,6 +57,7 @@ NAMES = {
     "torch.nn.Module()._forward_pre_hooks": "the same",
     "torch.nn.Module()._non_persistent_buffers_set": "buffers that are in no checkpoint",
     "torch.nn.init._no_grad_trunc_normal_": "initial weights are recorded",
+    "torch.optim.optimizer._foreach_supported_types": "parameters that optimizers take all at once",
     "torch.nn.utils.clip_grad._get_total_norm": "accelerate and Trainer compute norms with it",
     # torch: process groups
     "torch.distributed.ProcessGroup._get_backend": "its time limit",

@@ -246,9 +246,10 @@ class GradReduce:
         self.axes = comm.real(axes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return apply(x, unchanged, self._backward) if self.axes else x
+        return apply(x, unchanged, self.backward) if self.axes else x
 
-    def _backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Apply the adjoint of the step."""
         return self.comm.all_reduce(gradient, self.axes)
 
 

@@ -30,6 +30,7 @@ from .field_checks import (
 from .measured import MemoryPlan
 from .module_steps import (
     AllGatherStep,
+    GradDivideStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
     ModuleStep,
@@ -390,13 +391,20 @@ class DrawPlan:
 
 @dataclass(frozen=True, slots=True)
 class HookPort:
-    """A tensor at a port of a module that each rank has all of, or a part of the sequence of."""
+    """A tensor at a port of a module that each rank has all of, a term of, or a part of the sequence of."""
 
     port: str
     grad_axes: tuple[int, ...] = ()
     """Mesh axes over which its gradient is a Partial."""
     sequence_axes: tuple[int, ...] = ()
     """Mesh axes that shard its second dim, the sequence."""
+    partial_axes: tuple[int, ...] = ()
+    """Mesh axes over which it is a Partial."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each rank has all of the tensor and of its gradient."""
+        return not (self.grad_axes or self.sequence_axes or self.partial_axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,15 +420,15 @@ class HookPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The gathers of attention weights of modules, which run only in calls that ask for these."""
+    """The steps on attention weights of modules, which run only in calls that ask for these."""
 
     names: tuple[str, ...]
     outputs: tuple[ModuleStep, ...]
 
     def __post_init__(self) -> None:
         for index, step in enumerate(self.outputs):
-            if not isinstance(step, AllGatherStep):
-                fail(f"outputs[{index}]", f"must be an all_gather, not {step.op}")
+            if not isinstance(step, AllGatherStep | GradDivideStep):
+                fail(f"outputs[{index}]", f"must be an all_gather or a grad_divide, not {step.op}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ def _check_hooks(where: str, hooks: tuple[HookPlan, ...], mesh: Mesh) -> None:
                 check_port(f"{place}.port", port.port, side)
                 check_axes(f"{place}.grad_axes", port.grad_axes, mesh)
                 check_axes(f"{place}.sequence_axes", port.sequence_axes, mesh)
+                check_axes(f"{place}.partial_axes", port.partial_axes, mesh)
     by_name(where, hooks)
 
 

@@ -30,6 +30,7 @@ from .by_plan import local_tensors
 from .call_guards import guard
 from .checked_source import CheckedSource, LoadOptions, generation_config_of, stays_packed, unsharded
 from .in_memory import tensors_in_memory
+from .initial_parts import attach_initializing
 from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParallel
 from .packed_models import PackedParameters
 from .resized_vocabulary import attach_resizing
@@ -162,6 +163,7 @@ class ModelBuilder:
         about = checked.directory.absolute(), checked.manifest, plan, self.start
         remember(model, Loaded(*about, rank.packed is not None, self, names, rank.stage))
         attach_resizing(model)
+        attach_initializing(model)
         return (model if rank.attached is None else rank.attached.wrapper).eval()
 
     def _source(self, rank: RankModel) -> ReadTensors:

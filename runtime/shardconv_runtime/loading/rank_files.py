@@ -37,6 +37,7 @@ from ..format.plan import Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
+from ..parallel.vocabulary_rows import VocabularyRows
 from .transform import RankModel, Tensors
 
 
@@ -155,7 +156,8 @@ def fill(rank: RankModel, tensors: Tensors) -> None:
             # Assigned to the dicts, since `register_parameter` and `setattr` run hooks that refuse changes.
             replaced = modules[owner]._parameters.get(attribute)
             if replaced is not None:
-                filled = nn.Parameter(tensor, requires_grad=replaced.requires_grad)
+                kind = VocabularyRows if isinstance(replaced, VocabularyRows) else nn.Parameter
+                filled = kind(tensor, requires_grad=replaced.requires_grad)
                 modules[owner]._parameters[attribute] = filled
             else:
                 modules[owner]._buffers[attribute] = tensor

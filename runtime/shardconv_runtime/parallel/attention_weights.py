@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..comm.collectives import Communicator
+from ..comm.steps import GradReduce
 from ..errors import RefusedCallError
-from ..format.module_steps import ModuleStep
-from .boundary import OutputHook, forward_signature, output_hook, renumber, step
+from ..format.module_steps import GradDivideStep, ModuleStep
+from .boundary import OutputHook, TensorStep, forward_signature, in_use, output_hook, renumber, step
 from .refusals import is_asked_for, refuse
 
 ASK = "output_attentions"
@@ -45,10 +46,14 @@ def gather_attentions(
         renumber(part, part.register_forward_pre_hook(call.begin, prepend=True, with_kwargs=True))
         renumber(part, part.register_forward_hook(call.end, always_call=True))
     for fqn, steps in gathers.items():
-        for each in steps:
+        for each in in_use(steps, training):
             module = model.get_submodule(fqn)
-            gather = _Returned(step(each, comm, training))
-            hook = _IfAsked(output_hook(each.port, gather), asked)
+            gather: Any = step(each, comm, training)
+            if isinstance(each, GradDivideStep):
+                returned = ReturnedPart(gather, GradReduce(comm, each.axes).backward)
+            else:
+                returned = ReturnedPart(gather, gather.forward)
+            hook = _IfAsked(output_hook(each.port, returned), asked)
             renumber(module, module.register_forward_hook(hook, prepend=True))
 
 
@@ -108,18 +113,20 @@ class _IfAsked:
         return self._hook(module, args, output) if self._asked.latest else None
 
 
-class _Returned:
-    """A gather whose result can retain its gradient.
+class ReturnedPart:
+    """A step whose result can retain its gradient.
 
     The model goes on with its local weights, and only the caller reads the result. So autograd knows no
     gradient of the result by a loss of the logits; it is gathered from the gradients of the local weights.
     """
 
-    def __init__(self, gather: Any) -> None:
+    def __init__(self, gather: TensorStep, of_gradient: TensorStep) -> None:
         self._gather = gather
+        self._of_gradient = of_gradient
+        """Makes the gradient of the local weights one of the result."""
 
     def __call__(self, local: Tensor) -> Tensor:
-        full: Tensor = self._gather(local)
+        full = self._gather(local)
         if full.requires_grad:
             retain = partial(self._retain, local, ref(full))  # a cycle would keep both until it is collected
             full.retain_grad = retain  # type: ignore[method-assign]
@@ -134,7 +141,7 @@ class _Returned:
         full.register_hook(of_caller.append)  # type: ignore[no-untyped-call]
 
         def add(gradient: Tensor) -> None:
-            total = self._gather.forward(gradient)
+            total = self._of_gradient(gradient)
             full = result()
             if full is not None:
                 # Torch has added what comes from the caller, which is a part of the total.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..errors import PlanError
+from ..format.dims import axes_of
 from ..format.fused_groups import fused_groups
 from ..format.plan import (
     ModulePlan,
@@ -29,9 +30,11 @@ from ..format.plan import (
 from .attention_weights import ASK, gather_attentions, refuse_attentions
 from .embeddings import attach_embeddings
 from .fused_products import fuse
+from .hidden_states import attach_hidden_states
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
-from .refusals import check_hidden_states, refuse, refuse_head_masks, refuse_implementations
+from .refusals import refuse, refuse_head_masks, refuse_implementations
+from .vocabulary_rows import VocabularyRows
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules
@@ -102,6 +105,7 @@ def apply_plan(
         targets = {fqn: submodule(model, fqn) for fqn in modules}
         localize_modules(model, plan, modules, targets, parameters, comm, training, packed)
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
+    head = dict(model.named_modules()).get(plan.logits.module) if plan.logits is not None else None
     # Give each stored tensor a meta tensor of its local shape and of the plan's dtype.
     for name, entry in plain.items():
         owner, attribute = owner_of(model, name)
@@ -109,7 +113,10 @@ def apply_plan(
         local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
         if attribute in owner._parameters:
             needs_grad = training and name not in frozen
-            owner._parameters[attribute] = nn.Parameter(local, requires_grad=needs_grad)
+            has_rows = attribute == "weight" and bool(comm.real(axes_of(entry.dims[0])))
+            is_table = has_rows and (isinstance(owner, nn.Embedding) or owner is head)
+            kind = VocabularyRows if is_table else nn.Parameter
+            owner._parameters[attribute] = kind(local, requires_grad=needs_grad)
         else:
             owner._buffers[attribute] = local
     retie(model, plan)
@@ -252,4 +259,4 @@ def attach_guards(
     if plan.experts == "ep" and GROUPED not in plan.wrong_experts:
         keep_grouped(model)
     attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
-    check_hidden_states(model, comm)
+    attach_hidden_states(model, plan, comm, training)

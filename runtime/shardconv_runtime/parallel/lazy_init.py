@@ -278,6 +278,10 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sets = frozenset(reads), frozenset(writes), frozenset(made | covered)
         self.steps.append(Step(func, args, kwargs, outputs, torch.get_default_dtype(), *sets))
 
+    def is_written(self, tensor: Tensor) -> bool:
+        """Return whether an operator wrote to the memory of a meta tensor."""
+        return bool(self._writers.get(memory_key(tensor)))
+
     def chain(self, tensor: Tensor) -> Chain:
         """Return the steps that a meta tensor depends on.
 

@@ -5,16 +5,14 @@ The result of such a call would be one rank's part; after such a change, the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree
+from torch import nn
 
-from ..comm.collectives import Communicator
 from ..errors import RefusedCallError
-from .boundary import forward_signature, renumber
+from .boundary import forward_signature
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
@@ -82,98 +80,3 @@ def _head_mask_check(names: Sequence[str]) -> Callable[..., None]:
                     )
 
     return check
-
-
-# Hidden states are returned if every rank has all of them, and refused otherwise.
-#
-# Between modules, a plan keeps activations as terms of a sum or as shards if that saves a collective. Code
-# that collects hidden states takes them as they are. So the hidden states that a call asks for are compared
-# between the ranks: only replicated ones are the same everywhere.
-
-ARGUMENT = "output_hidden_states"
-NUM_PROJECTIONS = 16
-"""Directions along which hidden states are compared."""
-TOLERANCE = 0.02
-"""Difference of a projection, relative to the largest one, that may be rounding of kernels."""
-
-
-def check_hidden_states(model: nn.Module, comm: Communicator) -> None:
-    """Make a model compare the hidden states that it is asked for, and refuse parts of them."""
-    hook = _Comparison(model, comm)
-    renumber(model, model.register_forward_hook(hook, with_kwargs=True))
-
-
-class _Comparison:
-    """Forward hook of the model."""
-
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        names = list(forward_signature(model).parameters)
-        self._position = names.index(ARGUMENT) if ARGUMENT in names else len(names)
-        self._comm = comm
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        argument = dict(enumerate(args)).get(self._position, kwargs.get(ARGUMENT))
-        if not is_asked_for(module, ARGUMENT, argument):
-            return
-        if torch.compiler.is_compiling():
-            raise RefusedCallError(
-                f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled"
-            )
-        digests = [digest(states.detach()) for states in hidden_states(output)]
-        if not digests:
-            return
-        axes = self._comm.real(range(len(self._comm.mesh)))
-        ranks = self._comm.concatenate(torch.stack(digests)[None], axes)
-        if not are_alike(ranks):
-            raise RefusedCallError(
-                f"{ARGUMENT} was given to a model whose plan keeps parts of the hidden states on the ranks, "
-                "which each would return; use only the outputs, or the unsharded model"
-            )
-
-
-def hidden_states(output: Any) -> Iterator[Tensor]:
-    """Yield the hidden states of an output and of the outputs in it.
-
-    A tuple has no names: they are the tensors in its tuples.
-    """
-    if isinstance(output, Mapping):
-        for name, value in output.items():
-            if "hidden_states" in name:
-                yield from _floating(value)
-            elif isinstance(value, Mapping):
-                yield from hidden_states(value)
-    elif isinstance(output, tuple):
-        yield from _floating([value for value in output if isinstance(value, tuple)])
-
-
-def other_results(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output that are not hidden states."""
-    if isinstance(output, Mapping):
-        for name, value in output.items():
-            if "hidden_states" not in name:
-                yield from other_results(value) if isinstance(value, Mapping) else _floating(value)
-    else:
-        values = output if isinstance(output, tuple) else (output,)
-        yield from _floating([value for value in values if not isinstance(value, tuple)])
-
-
-def _floating(values: Any) -> Iterator[Tensor]:
-    for leaf in _pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and leaf.numel():
-            yield leaf
-
-
-def are_alike(digests: Tensor) -> bool:
-    """Return whether ranks have the same tensors by digests ``[ranks, tensors, NUM_PROJECTIONS]``."""
-    differences = (digests - digests[0]).abs().amax((0, 2))
-    return not bool((differences > TOLERANCE * digests.abs().amax((0, 2))).any())
-
-
-def digest(states: Tensor) -> Tensor:
-    """Return projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
-    wide = states if states.dtype == torch.float64 else states.float()
-    # Chirps are as good as random directions, and do not depend on a caller's random numbers.
-    places = torch.arange(1, states.shape[-1] + 1, dtype=torch.float64) ** 2
-    rates = torch.arange(1, NUM_PROJECTIONS + 1, dtype=torch.float64).sqrt()
-    directions = torch.sin(torch.outer(places, rates)).to(wide)
-    return (wide @ directions).double().flatten(0, -2).sum(0)

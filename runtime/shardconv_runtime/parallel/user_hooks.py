@@ -2,9 +2,9 @@
 
 Between its modules a rank holds parts: a part of the sequence, a term of a sum, a share of the heads. Code
 that a trainer hangs there (noise on embeddings, a loss of the last norm's result) expects full tensors. The
-plan says which inputs and outputs of which modules are full, or sharded over the sequence only
-(``Plan.hooks``). A hook on any other module is refused when it is registered. An input embedding is an
-exception: its terms of a sum are summed for a hook (``embeddings.py``).
+plan says which inputs and outputs of which modules are full, terms of a sum, or sharded over the sequence
+(``Plan.hooks``). A hook on any other module is refused when it is registered. An input embedding, which users
+also call by itself, completes its rows (``embeddings.py``).
 
 The gradient of a full tensor may be a term of a sum. A hook's own loss gives it the full gradient, so the
 gradient is made full for the hook and a term again for the model's code.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
-from ..comm.steps import Gather, GradDivide, GradReduce, Slice, unchanged
+from ..comm.steps import Gather, GradDivide, GradReduce, KeepOnFirst, Reduce, Slice, unchanged
 from ..errors import PlanError
 from ..format.dims import Leaf
 from ..format.plan import HookPlan, Plan, by_name
@@ -131,8 +131,8 @@ class _Watch:
             embedding = self.module.__dict__.get(PLACED)
             is_full = bool(outputs) or (embedding is not None and not (embedding.is_full and inputs))
         else:  # the gradients of the module's own code, which are between the plan's steps
-            converted = [port for port in (*inputs, *outputs) if port.grad_axes or port.sequence_axes]
-            is_full = bool(inputs and outputs) and not converted and not self.changed
+            is_full = bool(inputs and outputs) and not self.changed
+            is_full = is_full and all(port.is_full for port in (*inputs, *outputs))
         if not is_full:
             raise PlanError(
                 f"a hook on {self.name} would be given a part of a tensor: each rank has another one there; "
@@ -154,14 +154,16 @@ class _Hook:
         self._with_kwargs = with_kwargs
         self._names = dict(enumerate(positional_names(watch.module)))
         self._ports = {p.port: p for p in (watch.entry.inputs if is_before else watch.entry.outputs)}
-        full = {p.port for p in watch.entry.inputs if not p.grad_axes and not p.sequence_axes}
+        full = {p.port for p in watch.entry.inputs if p.is_full}
         self._readable = full - watch.changed
 
     @property
     def has_messages(self) -> bool:
         """Return whether the ranks communicate when the hook is called, or in its backward pass."""
         training, ports = self._watch.training, self._ports.values()
-        return not ports or any(port.sequence_axes or (port.grad_axes and training) for port in ports)
+        return not ports or any(
+            port.sequence_axes or port.partial_axes or (port.grad_axes and training) for port in ports
+        )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         parts: dict[str, Part] = {}
@@ -203,7 +205,7 @@ class _Hook:
         whole, part = x, cast(Part, unchanged)
         if embedding is not None and (rows := embedding.full(x)) is not None:
             whole, part = rows, embedding.part
-        elif entry is None:
+        elif entry is None or (embedding is not None and entry.partial_axes):
             if embedding is None and x.is_floating_point() and x.dim():
                 raise PlanError(
                     f"a hook on {self._watch.name} would be given a tensor {tuple(x.shape)} at {port}, where "
@@ -213,6 +215,9 @@ class _Hook:
             if entry.grad_axes and self._watch.training:
                 # A copy, since a hook may write to its tensor, and autograd forbids it for views.
                 whole, part = GradDivide(comm, entry.grad_axes)(x).clone(), GradReduce(comm, entry.grad_axes)
+            if axes := entry.partial_axes:
+                whole = Reduce(comm, axes, () if self._watch.training else None)(whole)
+                part = _chained(KeepOnFirst(comm, axes, self._watch.training), part)
             if entry.sequence_axes:
                 layout = Leaf(0, entry.sequence_axes)
                 whole = Gather(comm, 1, layout, ()).plain(whole)

@@ -13,23 +13,30 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Communicator
 from ..errors import PlanError, RefusedCallError
 from ..format.dims import axes_of
-from ..format.module_steps import AllGatherStep, AllReduceStep, GradAllReduceStep, ModuleStep, SliceStep
+from ..format.module_steps import (
+    AllGatherStep,
+    AllReduceStep,
+    GradAllReduceStep,
+    GradDivideStep,
+    ModuleStep,
+    SliceStep,
+)
 from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import is_inside
 from ..format.stored_layout import sums
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
+from ..parallel.hidden_states import ARGUMENT, WHY_NO_STATES
 from ..parallel.layers import WHY_NO_LABELS, without_logits_gather
 from ..parallel.packed_modules import PackedModules
-from ..parallel.refusals import ARGUMENT, refuse
+from ..parallel.refusals import refuse
 from .checkpointing import resume_in_layers
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
 from .regather import MIN_BYTES, attach_regather
 from .sequence import FLAT_OUTPUTS, attach_sequence
-from .state_gradients import WHY_NO_STATES, check_state_gradients
 
 
 def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> None:
@@ -120,17 +127,14 @@ def parallelize_for_training(
         modules = without_logits_gather(modules, plan.logits, heads)
     if gather is None and gather_logits is False:
         refuse(model, "labels", WHY_NO_LABELS)
-    checks_states = False
     if plan.modules and plan.tp > 1:
         # Refuse outputs of inner activations, except those that the plan was solved for.
         planned_outputs = plan.training.extra_outputs if plan.training is not None else ()
-        checks_states = training and not sequence_parallel and ARGUMENT not in planned_outputs
-        for argument in (ARGUMENT, *FLAT_OUTPUTS):
-            if argument not in planned_outputs and not (argument == ARGUMENT and checks_states):
+        asked = FLAT_OUTPUTS if training and not sequence_parallel else (ARGUMENT, *FLAT_OUTPUTS)
+        for argument in asked:
+            if argument not in planned_outputs:
                 refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     apply_plan(model, plan, comm, modules, training=training, packed=packed)
-    if checks_states:
-        check_state_gradients(model, plan)
     if training:
         assert plan.training is not None
         entries = parameter_plans(plan)
@@ -208,6 +212,7 @@ def backward_axes(plan: Plan) -> list[Iterable[int]]:
         range(len(plan.mesh)),
         *(axes for step in steps for axes in _of_step(step)),
         *(port.grad_axes for entry in plan.hooks for port in (*entry.inputs, *entry.outputs)),
+        *(s.axes for entry in plan.attentions for s in entry.outputs if isinstance(s, GradDivideStep)),
         *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
     ]
 

@@ -348,3 +348,53 @@ def test_texts_of_which_one_is_chosen() -> None:
     assert tensors["input_ids"].shape[1] == 2
     assert tensors["input_ids"].shape == tensors["attention_mask"].shape
     assert tensors["input_ids"][:, 0].ne(tensors["input_ids"][:, 1]).any()
+
+
+class WithPatchMask(Model):
+    """Replaces masked patches by a learned one; without a mask, it replaces none."""
+
+    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> Tensor:
+        """See the class."""
+        patches = self.features(pixel_values)
+        if bool_masked_pos is None:
+            return patches
+        return torch.where(bool_masked_pos[..., None], self.embed.weight[0], patches)
+
+
+class MasksVideos(Model):
+    """Keeps the patches that are not masked, as many in each row."""
+
+    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor) -> Tensor:
+        """See the class."""
+        patches = self.features(pixel_values.flatten(0, 1)).unflatten(0, pixel_values.shape[:2]).flatten(1, 2)
+        return patches[~bool_masked_pos].view(len(patches), -1, WIDTH)
+
+
+def test_patches_are_masked() -> None:
+    inputs = make_inputs(WithPatchMask())
+    mask = inputs.tensors["bool_masked_pos"]
+    assert mask.dtype == torch.bool
+    assert mask.shape == (len(inputs.tensors["pixel_values"]), (SIDE // PATCH) ** 2)
+    assert mask.sum(1).tolist() == [2] * len(mask)
+    unmasked = inputs.without_patch_mask()
+    assert unmasked is not None
+    assert list(unmasked.tensors) == ["pixel_values"]
+    assert unmasked.without_patch_mask() is None
+
+
+def test_a_mask_that_a_model_cannot_take_is_left_out() -> None:
+    class NeverMasked(Model):
+        def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> Tensor:
+            if bool_masked_pos is not None:
+                raise ValueError("there is no learned patch")
+            return self.features(pixel_values)
+
+    inputs = make_inputs(NeverMasked())
+    assert list(inputs.tensors) == ["pixel_values"]
+    assert "there is no learned patch" in inputs.left_out["bool_masked_pos"]
+
+
+def test_a_mask_of_videos_that_is_needed() -> None:
+    inputs = make_inputs(MasksVideos())
+    frames = inputs.tensors["pixel_values"].shape[1]
+    assert inputs.tensors["bool_masked_pos"].shape[1] == frames * (SIDE // PATCH) ** 2

@@ -53,6 +53,9 @@ def test_entries_are_checked() -> None:
         "hooks[0].inputs[0].port": HookPlan(("speak",), inputs=(HookPort("output"),)),
         "hooks[0].outputs[0].grad_axes": HookPlan(("speak",), outputs=(HookPort("output", (7,)),)),
         "hooks[0].outputs[0].sequence_axes": HookPlan(("speak",), outputs=(HookPort("output", (), (7,)),)),
+        "hooks[0].outputs[0].partial_axes": HookPlan(
+            ("speak",), outputs=(HookPort("output", partial_axes=(7,)),)
+        ),
     }
     for where, entry in wrong.items():
         with pytest.raises(PlanError) as error:

@@ -99,7 +99,7 @@ PLAN = Plan(
     hooks=(
         HookPlan(
             ("layers.{0..3}.attn",),
-            (HookPort("input.x", (0,)),),
+            (HookPort("input.x", (0,), partial_axes=(1,)),),
             (HookPort("output.0", sequence_axes=(0, 1)),),
         ),
     ),

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from shardconv_runtime.parallel.lazy_init import Chain, LazyInit, Step, Window, fixed_seed, windows_in
-from shardconv_runtime.parallel.meta_model import building
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from .lazy_init import Chain, LazyInit, Step, Window, fixed_seed, windows_in
+from .meta_model import building
 
 aten = torch.ops.aten
 
