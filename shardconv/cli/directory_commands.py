@@ -323,7 +323,7 @@ def reshard_command(
         print_report(written_record(dst, solved, was_complete=is_complete))
     elif is_complete and not quiet:
         print_complete(dst)
-    elif not quiet and (Path(dst) / MANIFEST_NAME).is_file():
+    elif not quiet and written_manifests(dst):
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(dst, f"at most {most}", f"{tp} ranks")
 

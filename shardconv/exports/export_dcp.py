@@ -229,7 +229,7 @@ def _write(
 
     if output.is_complete:
         reason = difference_of_files(
-            output.path, files, lambda to: derived_directory.copy_small_files(found, to)
+            output.present, files, lambda to: derived_directory.copy_small_files(found, to)
         )
         refuse_other_output("DST", output.path, reason, "name another directory")
         return

@@ -113,7 +113,7 @@ def merge(
         was_complete=output.is_complete,
     )
     if output.is_complete:
-        reason = difference_of_files(output.path, files, lambda to: _write_others(to, converted, layout))
+        reason = difference_of_files(output.present, files, lambda to: _write_others(to, converted, layout))
         refuse_other_output("DST", output.path, reason, "name another directory")
         return written
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
