@@ -25,8 +25,17 @@ class Target(Protocol):
     def put(self, index: int, offset: int, data: memoryview) -> None:
         """Take bytes at an offset of a file; the last bytes of the file finish it."""
 
+    def begin_unit(self) -> None:
+        """Wait until the bytes of another unit can be taken."""
+
+    def end_unit(self) -> None:
+        """Note that all bytes of a unit have been put."""
+
     def finish(self) -> None:
         """Wait until all files are finished."""
+
+    def stop(self) -> None:
+        """Give up, since another thread failed; nothing waits any more."""
 
 
 class Destination(Protocol):
@@ -51,8 +60,8 @@ class Destination(Protocol):
     def missing(self) -> list[int]:
         """Return the indices of the files of these owners that are not finished."""
 
-    def target(self, missing: Sequence[int]) -> AbstractContextManager[Target]:
-        """Begin to write these files."""
+    def target(self, missing: Sequence[int], memory: int) -> AbstractContextManager[Target]:
+        """Begin to write these files, through buffers of ``memory`` bytes."""
 
 
 def fill(destination: Destination, *, memory: int, progress: Progress) -> None:
@@ -83,13 +92,27 @@ def fill(destination: Destination, *, memory: int, progress: Progress) -> None:
     total = sum(file.num_bytes for file in files if file.owner in destination.owners)
     rest = sum(files[index].num_bytes for index in missing)
     try:
-        with destination.target(missing) as target, progress.bar("writing", total, total - rest) as advance:
+        with (
+            destination.target(missing, memory) as target,
+            progress.bar("writing", total, total - rest) as advance,
+        ):
             advance(sum(len(files[index].header) for index in missing))
             for index in missing:
                 if files[index].num_bytes == len(files[index].header):
                     target.open(index)  # no unit opens it
-            run(units, lambda: _Sink(target), lambda unit, sink: advance(sink.num_bytes))
+
+            def begin() -> _Sink:
+                target.begin_unit()
+                return _Sink(target)
+
+            def end(unit: CopyUnit, sink: _Sink) -> None:
+                target.end_unit()
+                advance(sink.num_bytes)
+
+            run(units, begin, end, target.stop)
             target.finish()
+    except ShardconvError:
+        raise  # some are errors of the system, too
     except OSError as error:
         raise ShardconvError(
             f"DST {destination.name} cannot be written: {error.strerror or error}; correct that and run the "

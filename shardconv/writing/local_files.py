@@ -70,8 +70,17 @@ class LocalFiles:
         """Create a file in its final size with its header."""
         self._file(index)
 
+    def begin_unit(self) -> None:
+        """Do nothing: bytes are written at once."""
+
+    def end_unit(self) -> None:
+        """Do nothing."""
+
     def finish(self) -> None:
         """Do nothing: each file is finished by its last bytes."""
+
+    def stop(self) -> None:
+        """Do nothing: no thread waits."""
 
     def _file(self, index: int) -> _OpenFile:
         """Return a file; the first call creates it."""

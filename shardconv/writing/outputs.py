@@ -197,7 +197,7 @@ def prepared(
     tp = int(str(settings["tp"]))
     outputs: AnyOutput | StageOutputs
     if pp == 1:
-        outputs = _output(out, overwrite=overwrite, source=source, owners=options.owners(tp))
+        outputs = output_at(out, overwrite=overwrite, source=source, owners=options.owners(tp))
         parts = [outputs]
     else:
         outputs = StageOutputs(out, pp, overwrite=overwrite, source=source, options=options, tp=tp)
@@ -238,7 +238,7 @@ def settings_of(plan: Plan) -> Settings:
     }
 
 
-def _output(
+def output_at(
     out: str | os.PathLike[str],
     *,
     overwrite: bool,
@@ -313,7 +313,7 @@ class StageOutputs:
         }
         self._outputs = {
             directory: (
-                _output(directory, overwrite=overwrite, source=source, owners=stage_options.owners(tp)),
+                output_at(directory, overwrite=overwrite, source=source, owners=stage_options.owners(tp)),
                 stage_options,
             )
             for directory, stage_options in options_by_stage.items()

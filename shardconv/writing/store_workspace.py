@@ -92,6 +92,8 @@ class StoredWorkspace:
     """The sha256 of the job, in hex."""
     claims: dict[str, _Owner]
     """The claimed owners."""
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The records of finished files of all owners by path, when ``checksums`` was called."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     is_in_order = True
@@ -116,9 +118,10 @@ class StoredWorkspace:
         finished = self._finished({owner: claim.content for owner, claim in self.claims.items()})
         return [i for i, f in enumerate(self.files) if f.owner in self.claims and f.path not in finished]
 
-    def target(self, missing: Sequence[int]) -> StreamedFiles:
+    def target(self, missing: Sequence[int], memory: int) -> StreamedFiles:
         """Begin to send files."""
-        return StreamedFiles({index: self.files[index] for index in missing}, self.store, self.finish_file)
+        files = {index: self.files[index] for index in missing}
+        return StreamedFiles(files, self.store, memory, self.finish_file)
 
     def finish_file(self, index: int, digests: Digests) -> None:
         """Record a file that was sent."""
@@ -140,26 +143,26 @@ class StoredWorkspace:
 
     def checksums(self) -> dict[str, str] | None:
         """Return the checksum of each file by path; None while one is missing."""
-        finished = self._finished(self._records())
-        if len(finished) < len(self.files):
+        self.finished = self._finished(self._records())
+        if len(self.finished) < len(self.files):
             return None
-        return {path: record["checksum"] for path, record in finished.items()}
+        return {path: record["checksum"] for path, record in self.finished.items()}
 
     def unfinished(self) -> list[str]:
         """Return the owners of missing files."""
-        finished = self._finished(self._records())
-        return sorted({file.owner for file in self.files if file.path not in finished})
+        return sorted({file.owner for file in self.files if file.path not in self.finished})
 
     def measured(self) -> dict[str, float]:
         """Return the numbers about weights in the finished files of all owners, by name."""
-        records = self._finished(self._records()).values()
-        return {name: number for record in records for name, number in record["measured"].items()}
+        return {
+            name: number for record in self.finished.values() for name, number in record["measured"].items()
+        }
 
     def entry(self, file: TargetFile, checksum: str, rank: int | None) -> FileEntry:
         """Return the entry of a finished file in a manifest."""
         if file.path == UNUSED_NAME:
             return FileEntry(file.path, file.num_bytes, checksum)
-        sample = self._finished(self._records())[file.path]["sample"]
+        sample = self.finished[file.path]["sample"]
         return FileEntry(file.path, file.num_bytes, checksum, rank, sample)
 
     @contextmanager

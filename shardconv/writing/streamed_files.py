@@ -1,13 +1,13 @@
 """Files that are sent to an object store while they are made, part by part in order.
 
-Parts may be filled in any order, and are sent in the order of the file, one thread for each file. A worker
-that has filled a part waits while too many complete ones are to be sent. It never waits for parts that others
-still fill, so each can go on.
+Parts may be filled in any order, and are sent in the order of the file, one thread for each file. A unit of
+copying begins when there is memory for the parts that it fills. A unit that has begun never waits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,6 @@ from shardconv_runtime.files.shard_files import sampled_blocks
 
 from .job import TargetFile
 from .store_objects import MOST_PARTS, PART_BYTES, StoreDirectory
-
-MOST_WAITING = 2
-"""Complete parts of a file, to be sent next, with which its workers wait."""
 
 NUM_REQUESTS = 16
 """Concurrent requests of all files that are written together."""
@@ -54,65 +51,16 @@ class _Stream:
 
     num_bytes: int
     part_bytes: int
-    condition: threading.Condition = field(default_factory=threading.Condition)
     parts: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=dict)
     missing: dict[int, int] = field(default_factory=dict)
     """Bytes of each part in ``parts`` that are not there yet."""
     next: int = 0
     """The part to send next."""
-    error: BaseException | None = None
-    thread: threading.Thread | None = None
 
-    def put(self, offset: int, data: memoryview) -> None:
-        """Take bytes, and wait if parts are filled faster than they are sent."""
-        has_filled = False
-        while len(data):
-            index, start = divmod(offset, self.part_bytes)
-            with self.condition:
-                if index not in self.parts:
-                    size = min(self.part_bytes, self.num_bytes - index * self.part_bytes)
-                    self.parts[index] = np.empty(size, np.uint8)
-                    self.missing[index] = size
-                part = self.parts[index]
-            count = min(len(data), len(part) - start)
-            part[start : start + count] = data[:count]
-            data, offset = data[count:], offset + count
-            with self.condition:
-                self.missing[index] -= count
-                if self.missing[index] == 0:
-                    has_filled = True
-                    self.condition.notify_all()
-        if has_filled:
-            with self.condition:
-                self.condition.wait_for(lambda: self.error is not None or self._num_ready() <= MOST_WAITING)
-        if self.error is not None:
-            raise self.error
-
-    def chunks(self, hashes: _Hashes) -> Iterator[memoryview]:
-        """Yield the parts in order, each as soon as it is complete."""
-        for index in range(-(-self.num_bytes // self.part_bytes)):
-            with self.condition:
-                self.condition.wait_for(lambda: self.error is not None or self._num_ready() > 0)
-                if self.error is not None:
-                    raise Stopped
-                part = self.parts.pop(index)
-                del self.missing[index]
-                self.next = index + 1
-                self.condition.notify_all()
-            hashes.update(part.data)
-            yield part.data
-
-    def stop(self, error: BaseException) -> None:
-        """End it, with the first error."""
-        with self.condition:
-            self.error = self.error or error
-            self.condition.notify_all()
-
-    def _num_ready(self) -> int:
-        count = 0
-        while self.missing.get(self.next + count) == 0:
-            count += 1
-        return count
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next part is complete."""
+        return self.missing.get(self.next) == 0
 
 
 class StreamedFiles:
@@ -122,6 +70,7 @@ class StreamedFiles:
         self,
         files: Mapping[int, TargetFile],
         store: StoreDirectory,
+        memory: int,
         finish: Callable[[int, Digests], object],
     ) -> None:
         """Prepare to send.
@@ -129,22 +78,43 @@ class StreamedFiles:
         Args:
             files: the files by their numbers.
             store: where to.
+            memory: bytes of parts that are kept until they are sent.
             finish: is called when a file is complete.
         """
-        self._files, self._store, self._finish = files, store, finish
+        self._files, self._store, self._memory, self._finish = files, store, memory, finish
         self._num_requests = max(2, NUM_REQUESTS // max(1, len({file.owner for file in files.values()})))
         self._streams: dict[int, _Stream] = {}
-        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._tickets = itertools.count()
+        self._held_bytes = self._num_begun = self._num_units = 0
+        self._error: BaseException | None = None
 
     def __enter__(self) -> StreamedFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for stream in self._streams.values():
-            stream.stop(Stopped())
-        for stream in self._streams.values():
-            assert stream.thread is not None
-            stream.thread.join(END_S)
+        self.stop()
+        for thread in self._threads:
+            thread.join(END_S)
+
+    def begin_unit(self) -> None:
+        """Wait until there is memory for the bytes of another unit, and units that came before have begun.
+
+        They are in the order of the files, so the first of them has the bytes that the next part lacks.
+        """
+        with self._changed:
+            ticket = next(self._tickets)
+            self._changed.wait_for(lambda: ticket == self._num_begun and self._may_begin())
+            self._num_begun += 1
+            self._num_units += 1
+            self._changed.notify_all()
+
+    def end_unit(self) -> None:
+        """Note that all bytes of a unit have been put."""
+        with self._changed:
+            self._num_units -= 1
+            self._changed.notify_all()
 
     def open(self, index: int) -> None:
         """Begin a file with its header."""
@@ -152,28 +122,63 @@ class StreamedFiles:
 
     def put(self, index: int, offset: int, data: memoryview) -> None:
         """Take bytes at an offset of a file."""
-        self._stream(index).put(offset, data)
+        stream = self._stream(index)
+        while len(data):
+            number, start = divmod(offset, stream.part_bytes)
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                part = stream.parts.get(number)
+                if part is None:
+                    size = min(stream.part_bytes, stream.num_bytes - number * stream.part_bytes)
+                    part = stream.parts[number] = np.empty(size, np.uint8)
+                    stream.missing[number] = size
+                    self._held_bytes += size
+            count = min(len(data), len(part) - start)
+            part[start : start + count] = data[:count]
+            data, offset = data[count:], offset + count
+            with self._changed:
+                stream.missing[number] -= count
+                if stream.missing[number] == 0:
+                    self._changed.notify_all()
 
     def finish(self) -> None:
         """Wait until all files are sent."""
-        for stream in self._streams.values():
-            assert stream.thread is not None
-            stream.thread.join()
-            if stream.error is not None:
-                raise stream.error
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Abort what is not sent yet."""
+        self._fail(Stopped())
+
+    def _fail(self, error: BaseException) -> None:
+        """End all threads, with the first error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _may_begin(self) -> bool:
+        if self._error is not None or self._held_bytes <= self._memory:
+            return True
+        # Parts that are kept will be sent, or completed by units that have begun. If there are none, their
+        # bytes are in units to come, as in a transpose, whose first row has elements of all parts.
+        return self._num_units == 0 and not any(stream.is_ready for stream in self._streams.values())
 
     def _stream(self, index: int) -> _Stream:
-        with self._lock:
+        with self._changed:
             stream = self._streams.get(index)
             if stream is not None:
                 return stream
             num_bytes = self._files[index].num_bytes
             stream = self._streams[index] = _Stream(num_bytes, max(PART_BYTES, -(-num_bytes // MOST_PARTS)))
-            stream.thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(index, stream), name="shardconv-send", daemon=True
             )
-            stream.thread.start()
-        stream.put(0, memoryview(self._files[index].header))
+            self._threads.append(thread)
+        thread.start()
+        self.put(index, 0, memoryview(self._files[index].header))
         return stream
 
     def _run(self, index: int, stream: _Stream) -> None:
@@ -181,11 +186,26 @@ class StreamedFiles:
         hashes = _Hashes(file.num_bytes, with_sha256=not file.path.endswith(SUFFIX))
         try:
             e_tag = self._store.stream(
-                file.path, stream.chunks(hashes), stream.part_bytes, self._num_requests
+                file.path, self._parts(stream, hashes), stream.part_bytes, self._num_requests
             )
             self._finish(index, hashes.digests(e_tag))
         except BaseException as error:
-            stream.stop(error)
+            self._fail(error)
+
+    def _parts(self, stream: _Stream, hashes: _Hashes) -> Iterator[memoryview]:
+        """Yield the parts of a file in order, each as soon as it is complete."""
+        for number in range(-(-stream.num_bytes // stream.part_bytes)):
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or stream.is_ready)
+                if self._error is not None:
+                    raise Stopped
+                part = stream.parts.pop(number)
+                del stream.missing[number]
+                stream.next = number + 1
+                self._held_bytes -= len(part)
+                self._changed.notify_all()
+            hashes.update(part.data)
+            yield part.data
 
 
 class _Hashes:

@@ -96,7 +96,7 @@ class Workspace:
             if file.owner in self.journals and file.path not in checksums
         ]
 
-    def target(self, missing: Sequence[int]) -> LocalFiles:
+    def target(self, missing: Sequence[int], memory: int) -> LocalFiles:
         """Begin to write files, if the disk has space for them."""
         for index in missing:
             self.unfinished_path(index).unlink(missing_ok=True)

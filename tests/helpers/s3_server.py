@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ class Store:
     """Most bytes that these had at once."""
     has_conditions: bool = True
     """Whether ``If-Match`` and ``If-None-Match`` of writes are obeyed; otherwise they are ignored."""
+    least_part: int = 5 << 20
+    """Least bytes of a part of an upload, except of the last one."""
     page: int = 1000
     """Objects in one answer to a request for a listing."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,6 +73,7 @@ def etag(data: bytes) -> str:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet, which the system does not delay
     store: Store
 
     def do_GET(self) -> None:
@@ -152,9 +156,9 @@ class Handler(BaseHTTPRequestHandler):
                 parts = self.store.uploads.pop(query["uploadId"])
                 numbers = [int(number) for number in re.findall("<PartNumber>([0-9]+)</PartNumber>", body)]
                 assert numbers == list(range(1, len(parts) + 1))
-                assert all(len(parts[number]) >= 5 << 20 for number in numbers[:-1]), (
-                    "S3 refuses smaller parts"
-                )
+                if any(len(parts[number]) < self.store.least_part for number in numbers[:-1]):
+                    self._error(400, "EntityTooSmall")
+                    return
                 self.store.objects[key] = b"".join(parts[number] for number in numbers)
                 text = (
                     f"<CompleteMultipartUploadResult><ETag>{etag(self.store.objects[key])}</ETag>"
@@ -250,6 +254,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+        self.wfile.flush()
         if length is not None and length != len(data):
             self.close_connection = True
 
@@ -257,12 +262,20 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that are gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 @contextmanager
 def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A server with an empty bucket, which the environment names."""
     store = Store()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Handler", (Handler,), {"store": store}))
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), type("_Handler", (Handler,), {"store": store}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}",

@@ -119,8 +119,19 @@ def num_workers(remote: bool = False) -> int:
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[CopyUnit, S], object]) -> None:
-    """Copy all units."""
+def run(
+    units: Sequence[CopyUnit],
+    make_sink: Callable[[], S],
+    done: Callable[[CopyUnit, S], object],
+    failed: Callable[[], object] = lambda: None,
+) -> None:
+    """Copy all units.
+
+    Args:
+        make_sink: is called by a worker that begins a unit.
+        done: is called when a unit is copied.
+        failed: is called before the workers are waited for, if one of them failed.
+    """
     stop = threading.Event()
     todo: Iterator[CopyUnit] = iter(units)
     running: dict[Future[S], CopyUnit] = {}
@@ -139,6 +150,7 @@ def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[C
                     done(running.pop(future), future.result())
         except BaseException:
             stop.set()
+            failed()
             raise
 
 
