@@ -65,7 +65,7 @@ def resharded(
             problem = f"which is in {weights[name].dtype} there, and in {planned[name].dtype} here"
         if problem:
             raise PlanError(
-                f"{found.directory} cannot be resharded for {name}, {problem}; "
+                f"{found.files.name} cannot be resharded for {name}, {problem}; "
                 "use the version of transformers that it was planned for, or convert the model again"
             )
 

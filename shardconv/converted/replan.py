@@ -204,7 +204,7 @@ def reshard(
     )
     source = derived_directory.read(src, trust_remote_code=trust_remote_code)
     if not outputs.is_complete:
-        require_intact(Path(src).expanduser(), progress or Silent())
+        require_intact(src, progress or Silent())
 
     # torch and transformers are imported once the arguments are known to be right.
     from .new_solution import resharded

@@ -120,7 +120,7 @@ def merge(
         if workspace.is_finishing:
             workspace.finish_again()
         else:
-            require_intact(Path(out).expanduser(), progress)
+            require_intact(out, progress)
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
                 derived_directory.require_nothing_new("DST", output.path)

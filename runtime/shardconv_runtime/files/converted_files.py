@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MissingFileError
+from ..hub_options import is_url
 from .manifest import resolve
+from .small_files import stage_directories
 
 if TYPE_CHECKING:  # they import the client of the Hub
     from .object_stores import ObjectDirectory
@@ -43,6 +46,11 @@ class ConvertedFiles:
             raise MissingFileError("is missing")
         return self.objects.objects[path]
 
+    def num_bytes(self, path: str) -> int:
+        """Return the size of a file that exists."""
+        file = self.file(path)
+        return file.stat().st_size if isinstance(file, Path) else file.num_bytes
+
     def weight_files(self) -> dict[str, int]:
         """Return the sizes of all files of tensors that are there, by path."""
         if self.objects is not None:
@@ -50,3 +58,14 @@ class ConvertedFiles:
             return {name: size for name, size in sizes.items() if name.endswith(_WEIGHTS)}
         paths = (path for end in _WEIGHTS for path in self.directory.rglob(f"*{end}"))
         return {path.relative_to(self.directory).as_posix(): path.stat().st_size for path in paths}
+
+
+def parts_of(where: str | os.PathLike[str]) -> list[ConvertedFiles]:
+    """Return the converted directory that is named, or those of its stages."""
+    if is_url(where):
+        from .object_stores import find_all_stored  # it imports the client of the Hub
+
+        stored = find_all_stored(os.fspath(where), None)
+        return [ConvertedFiles(directory, objects) for objects, directory in stored]
+    path = Path(where).expanduser()
+    return [ConvertedFiles(directory) for directory in stage_directories(path) or [path]]

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import MissingModelError, NotConvertedError, SourceError
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes, read
 from .model_config import CONFIG
-from .remote_files import RangeReader, RemoteFile
+from .remote_files import RangeReader, RemoteFile, download
 from .small_files import cache_directory, small_files, stage_of, variant_name
 from .store_client import client, explained, is_temporary, library, reason_of
 from .tp_folders import folders, nothing_for, only, stages_for
@@ -133,6 +133,10 @@ class ObjectDirectory:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         return copy
+
+    def download(self, name: str, target: Path) -> None:
+        """Copy a file of any size to a disk."""
+        download(self.objects[name], target)
 
     def check_sizes(self, entries: Sequence[FileEntry]) -> None:
         """Check that files exist and have the sizes of the manifest."""
