@@ -78,10 +78,11 @@ def convert_command(
 ) -> None:
     """Convert a model to shards for N ranks.
 
-    MODEL is a directory with config.json and weights, or the id of a Hub repository; DST is the directory to
-    create. Before the command writes anything, it checks the plan: it simulates all ranks in float64 and
-    compares them with the unsharded model. Until the conversion is complete, DST contains only .partial. To
-    continue an interrupted run, run the same command again.
+    MODEL is a directory with config.json and weights, the id of a Hub repository, or a URL such as
+    s3://bucket/model. DST is the directory to create, or its URL. Before the command writes anything, it
+    checks the plan: it simulates all ranks in float64 and compares them with the unsharded model. Until the
+    conversion is complete, a directory contains only .partial, and a URL no manifest.json. To continue an
+    interrupted run, run the same command again.
 
     \b
     Examples:

@@ -64,7 +64,7 @@ def merge(
     the same parameters. To continue an interrupted run, call it again with the same arguments.
 
     Args:
-        out: a converted directory.
+        out: a converted directory, or its URL in an object store.
         hf_dir: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
             run.
         max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets

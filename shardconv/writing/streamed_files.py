@@ -150,7 +150,7 @@ class StreamedFiles:
             raise self._error
 
     def stop(self) -> None:
-        """Abort what is not sent yet."""
+        """Abort the files that are not sent yet."""
         self._fail(Stopped())
 
     def _fail(self, error: BaseException) -> None:

@@ -188,6 +188,7 @@ def converted(url: str, out: Path) -> None:
 
 def test_from_a_store_to_a_store(models: Path, store: Store) -> None:
     """The directory is the same as one that was copied there, and is loaded."""
+    store.quotes_marks = False
     url = store.upload(models / "plain", "plain")
     out = f"s3://{BUCKET}/out"
     arguments = ["convert", url, out, "--tp", "2", "--no-check"]

@@ -51,6 +51,8 @@ class Store:
     """Whether ``If-Match`` and ``If-None-Match`` of writes are obeyed; otherwise they are ignored."""
     least_part: int = 5 << 20
     """Least bytes of a part of an upload, except of the last one."""
+    quotes_marks: bool = True
+    """Whether a listing has quotes around the ETags, as that of Azure has not."""
     page: int = 1000
     """Objects in one answer to a request for a listing."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -207,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
         some, more = keys[: self.store.page], keys[self.store.page :]
         contents = "".join(
             f"<Contents><Key>{key}</Key><Size>{len(self.store.objects[key])}</Size>"
-            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{etag(self.store.objects[key])}</ETag>"
+            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{self._listed_mark(key)}</ETag>"
             "</Contents>"
             for key in some
         )
@@ -217,6 +219,10 @@ class Handler(BaseHTTPRequestHandler):
             f"<IsTruncated>{str(bool(more)).lower()}</IsTruncated>{contents}{token}</ListBucketResult>"
         )
         self._send(200, text.encode(), {"Content-Type": "application/xml"})
+
+    def _listed_mark(self, key: str) -> str:
+        mark = etag(self.store.objects[key])
+        return mark if self.store.quotes_marks else mark.strip('"')
 
     def _object(self, key: str) -> None:
         with self.store.lock:

@@ -163,7 +163,10 @@ def listed(url: str) -> ObjectDirectory:
     with explained(url):
         for some in library().list(client(url)):
             for each in some:
-                objects[each["path"]] = StoredObject(url, each["path"], each["size"], each["e_tag"] or "")
+                mark = each["e_tag"] or ""
+                if mark and not mark.endswith('"'):  # Azure lists it without quotes, and takes it with them
+                    mark = f'"{mark}"'
+                objects[each["path"]] = StoredObject(url, each["path"], each["size"], mark)
             if len(objects) > MOST_OBJECTS:
                 raise SourceError(f"{url} holds more than {MOST_OBJECTS} objects; name the folder of a model")
     # Consoles of stores make an empty object for each folder, with the name of the folder.

@@ -137,7 +137,7 @@ def _code(error: Exception) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says without addresses: the status, the store's code, or the kind."""
+    """Return the reason of an error without addresses: the status, the store's code, or the kind."""
     if isinstance(error, EOFError):
         return str(error)
     status, code = status_of(error), _code(error)
@@ -160,7 +160,7 @@ _SIGNS = {
     "metadata": "no credentials were found",
     "credential": "no credentials were found",
 }
-"""Parts of texts of the library -> what they mean."""
+"""Parts of texts of the library -> their meanings."""
 
 
 def is_temporary(error: Exception) -> bool:
