@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import NetworkError, ShardconvError
 from shardconv_runtime.files.object_stores import ObjectDirectory, listed
 from shardconv_runtime.files.store_client import WRITE_RETRIES, client, explained, failure, library, status_of
+from shardconv_runtime.hub_options import again
 
 PART_BYTES = 8 << 20
 """Bytes of one request, for files of less than 80 GB. S3 takes parts of 5 MiB and more."""
@@ -96,6 +97,11 @@ class StoreDirectory:
                 chunk_size=part_bytes,
                 max_concurrency=num_requests,
             )
+        except FileNotFoundError:
+            raise NetworkError(
+                f"{self.url}/{name}: the upload is gone: the answer to its end was lost, or a rule of the bucket "
+                f"removed it; {again()}, which continues"
+            ) from None
         except Exception as error:
             raise self._error(name, error) from None  # its text may hold a signed address
         return _version(result).get("e_tag", "")

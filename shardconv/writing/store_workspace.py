@@ -209,7 +209,8 @@ class StoredWorkspace:
             stored = objects.get(file.path)
             if record is None or stored is None or stored.num_bytes != file.num_bytes:
                 continue
-            if not record["e_tag"] or not stored.etag or record["e_tag"] == stored.etag:
+            marks = {mark.strip('"') for mark in (record["e_tag"], stored.etag)} - {""}
+            if len(marks) < 2:
                 finished[file.path] = record
         return finished
 

@@ -7,6 +7,8 @@ import io
 import multiprocessing
 import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 import transformers
 from checkpoints import save_causal
 from distributed import run_errors, run_processes
+from forked import Forked
+from interrupted import save_large
 from s3_server import BUCKET, Store, s3_store
 from shardconv_runtime.errors import (
     AccessError,
@@ -264,6 +268,38 @@ def resharded(url: str, out: str) -> None:
     shardconv.reshard(url, out, tp=4, check=False)
 
 
+@pytest.mark.slow
+def test_it_goes_on_after_twenty_kills(store: Store, tmp_path: Path) -> None:
+    """Of the command, at random moments of writing; the directory is the same as without them."""
+    model = save_large(tmp_path / "model")
+    shardconv.convert(model, tmp_path / "out", tp=2, check=False)
+    url, moments = store.upload(model, "large"), random.Random(0)
+    command = ["shardconv", "convert", url, f"s3://{BUCKET}/killed", "--tp", "2", "--no-check"]
+    command += ["--max-file-size", "10MB"]
+    shardconv.convert(
+        model, tmp_path / "small", tp=2, check=False, writing=shardconv.Writing(max_file_size="10MB")
+    )
+    kills = 0
+    while "killed/manifest.json" not in store.objects:
+        before, process = len(store.written), Forked(cli.main, argv=command)
+        while process.poll() is None and len(store.written) == before:
+            time.sleep(0.005)
+        if kills < 20:
+            time.sleep(moments.uniform(0, 0.4))
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        _, errors = process.communicate(120)
+        assert process.returncode in (0, -signal.SIGKILL), errors
+    assert kills == 20
+    files = {path: data for path, data in written(store, "killed").items() if ".partial/" not in path}
+    expected = files_of(tmp_path / "small")
+    # The source is named by its URL there.
+    assert files.keys() == expected.keys()
+    assert {p: d for p, d in files.items() if p != "manifest.json"} == {
+        p: d for p, d in expected.items() if p != "manifest.json"
+    }
+
+
 def test_faults_of_the_store_cost_time_only(models: Path, store: Store) -> None:
     """Answers that are cut, errors of the server, throttling: every third request of an object."""
     url = store.upload(models / "out", "converted")
@@ -354,5 +390,10 @@ def test_urls() -> None:
     assert not is_url("./s3:/x") or os.sep != "/"
     with pytest.raises(OptionError, match="no store has URLs that begin with ftp://"):
         is_url("ftp://host/model")
+    assert is_url("abfs://container@account.dfs.core.windows.net/model")
+    for secret in ("s3://key:hidden@bucket/model", "az://container/model?sig=hidden"):
+        with pytest.raises(OptionError, match="holds a password or a query") as caught:
+            is_url(secret)
+        assert "hidden" not in str(caught.value)
     with pytest.raises(OptionError, match="lost a slash, as in a Path"):
         is_url(Path("s3://bucket/model"))

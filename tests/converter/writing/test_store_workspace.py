@@ -192,6 +192,17 @@ def test_a_store_that_fails_for_good_is_an_error(model: Model, store: Store) -> 
     assert MANIFEST_NAME not in written(store)
 
 
+def test_a_lost_end_of_an_upload_is_an_error_that_continues(
+    model: Model, store: Store, tmp_path: Path
+) -> None:
+    model.convert(tmp_path / "out")
+    losses = iter(["lost"])
+    store.write_fault = lambda operation, key: next(losses, "") if operation == "complete" else ""
+    assert "the upload is gone: the answer to its end was lost" in convert(model)
+    assert convert(model) == ""
+    assert written(store) == placed(tmp_path / "out")
+
+
 def test_an_interruption_aborts_uploads(model: Model, store: Store) -> None:
     child: list[Child] = []
     started, interrupted = threading.Event(), threading.Event()
@@ -331,6 +342,21 @@ def test_few_parts_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         target.finish()
     assert b"".join(received) == file.header + content
     assert 5 <= most <= 5 + 8
+
+
+def test_parts_may_be_filled_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a transpose: then more of them are kept, and nothing waits for ever."""
+    monkeypatch.setattr(streamed_files, "PART_BYTES", PART)
+    received.clear()
+    file = target_file("a.safetensors", "rank", {"a": ("uint8", (20 * PART,))}, {}, missing_tensor)
+    content = random.Random(0).randbytes(20 * PART)
+    with StreamedFiles({0: file}, SlowStore(URL), 5 * PART, lambda index, digests: None) as target:
+        for start in range(len(content) - PART, -1, -PART):
+            target.begin_unit()
+            target.put(0, file.offsets["a"] + start, memoryview(content[start : start + PART]))
+            target.end_unit()
+        target.finish()
+    assert b"".join(received) == file.header + content
 
 
 def missing_tensor(name: str) -> LazyTensor:
