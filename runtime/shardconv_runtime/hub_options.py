@@ -46,8 +46,8 @@ def is_url(place: str | os.PathLike[str]) -> bool:
         )
     if match is not None and (_SECRET.match(text) or "?" in text):
         raise OptionError(
-            f"a URL that begins with {match[0]} holds a password or a query, and it would be written to files; "
-            "leave them out, and put credentials into the environment"
+            f"a URL that begins with {match[0]} holds a password or a query, and it would be written to "
+            "files; leave them out, and put credentials into the environment"
         )
     return match is not None
 

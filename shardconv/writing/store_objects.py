@@ -99,8 +99,8 @@ class StoreDirectory:
             )
         except FileNotFoundError:
             raise NetworkError(
-                f"{self.url}/{name}: the upload is gone: the answer to its end was lost, or a rule of the bucket "
-                f"removed it; {again()}, which continues"
+                f"{self.url}/{name}: the upload is gone: the answer to its end was lost, or a rule of the "
+                f"bucket removed it; {again()}, which continues"
             ) from None
         except Exception as error:
             raise self._error(name, error) from None  # its text may hold a signed address
