@@ -403,7 +403,9 @@ def test_pods_convert_into_a_bucket_and_serve_from_there(
         for path, content in directory(models / "out").items():
             assert store.objects[f"out/{path}"] == content
         assert "out/manifest.json" in store.objects
-        require_answers("serve-store.yaml", environment(tmp_path, RANKS_PER_HOST=2, OUT=out))
+        served = environment(tmp_path, RANKS_PER_HOST=2, OUT=out)
+        require_answers("serve-store.yaml", served, f"--cache-dir {tmp_path / 'nvme'}")
+    assert len(list((tmp_path / "nvme").rglob("*.safetensors"))) == 3
 
 
 def directory(out: Path) -> dict[str, bytes]:
@@ -435,13 +437,13 @@ def test_pods_serve(models: Path, tmp_path: Path) -> None:
     require_answers("serve.yaml", given | {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "127.0.0.1"})
 
 
-def require_answers(manifest: str, given: Mapping[str, str]) -> None:
+def require_answers(manifest: str, given: Mapping[str, str], more: str = "") -> None:
     """Of the pods of a server, on other ports."""
     port, public = free_port(), free_port()
     running = []
     for index, container in enumerate(containers(documents(DEPLOY / manifest))):
         text = container["args"][0].replace("29500", str(port)).replace("--port 8000", f"--port {public}")
-        container["args"] = [f"{text} --num-blocks 4"]
+        container["args"] = [f"{text} --num-blocks 4 {more}"]
         variables = {**given, "SHARDCONV_API_KEY": "key", "LWS_WORKER_INDEX": str(index)}
         running.append(start_pod(container, variables))
     try:

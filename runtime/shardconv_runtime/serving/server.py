@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig
 from ..comm.agreement import exchange
 from ..comm.launchers import WATCH_S, end_with_launcher, env_int
 from ..errors import OptionError, ShardconvError, brief
+from ..hub_options import Hub
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
@@ -67,7 +68,7 @@ def _run_rank(arguments: argparse.Namespace, fork_server: ForkServer | None) -> 
     end_with_launcher()
     # transformers would set it itself, too late for NCCL, and warn.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
-    model = load(arguments.out)
+    model = load(arguments.out, hub=Hub(cache_dir=arguments.cache_dir))
     directory = loaded(model).directory
     # On all ranks, before they wait: a config that cannot be granted ends each of them.
     defaults = default_sampling(model.generation_config, frozenset(arguments.ignore))
