@@ -28,7 +28,7 @@ class Target(Protocol):
     def begin_unit(self) -> None:
         """Wait until the bytes of another unit can be taken."""
 
-    def end_unit(self) -> None:
+    def end_unit(self, num_bytes: int) -> None:
         """Note that all bytes of a unit have been put."""
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ def fill(destination: Destination, *, memory: int, progress: Progress) -> None:
                 return _Sink(target)
 
             def end(unit: CopyUnit, sink: _Sink) -> None:
-                target.end_unit()
+                target.end_unit(sink.num_bytes)
                 advance(sink.num_bytes)
 
             run(units, begin, end, target.stop)

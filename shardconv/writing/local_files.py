@@ -73,7 +73,7 @@ class LocalFiles:
     def begin_unit(self) -> None:
         """Do nothing: bytes are written at once."""
 
-    def end_unit(self) -> None:
+    def end_unit(self, num_bytes: int) -> None:
         """Do nothing."""
 
     def finish(self) -> None:

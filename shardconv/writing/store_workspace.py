@@ -121,7 +121,7 @@ class StoredWorkspace:
     def target(self, missing: Sequence[int], memory: int) -> StreamedFiles:
         """Begin to send files."""
         files = {index: self.files[index] for index in missing}
-        return StreamedFiles(files, self.store, memory, self.finish_file)
+        return StreamedFiles(files, self.store, memory // 2, self.finish_file)  # the rest is for reading
 
     def finish_file(self, index: int, digests: Digests) -> None:
         """Record a file that was sent."""

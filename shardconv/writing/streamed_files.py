@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from shardconv_runtime.checkpoint.copying import UNIT_BYTES
 from shardconv_runtime.files.checksums import PIECE_BYTES, of_pieces
 from shardconv_runtime.files.shard_files import sampled_blocks
 
@@ -87,7 +88,11 @@ class StreamedFiles:
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._tickets = itertools.count()
-        self._held_bytes = self._num_begun = self._num_units = 0
+        self._num_begun = self._num_units = 0
+        self._held_bytes = 0
+        """Bytes of the parts in memory."""
+        self._expected_bytes = 0
+        """Bytes that units still have to put, as if each had a full unit."""
         self._error: BaseException | None = None
 
     def __enter__(self) -> StreamedFiles:
@@ -108,12 +113,14 @@ class StreamedFiles:
             self._changed.wait_for(lambda: ticket == self._num_begun and self._may_begin())
             self._num_begun += 1
             self._num_units += 1
+            self._expected_bytes += UNIT_BYTES
             self._changed.notify_all()
 
-    def end_unit(self) -> None:
+    def end_unit(self, num_bytes: int) -> None:
         """Note that all bytes of a unit have been put."""
         with self._changed:
             self._num_units -= 1
+            self._expected_bytes -= UNIT_BYTES - num_bytes
             self._changed.notify_all()
 
     def open(self, index: int) -> None:
@@ -138,6 +145,7 @@ class StreamedFiles:
             part[start : start + count] = data[:count]
             data, offset = data[count:], offset + count
             with self._changed:
+                self._expected_bytes -= count
                 stream.missing[number] -= count
                 if stream.missing[number] == 0:
                     self._changed.notify_all()
@@ -160,7 +168,7 @@ class StreamedFiles:
             self._changed.notify_all()
 
     def _may_begin(self) -> bool:
-        if self._error is not None or self._held_bytes <= self._memory:
+        if self._error is not None or self._held_bytes + self._expected_bytes + UNIT_BYTES <= self._memory:
             return True
         # Parts that are kept will be sent, or completed by units that have begun. If there are none, their
         # bytes are in units to come, as in a transpose, whose first row has elements of all parts.
@@ -178,7 +186,10 @@ class StreamedFiles:
             )
             self._threads.append(thread)
         thread.start()
-        self.put(index, 0, memoryview(self._files[index].header))
+        header = memoryview(self._files[index].header)
+        with self._changed:
+            self._expected_bytes += len(header)
+        self.put(index, 0, header)
         return stream
 
     def _run(self, index: int, stream: _Stream) -> None:
