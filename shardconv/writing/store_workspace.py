@@ -177,10 +177,13 @@ class StoredWorkspace:
         """
         assert not replaced
         current = read_job(self.store)
-        if current is not None:  # if this job is given up now, the next one knows what to remove
-            stored, version = current
-            renewed = StoredJob(stored.job, tuple(sorted({*stored.paths, *paths})))
-            self.store.replace(f"{PARTIAL}/{JOB_NAME}", _encoded(asdict(renewed)), version)
+        if current is None and self.is_finishing:
+            return  # another part was faster
+        if current is None or _digest(current[0].job) != self.digest:
+            raise BusyError(f"DST {self.name}: another process has begun another conversion; let it go on")
+        # If this job is given up now, the next one finds the objects to remove.
+        renewed = StoredJob(current[0].job, tuple(sorted({*current[0].paths, *paths})))
+        self.store.replace(f"{PARTIAL}/{JOB_NAME}", _encoded(asdict(renewed)), current[1])
         for path in paths:
             if (self.path / path).is_file():
                 self.store.write(path, self.path / path)
@@ -240,7 +243,7 @@ def opened_in_store(
         claimed |= owners & set(claim.optional)
     paths = (*sorted(file.path for file in files), PLAN_NAME, MANIFEST_NAME)
     _agree(store, job, paths, replaced, owners != {*claim.required, *claim.optional}, tell)
-    digest = hashlib.sha256(_encoded(job)).hexdigest()
+    digest = _digest(job)
     claims = {owner: _claimed(store, owner, digest) for owner in sorted(claimed)}
     with tempfile.TemporaryDirectory(prefix="shardconv-") as small:
         yield StoredWorkspace(store, tuple(files), Path(small), digest, claims)
@@ -305,6 +308,10 @@ def _read_record(store: StoreDirectory, owner: str, digest: str) -> tuple[dict[s
         return (content if content["job"] == digest else empty), record.version
     except (ValueError, TypeError, KeyError):
         return empty, record.version
+
+
+def _digest(job: Job) -> str:
+    return hashlib.sha256(_encoded(job)).hexdigest()
 
 
 def _record(owner: str) -> str:

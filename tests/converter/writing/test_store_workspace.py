@@ -258,6 +258,32 @@ def test_the_last_process_takes_the_place_of_another(model: Model, store: Store,
     assert written(store) == placed(tmp_path / "out")
 
 
+def test_a_conversion_that_was_discarded_never_completes(model: Model, store: Store, tmp_path: Path) -> None:
+    """It stands still while another one begins, and goes on before that ends."""
+    model.convert(tmp_path / "out", tp=4)
+    has_begun, go_on, second_may = threading.Event(), threading.Event(), threading.Event()
+
+    def stand_still(operation: str, key: str) -> str:
+        for part, begun, event in (("of-00002", has_begun, go_on), ("of-00004", go_on, second_may)):
+            if operation == "create" and part in key and "rank-00000" in key:
+                begun.set()
+                store.lock.release()
+                event.wait(30)
+                store.lock.acquire()
+        return ""
+
+    store.write_fault = stand_still
+    first = Child(lambda: model.convert(URL, tp=2))
+    assert has_begun.wait(30)
+    second = Child(lambda: model.convert(URL, tp=4))
+    first.end()
+    assert MANIFEST_NAME not in written(store)
+    second_may.set()
+    assert second.end() == ""
+    files = written(store)
+    assert {path: files[path] for path in placed(tmp_path / "out")} == placed(tmp_path / "out")
+
+
 def test_an_unfinished_output_of_another_job_is_discarded(model: Model, store: Store, tmp_path: Path) -> None:
     model.convert(tmp_path / "out", tp=2)
     assert convert(model, tp=4, ranks=[0, 1, 2]) == ""
