@@ -9,7 +9,6 @@ copied again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from ..errors import SourceError
 from ..hub_options import again
@@ -57,8 +58,8 @@ class StoredCopy:
         partial = target.with_name(f"{target.name}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with open(target.with_name(f"{target.name}.lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process ends
+            # The system releases it when the process ends.
+            with WeakFileLock(target.with_name(f"{target.name}.lock")):
                 if not target.is_file():
                     self.objects.download(path, partial)
                     partial.replace(target)
