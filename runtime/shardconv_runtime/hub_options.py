@@ -13,7 +13,10 @@ from .errors import MissingModelError, OptionError
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """How to reach the Hub; the fields have the meaning that ``huggingface_hub`` gives them."""
+    """How to reach the Hub; the fields have the meaning that ``huggingface_hub`` gives them.
+
+    ``cache_dir`` is also where ``load`` keeps a copy of a converted directory in an object store.
+    """
 
     revision: str | None = None
     cache_dir: str | os.PathLike[str] | None = None
