@@ -289,12 +289,13 @@ def _leaf_units(leaf: LazyLeaf, moves: list[Move], memory: int, gap_bytes: int) 
         # Full rows of the strided boxes: at most `band` elements, or one row.
         row = max((dim.source for move in moves for dim in move.dims if dim.source <= band), default=1)
         band = max(band // row, 1) * row
+    gap = max(gap_bytes, leaf.path.gap_bytes) if isinstance(leaf.path, RemoteFile) else 0
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
         moves_of_unit = tuple(move for move in ordered if move.source < stop and move.end > start)
         if moves_of_unit:
-            yield CopyUnit(leaf, start, stop, moves_of_unit, band, gap_bytes // size)
+            yield CopyUnit(leaf, start, stop, moves_of_unit, band, gap // size)
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:

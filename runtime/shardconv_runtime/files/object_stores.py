@@ -42,6 +42,7 @@ class StoredObject(RemoteFile):
     etag: str
     """The store's mark of its bytes; empty if it gives none."""
     sha256 = ""
+    gap_bytes = 1 << 17  # some milliseconds, as a request of many concurrent ones; and requests are billed
 
     @property
     def identity(self) -> str:

@@ -59,6 +59,8 @@ class RemoteFile(ABC):
     num_bytes: int
     sha256: str
     """The sha256 of the bytes, in hex; empty if the service does not record it."""
+    gap_bytes = 0
+    """Gaps between needed bytes that are read too, since that costs less than another request."""
 
     @property
     def suffix(self) -> str:
