@@ -37,7 +37,7 @@ from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, i
 from .passes import solve_plan
 from .quantizing import quantized_model, with_quantization
 from .reporting.progress import Progress
-from .writing.outputs import Output, StageOutputs, WriteOptions, write_to
+from .writing.outputs import AnyOutput, StageOutputs, WriteOptions, write_to
 from .writing.writer import origin_of, with_example, write
 
 
@@ -73,7 +73,7 @@ class Weights:
 
 def convert_model(
     source: ModelSource,
-    outputs: Output | StageOutputs,
+    outputs: AnyOutput | StageOutputs,
     options: SolveOptions,
     weights: Weights,
     write_options: WriteOptions,
@@ -137,7 +137,7 @@ def convert_model(
             1
         ]
 
-    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: AnyOutput, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
 
     write_to(outputs, solved, tensors, write_options, write_one, progress.stage)
@@ -154,7 +154,7 @@ def _require_plain(spec: ModelSpec) -> None:
 
 
 def _plan_of_complete(
-    outputs: Output | StageOutputs, spec: ModelSpec, options: SolveOptions, notes: Sequence[str]
+    outputs: AnyOutput | StageOutputs, spec: ModelSpec, options: SolveOptions, notes: Sequence[str]
 ) -> Plan | None:
     """Return the plan of an output that an earlier run has completed, if solving would give it again.
 
@@ -163,7 +163,7 @@ def _plan_of_complete(
     """
     if isinstance(outputs, StageOutputs) or not outputs.is_complete or options.example is not None:
         return None
-    out = outputs.path
+    out = outputs.present.directory
     written = manifest.read(out)
     plan = manifest.read_plan(out, written)
     has_sequence_form = plan.training is not None and plan.training.sequence is not None

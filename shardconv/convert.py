@@ -62,9 +62,9 @@ def convert(
     To continue an interrupted run, call it again with the same arguments.
 
     Args:
-        model: directory or Hub id of a transformers model.
-        out: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
-            run, unless ``writing`` says ``overwrite``.
+        model: directory, Hub id or URL in an object store of a transformers model.
+        out: directory to create, or its URL in an object store. It must not exist, be empty, or hold the
+            unfinished files of an earlier run, unless ``writing`` says ``overwrite``.
         tp: number of ranks.
         experts: how mixture-of-experts layers are sharded: ``"tp"`` shards each expert, ``"ep"`` gives
             complete experts to each rank.

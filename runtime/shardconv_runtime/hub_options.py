@@ -13,7 +13,10 @@ from .errors import MissingModelError, OptionError
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """How to reach the Hub; the fields have the meaning that ``huggingface_hub`` gives them."""
+    """How to reach the Hub; the fields have the meaning that ``huggingface_hub`` gives them.
+
+    ``cache_dir`` is also where ``load`` keeps a copy of a converted directory in an object store.
+    """
 
     revision: str | None = None
     cache_dir: str | os.PathLike[str] | None = None
@@ -25,6 +28,7 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 """How URLs of object stores begin: S3 and servers of its protocol, Google Cloud Storage, Azure."""
 
 _URL = re.compile(r"([a-z][a-z0-9]*)://")
+_SECRET = re.compile(r"[a-z0-9]+://[^/@]*:[^/]*@")
 _URL_OF_PATH = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")
 
 
@@ -32,7 +36,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     """Return whether a place is a URL such as ``s3://bucket/model``.
 
     Raises:
-        OptionError: it is one of no known store, or went through a ``Path``.
+        OptionError: it is one of no known store, went through a ``Path``, or has credentials in it.
     """
     text = os.fspath(place)
     if _URL_OF_PATH.match(text):
@@ -42,6 +46,11 @@ def is_url(place: str | os.PathLike[str]) -> bool:
         raise OptionError(
             f"{text}: no store has URLs that begin with {match[1]}://; they begin with "
             f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}"
+        )
+    if match is not None and (_SECRET.match(text) or "?" in text):
+        raise OptionError(
+            f"a URL that begins with {match[0]} holds a password or a query, and it would be written to "
+            "files; leave them out, and put credentials into the environment"
         )
     return match is not None
 

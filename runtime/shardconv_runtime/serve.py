@@ -26,6 +26,11 @@ def argument_parser() -> argparse.ArgumentParser:
         description="Serves a converted model to clients of OpenAI's API.",
     )
     parser.add_argument("out", metavar="OUT", help="directory that `shardconv convert` wrote")
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="directory for files that are downloaded",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--name", help="name of the model for clients; default: the name of the directory")

@@ -12,6 +12,7 @@ from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
+from shardconv_runtime.hub_options import is_url
 
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
@@ -197,7 +198,8 @@ def verify_command(src: str, as_json: bool, quiet: bool, verbose: bool, **option
       shardconv verify out/
       shardconv verify out/ --against org/name --revision v1.0 --numerics
     """
-    require_local(src)
+    if not is_url(src):
+        require_local(src)
     if adapter_plan(src) is not None:
         raise OptionError(
             f"{src} holds an adapter, without shards; load compares its plan and its file with the model"
@@ -277,7 +279,8 @@ def reshard_command(
       shardconv reshard out/ out-4/ --tp 4
       shardconv reshard out/ --in-place
     """
-    refuse_url(src)
+    if in_place:
+        refuse_url(src)
     sequence_parallel = options["sequence_parallel"]
     if in_place:
         options_of_target = {"DST": dst, "--tp": tp, "--pp": options["pp"] > 1, "--stages": options["stages"]}
@@ -323,7 +326,7 @@ def reshard_command(
         print_report(written_record(dst, solved, was_complete=is_complete))
     elif is_complete and not quiet:
         print_complete(dst)
-    elif not quiet and (Path(dst) / MANIFEST_NAME).is_file():
+    elif not quiet and written_manifests(dst):
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(dst, f"at most {most}", f"{tp} ranks")
 

@@ -127,8 +127,6 @@ def export_command(
       shardconv export org/name state/ --format vllm --tp 4
       shardconv export ./my-model tp_plan.json --format tp_plan --tp 4
     """
-    if chosen in ("hf", "dcp"):
-        refuse_url(src)
     experts = options.pop("experts")
     if chosen in OF_TEXT:
         _export_text(src, dst, chosen, experts, as_json, quiet, verbose, options)

@@ -179,6 +179,11 @@ def run_command(source: str, tp: int | None, quiet: bool, **options: Any) -> int
 
 @click.command("serve")
 @click.argument("source", metavar="SRC")
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False),
+    help="Directory for files that are downloaded: the Hub's cache, or a copy of a URL.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen at.")
 @click.option("--name", help="Name of the model for clients.  [default: the name of SRC]")

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.hub_options import Hub
@@ -79,10 +78,11 @@ def convert_command(
 ) -> None:
     """Convert a model to shards for N ranks.
 
-    MODEL is a directory with config.json and weights, or the id of a Hub repository; DST is the directory to
-    create. Before the command writes anything, it checks the plan: it simulates all ranks in float64 and
-    compares them with the unsharded model. Until the conversion is complete, DST contains only .partial. To
-    continue an interrupted run, run the same command again.
+    MODEL is a directory with config.json and weights, the id of a Hub repository, or a URL such as
+    s3://bucket/model. DST is the directory to create, or its URL. Before the command writes anything, it
+    checks the plan: it simulates all ranks in float64 and compares them with the unsharded model. Until the
+    conversion is complete, a directory contains only .partial, and a URL no manifest.json. To continue an
+    interrupted run, run the same command again.
 
     \b
     Examples:
@@ -96,6 +96,7 @@ def convert_command(
       shardconv convert ./my-robot --trust-remote-code --example-inputs call.py out/ --tp 2
       shardconv convert org/large --tp 8 --quantize fp8 out/
       shardconv convert --random-init --seed 7 my-config/ out/ --tp 8
+      shardconv convert s3://bucket/model --tp 8 s3://bucket/model-tp8
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     seed, random_init = options.pop("seed"), options.pop("random_init")
@@ -121,7 +122,7 @@ def convert_command(
         most = human_bytes(max(summarize(solved).rank_bytes))
         print_written(dst, f"at most {most}", f"{tp} ranks of {solved.stages.count} stages")
         print_errors(written_manifests(dst), solved)
-    elif (Path(dst) / MANIFEST_NAME).is_file():
+    elif manifests := written_manifests(dst):
         summary = summarize(solved)
         largest_rank = human_bytes(max(summary.rank_bytes))
         if largest_rank != human_bytes(min(summary.rank_bytes)):
@@ -130,7 +131,7 @@ def convert_command(
         if initial:
             drawn = f", initialized at random with seed {initial.seed}"
         print_written(dst, f"{largest_rank} of {human_bytes(summary.total_bytes)}", f"{tp} ranks{drawn}")
-        print_errors(written_manifests(dst), solved)
+        print_errors(manifests, solved)
 
 
 @click.command("plan")

@@ -109,6 +109,10 @@ def print_written(dst: str, held: str, ranks: str) -> None:
 
 def written_manifests(dst: str) -> list[Manifest]:
     """Return the manifest of a converted directory, or of all its stages; none until all are complete."""
+    if is_url(dst):
+        from shardconv_runtime.files.object_stores import complete_manifests  # it imports the Hub's client
+
+        return complete_manifests(dst)
     directories = stage_directories(Path(dst)) or [Path(dst)]
     is_complete = all((directory / MANIFEST_NAME).is_file() for directory in directories)
     return [read_manifest(directory) for directory in directories if is_complete]
@@ -128,8 +132,10 @@ def print_errors(manifests: Iterable[Manifest], plan: Plan) -> None:
 
 def was_complete(dst: str, *, overwrite: bool = False) -> bool:
     """Return whether an earlier run has completed an output that this run may not replace."""
+    if overwrite or is_url(dst):
+        return not overwrite and bool(written_manifests(dst))
     directories = stage_directories(Path(dst)) or [Path(dst)]
-    return not overwrite and all((directory / MANIFEST_NAME).is_file() for directory in directories)
+    return all((directory / MANIFEST_NAME).is_file() for directory in directories)
 
 
 def print_complete(dst: str) -> None:

@@ -22,12 +22,14 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
     stored,
     take,
 )
-from shardconv_runtime.errors import OptionError, OutputExistsError, PlanError, SourceError
+from shardconv_runtime.errors import DamagedError, OptionError, OutputExistsError, PlanError, SourceError
 from shardconv_runtime.files import manifest, small_files
-from shardconv_runtime.files.manifest import PARTIAL, UNUSED_NAME, FileEntry, check_size, resolve
+from shardconv_runtime.files.manifest import PARTIAL, UNUSED_NAME, FileEntry, check_size
+from shardconv_runtime.files.small_files import entry_of
 from shardconv_runtime.format.header import data_start, item_bytes, read_header
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import Range
+from shardconv_runtime.hub_options import is_url
 
 from ..writing.job import known_files
 from ..writing.outputs import Output
@@ -41,7 +43,11 @@ if TYPE_CHECKING:
 
 def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Raise ``ShardconvError`` if ``target`` is the converted directory ``out``, or inside of it."""
-    if Path(target).expanduser().resolve().is_relative_to(Path(out).expanduser().resolve()):
+    if is_url(out) or is_url(target):
+        is_inside = f"{os.fspath(target).rstrip('/')}/".startswith(f"{os.fspath(out).rstrip('/')}/")
+    else:
+        is_inside = Path(target).expanduser().resolve().is_relative_to(Path(out).expanduser().resolve())
+    if is_inside:
         raise OptionError(f"{target} is in {out}, which is read; name a directory outside of it")
 
 
@@ -77,7 +83,7 @@ def require_trusted(out: str | os.PathLike[str], plan: Plan, *, trust_remote_cod
 
 def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
     """Open a converted directory."""
-    converted = shards.read(Path(out).expanduser())
+    converted = shards.read(out)
     require_trusted(out, converted.plan, trust_remote_code=trust_remote_code)
     return converted
 
@@ -88,7 +94,7 @@ def spec_of(found: Converted) -> ModelSpec:
     spec = planned_spec(found.directory, found.plan)
     if spec.class_name != model.class_name:
         raise PlanError(
-            f"{found.directory} was planned as {model.class_name}, and its config.json now gives "
+            f"{found.files.name} was planned as {model.class_name}, and its config.json now gives "
             f"{spec.class_name}; use the version of transformers that it was planned for, or restore the file"
         )
     return spec
@@ -129,7 +135,14 @@ def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
 def copy_unused(found: Converted, directory: Path) -> list[FileEntry]:
     """Copy the file of tensors that the model does not use, if there is one. For errors see
     ``copy_small_files``."""
-    return small_files.copy_unused(found.directory, found.manifest, directory)
+    if found.files.objects is None:
+        return small_files.copy_unused(found.directory, found.manifest, directory)
+    entries = [entry for entry in found.manifest.files if entry.path == UNUSED_NAME]
+    for entry in entries:
+        found.files.objects.download(UNUSED_NAME, directory / UNUSED_NAME)
+        if entry_of(directory, Path(UNUSED_NAME)).checksum != entry.checksum:
+            raise DamagedError(f"{found.files.name}: {UNUSED_NAME} is damaged; convert the model again")
+    return entries
 
 
 def errors(found: Converted) -> dict[str, float]:
@@ -141,10 +154,11 @@ def unused(found: Converted) -> dict[str, LazyTensor]:
     """Return the tensors that the model does not use, which were copied from the source."""
     if not any(entry.path == UNUSED_NAME for entry in found.manifest.files):
         return {}
-    path = resolve(found.directory, UNUSED_NAME)
+    path = found.files.file(UNUSED_NAME)
     (entry,) = (entry for entry in found.manifest.files if entry.path == UNUSED_NAME)
-    check_size(found.directory, entry, "export")
-    tensors = read_header(path)[1]
+    if isinstance(path, Path):
+        check_size(found.directory, entry, "export")
+    tensors = (read_header(path) if isinstance(path, Path) else path.header())[1]
     start = data_start(entry.num_bytes, tensors)
     return {name: stored(path, start, tensor) for name, tensor in tensors.items()}
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import (
     CheckpointError,
@@ -23,14 +24,17 @@ from shardconv_runtime.errors import (
 )
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
+from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL, PLAN_NAME, FileEntry, Manifest
-from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, read_text
 
 from ..reporting.progress import Advance, Progress
+
+if TYPE_CHECKING:  # it imports the client of the Hub
+    from shardconv_runtime.files.remote_files import RemoteFile
 
 SHARD = ".safetensors"
 
@@ -45,7 +49,7 @@ SHOWN = 3
 class Contents:
     """The manifest and the plan of a converted directory."""
 
-    directory: Path
+    files: ConvertedFiles
     manifest: Manifest
     plan: Plan | None
     """None if it cannot be read, or is not the plan that the files were written for."""
@@ -65,8 +69,9 @@ class Findings:
     num_bytes: int
 
 
-def open_contents(directory: Path) -> Contents:
+def open_contents(files: ConvertedFiles) -> Contents:
     """Read the manifest and the plan."""
+    directory = files.directory
     try:
         stored_manifest = manifest.read(directory)
         is_intact = manifest.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
@@ -81,8 +86,8 @@ def open_contents(directory: Path) -> Contents:
     except (CheckpointError, PlanError) as error:
         reason = str(error).removeprefix(f"{directory}: ")
         reason = reason if reason.startswith(PLAN_NAME) else f"{PLAN_NAME}: {reason}"
-        return Contents(directory, stored_manifest, None, (*problems, reason))
-    return Contents(directory, stored_manifest, plan, tuple(problems))
+        return Contents(files, stored_manifest, None, (*problems, reason))
+    return Contents(files, stored_manifest, plan, tuple(problems))
 
 
 def check(contents: Contents, progress: Progress) -> Findings:
@@ -98,7 +103,7 @@ def check(contents: Contents, progress: Progress) -> Findings:
         list(islice(_tensor_problems(contents, files), MAX_PROBLEMS)) if contents.plan is not None else []
     )
     strays, remarks = _others(contents)
-    documents = [contents.directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
+    documents = [contents.files.directory / name for name in (MANIFEST_NAME, PLAN_NAME)]
     num_bytes = sum(entry.num_bytes for entry in contents.manifest.files)
     num_bytes += sum(path.stat().st_size for path in documents if path.is_file())
     return Findings(
@@ -109,13 +114,13 @@ def check(contents: Contents, progress: Progress) -> Findings:
     )
 
 
-def require_intact(directory: Path, progress: Progress) -> None:
+def require_intact(out: str | os.PathLike[str], progress: Progress) -> None:
     """Compare the checksums of the shards in a directory, with all stages, before their bytes are copied on.
 
     Raises:
         DamagedError: files are missing or differ from those that were written.
     """
-    for part in stage_directories(directory) or [directory]:
+    for part in parts_of(out):
         contents = open_contents(part)
         shards_only = tuple(filter(is_shard, contents.manifest.files))
         files = _Files(replace(contents, manifest=replace(contents.manifest, files=shards_only)))
@@ -124,7 +129,7 @@ def require_intact(directory: Path, progress: Progress) -> None:
             files.measure(advance)
         if problems := [one_line(text) for text in files.problems.values()]:
             raise DamagedError(
-                f"{part}: {problems[0]}; copy the directory again, or convert the model again", problems
+                f"{part.name}: {problems[0]}; copy the directory again, or convert the model again", problems
             )
 
 
@@ -144,7 +149,7 @@ class _Files:
 
     contents: Contents
     problems: dict[str, str] = field(default_factory=dict)
-    located: dict[FileEntry, Path] = field(default_factory=dict)
+    located: dict[FileEntry, Path | RemoteFile] = field(default_factory=dict)
     """Paths of files with the right size."""
     headers: dict[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
 
@@ -152,22 +157,16 @@ class _Files:
         """Find the files. Missing files and files of the wrong size are not read."""
         for entry in self.contents.manifest.files:
             try:
-                path = manifest.resolve(self.contents.directory, entry.path)
-                try:
-                    stats = path.stat()
-                except FileNotFoundError as error:
-                    raise MissingFileError("is missing") from error
-                except OSError as error:
-                    raise DamagedError(f"cannot be read ({error.strerror})") from error
-                if not stat.S_ISREG(stats.st_mode):
-                    raise CheckpointError("is not a file")
+                path = self.contents.files.file(entry.path)
+                num_bytes = _num_bytes(path) if isinstance(path, Path) else path.num_bytes
             except CheckpointError as error:
-                self._problem(entry, str(error).removeprefix(f"{self.contents.directory}: {entry.path} "))
+                where = self.contents.files.directory
+                self._problem(entry, str(error).removeprefix(f"{where}: {entry.path} "))
                 continue
-            if stats.st_size == entry.num_bytes:
+            if num_bytes == entry.num_bytes:
                 self.located[entry] = path
             else:
-                self._damage(entry, path, f"has {stats.st_size:,} bytes and should have {entry.num_bytes:,}")
+                self._damage(entry, path, f"has {num_bytes:,} bytes and should have {entry.num_bytes:,}")
 
     def measure(self, advance: Advance) -> None:
         """Compare the checksums."""
@@ -194,15 +193,28 @@ class _Files:
     def _problem(self, entry: FileEntry, what: str) -> None:
         self.problems[entry.path] = f"{entry.path}: {what}"
 
-    def _damage(self, entry: FileEntry, path: Path, what: str) -> None:
+    def _damage(self, entry: FileEntry, path: Path | RemoteFile, what: str) -> None:
         """Note a problem, and if the header says so, where the file belongs."""
         self._problem(entry, what + (_origin(path, entry, self.contents) if is_shard(entry) else ""))
 
 
-def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
+def _num_bytes(path: Path) -> int:
+    """Return the size of a file that should be there."""
+    try:
+        stats = path.stat()
+    except FileNotFoundError as error:
+        raise MissingFileError("is missing") from error
+    except OSError as error:
+        raise DamagedError(f"cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(stats.st_mode):
+        raise CheckpointError("is not a file")
+    return stats.st_size
+
+
+def _origin(path: Path | RemoteFile, entry: FileEntry, contents: Contents) -> str:
     """Return where a shard belongs by its own header, if that is elsewhere."""
     try:
-        metadata, _ = read_header(path)
+        metadata, _ = read_header(path) if isinstance(path, Path) else path.header()
     except CheckpointError:
         return ""
     layout = "" if contents.plan is None else layout_sha256(contents.plan)
@@ -268,8 +280,14 @@ def _others(contents: Contents) -> tuple[list[str], list[str]]:
         remarks.append(f"{error.filename} cannot be listed ({error.strerror})")
 
     named = {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in contents.manifest.files)}
-    unnamed = [path for path in _walk(contents.directory, unlisted) if path not in named]
-    if (contents.directory / PARTIAL).exists():
+    objects, directory = contents.files.objects, contents.files.directory
+    if objects is None:
+        paths, is_unfinished = list(_walk(directory, unlisted)), (directory / PARTIAL).exists()
+    else:
+        paths = sorted(path for path in objects.objects if not path.startswith(f"{PARTIAL}/"))
+        is_unfinished = len(paths) < len(objects.objects)
+    unnamed = [path for path in paths if path not in named]
+    if is_unfinished:
         remarks.append(f"{PARTIAL} is there: a conversion to this directory was begun and is not finished")
     other_files = [path for path in unnamed if not path.endswith(SHARD)]
     if other_files:

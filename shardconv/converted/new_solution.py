@@ -20,7 +20,7 @@ from shardconv_runtime.format.stored_layout import stored_plans
 from ..arguments import SolveOptions
 from ..passes import solve_plan
 from ..reporting.progress import Progress
-from ..writing.outputs import Output, StageOutputs, WriteOptions, write_to
+from ..writing.outputs import AnyOutput, StageOutputs, WriteOptions, write_to
 from ..writing.writer import Origin, write
 from . import derived_directory
 from .derived_directory import gathered, is_interleaved
@@ -35,7 +35,7 @@ def solved_again(spec: ModelSpec, old: Plan, options: SolveOptions, tell: Callab
 
 def resharded(
     found: Converted,
-    outputs: Output | StageOutputs,
+    outputs: AnyOutput | StageOutputs,
     options: SolveOptions,
     write_options: WriteOptions,
     progress: Progress,
@@ -65,11 +65,11 @@ def resharded(
             problem = f"which is in {weights[name].dtype} there, and in {planned[name].dtype} here"
         if problem:
             raise PlanError(
-                f"{found.directory} cannot be resharded for {name}, {problem}; "
+                f"{found.files.name} cannot be resharded for {name}, {problem}; "
                 "use the version of transformers that it was planned for, or convert the model again"
             )
 
-    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: AnyOutput, part: WriteOptions) -> bool:
         return write(own, held, output, origin, part, progress)
 
     # Weights that are interleaved on some rank of the new plan are read in bands.

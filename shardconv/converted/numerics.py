@@ -155,7 +155,7 @@ class _Runs:
             except (TooLargeToRead, Unprovable) as error:
                 # A traceback would keep the weights in memory.
                 problem = problem or error.with_traceback(None)
-        where = f"{self.converted.directory}: its files are as they should be, but"
+        where = f"{self.converted.files.name}: its files are as they should be, but"
         if isinstance(problem, Unprovable):
             raise SolveError(
                 f"{where} the unsharded model fails on its own weights ({problem}), so that the ranks cannot "
@@ -184,7 +184,7 @@ class _Runs:
         if comparison.failure is not None:
             problem = "the plan failed when its ranks were simulated"
         raise CheckpointError(
-            f"{self.converted.directory}: {with_module(problem, comparison.found)}; compare the directory "
+            f"{self.converted.files.name}: {with_module(problem, comparison.found)}; compare the directory "
             "with --against MODEL, or convert the model again"
         )
 

@@ -171,9 +171,9 @@ def reshard(
     would give the same files. To continue an interrupted run, call it again with the same arguments.
 
     Args:
-        src: a converted directory.
-        dst: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
-            run, unless ``writing`` says ``overwrite``.
+        src: a converted directory, or its URL in an object store.
+        dst: directory to create, or its URL. It must not exist, be empty, or hold the unfinished files of an
+            earlier run, unless ``writing`` says ``overwrite``.
         tp: number of ranks.
         stages: number of pipeline stages, or the first and last layer of each, for example
             ``"0-39,40-79"``. ``src`` may have another number, or none.
@@ -204,7 +204,7 @@ def reshard(
     )
     source = derived_directory.read(src, trust_remote_code=trust_remote_code)
     if not outputs.is_complete:
-        require_intact(Path(src).expanduser(), progress or Silent())
+        require_intact(src, progress or Silent())
 
     # torch and transformers are imported once the arguments are known to be right.
     from .new_solution import resharded

@@ -12,9 +12,9 @@ from shardconv_runtime.checkpoint import lazy_tensor as lazy
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import CheckpointError, DamagedError, PlanError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.shard_files import check_sample
-from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
@@ -41,13 +41,18 @@ class OwnedPart:
 class Converted:
     """A complete converted directory with checked sizes and headers."""
 
-    directory: Path
+    files: ConvertedFiles
     manifest: Manifest
     plan: Plan
     tensors: Mapping[int | None, Mapping[str, LazyTensor]]
     """Local tensors in the files of each rank, by FQN; tensors in ``common/`` under None."""
     stages: tuple[Manifest, ...] = ()
     """Manifests of the stages, if it was assembled from stages; ``manifest`` is the first one."""
+
+    @property
+    def directory(self) -> Path:
+        """Return the directory on this machine, which has the small files at least."""
+        return self.files.directory
 
     def weights(self) -> dict[str, LazyTensor]:
         """Return all stored tensors, global: parameters and persistent buffers by FQN, and factors of
@@ -91,35 +96,41 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
 
 def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
     """Open a converted directory. Stages are assembled to a model without stages."""
-    path = Path(directory)
-    if stage_directories(path):
-        stages = read_stages(path, may_be_damaged=may_be_damaged)
+    parts = parts_of(directory)
+    if len(parts) > 1:
+        stages = _stages(directory, parts, may_be_damaged)
         first = stages[0]  # every stage has the model's config and other small files
         tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
         for stage in stages:
             for rank, tensors_of_rank in stage.tensors.items():
                 tensors[rank].update(tensors_of_rank)
         manifests = tuple(stage.manifest for stage in stages)
-        return Converted(first.directory, first.manifest, first.plan, tensors, manifests)
-    opened = _read(path, may_be_damaged)
+        return Converted(first.files, first.manifest, first.plan, tensors, manifests)
+    opened = _read(parts[0], may_be_damaged)
     if opened.plan.stages is not None:
         raise PlanError(
-            f"{path} is a stage of {opened.plan.stages.count}, with only its own layers; name the directory "
-            "that holds all stages"
+            f"{parts[0].name} is a stage of {opened.plan.stages.count}, with only its own layers; name the "
+            "directory that holds all stages"
         )
     return opened
 
 
-def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
+def read_stages(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> list[Converted]:
     """Open the directories of all stages: each with the plan of all, tensors by their first names."""
-    directories = stage_directories(path)
-    if not directories:
-        return [read(path, may_be_damaged=may_be_damaged)]
-    stages = [_read(directory, may_be_damaged) for directory in directories]
+    parts = parts_of(directory)
+    if len(parts) == 1:
+        return [read(directory, may_be_damaged=may_be_damaged)]
+    return _stages(directory, parts, may_be_damaged)
+
+
+def _stages(
+    directory: str | os.PathLike[str], parts: Sequence[ConvertedFiles], may_be_damaged: bool
+) -> list[Converted]:
+    stages = [_read(part, may_be_damaged) for part in parts]
     plans = {of_all_stages(stage.plan) for stage in stages}
     source = stages[0].manifest.source
     if len(plans) > 1 or any(stage.manifest.source != source for stage in stages):
-        raise DamagedError(f"{path} has stages of several conversions; convert again")
+        raise DamagedError(f"{os.fspath(directory)} has stages of several conversions; convert again")
     plan = plans.pop()
     converted = []
     for number, stage in enumerate(stages):
@@ -138,19 +149,23 @@ def of_all_stages(plan: Plan) -> Plan:
     return plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=None))
 
 
-def _read(path: Path, may_be_damaged: bool) -> Converted:
+def _read(files: ConvertedFiles, may_be_damaged: bool) -> Converted:
     """Open one directory, of a model or of a stage."""
-    stored_manifest = manifest.read(path)
-    plan = manifest.read_plan(path, stored_manifest)
-    for rank in range(stored_manifest.tp):
-        manifest.check_sizes(path, stored_manifest, rank)
+    path = files.name
+    stored_manifest = manifest.read(files.directory)
+    plan = manifest.read_plan(files.directory, stored_manifest)
+    if files.objects is not None:
+        files.objects.check_sizes(stored_manifest.files)
+    else:
+        for rank in range(stored_manifest.tp):
+            manifest.check_sizes(files.directory, stored_manifest, rank)
     layout = layout_sha256(plan)
     tensors: dict[int | None, dict[str, LazyTensor]] = {None: {}, **{rank: {} for rank in range(plan.tp)}}
     for entry in stored_manifest.files:
         if entry.path.endswith(".safetensors"):
             if entry.sample and not may_be_damaged:
-                check_sample(manifest.resolve(path, entry.path), entry.sample)
-            file = manifest.resolve(path, entry.path)
+                check_sample(files.file(entry.path), entry.sample)
+            file = files.file(entry.path)
             checked = manifest.check_shard(file, entry.rank, stored_manifest.tp, layout)
             shard = ShardFile(file, entry.num_bytes, checked)
             for name, tensor in shard.tensors.items():
@@ -172,4 +187,4 @@ def _read(path: Path, may_be_damaged: bool) -> Converted:
                     f"{path}: {where} should hold {name} as {expected[0]} {list(expected[1])}, "
                     f"and hold {description}; copy the directory again, or convert the model again"
                 )
-    return Converted(path, stored_manifest, plan, tensors)
+    return Converted(files, stored_manifest, plan, tensors)

@@ -11,12 +11,12 @@ from pathlib import Path
 from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import CheckpointError, DamagedError, OptionError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.converted_files import parts_of
 from shardconv_runtime.files.fingerprint import check_code
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.model_config import read_config
-from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.hub_options import Hub, is_url
 from shardconv_runtime.keywords import checked_keywords
 
 from ..arguments import HUB_FIELDS
@@ -44,7 +44,7 @@ class Verified:
     """How the simulated ranks compare with the unsharded model; None if they were not run."""
 
 
-def damaged(directory: Path, problems: Sequence[str], remarks: Sequence[str] = ()) -> DamagedError:
+def damaged(directory: str, problems: Sequence[str], remarks: Sequence[str] = ()) -> DamagedError:
     """Return the error that lists all problems of a directory."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     message = f"{directory}: {count}; copy the directory again, or convert the model again"
@@ -69,7 +69,8 @@ def verify(
     tensors. For a directory of stages, each stage is checked.
 
     Args:
-        out: a converted directory, or the directory of all stages.
+        out: a converted directory, or the directory of all stages; or its URL in an object store, whose
+            files are read by ranges.
         against: directory or Hub id of the original model. Every byte of every rank's tensors is compared,
             cast as the plan says.
         numerics: run all ranks in this process on their real weights and compare them with the unsharded
@@ -88,7 +89,7 @@ def verify(
         >>> shardconv.verify("out/", against="my-model/").num_tensors
         291
     """
-    progress, directory = progress or Silent(), Path(out)
+    progress, directory = progress or Silent(), os.fspath(out)
     hub = hub or Hub()
     hub_options = [field.name for field in fields(hub) if getattr(hub, field.name)]
     if against is None and hub_options:
@@ -96,7 +97,12 @@ def verify(
             f"{hub_options[0]} says how to read a model to compare with, and none is named; add "
             "--against MODEL"
         )
-    parts = [open_contents(part) for part in stage_directories(directory) or [directory]]
+    parts = [open_contents(part) for part in parts_of(out)]
+    if against is not None and is_url(out):
+        raise OptionError(
+            f"{out} is in an object store; to compare it with {against}, copy it to a directory; or leave "
+            "out --against to compare the checksums"
+        )
     plan = parts[0].plan and of_all_stages(parts[0].plan)
     # Errors that would otherwise come up after hours of reading come first.
     if plan is not None and (numerics or against is not None):
@@ -124,12 +130,12 @@ def verify(
                 plan,
                 hub,
                 trust_remote_code=trust_remote_code,
-                quantization=quantization_of(read_config(parts[0].directory, parts[0].manifest, plan)),
+                quantization=quantization_of(read_config(parts[0].files.directory, parts[0].manifest, plan)),
             )
     results = _checked(directory, parts, progress)
     problems, remarks, num_tensors = list(results.problems), list(results.remarks), None
     if reference is not None:
-        num_tensors = add_differences(directory, reference, problems, remarks, progress)
+        num_tensors = add_differences(Path(directory), reference, problems, remarks, progress)
     elif against is not None:
         remarks.append(f"not compared with {against}, since the plan cannot be used")
     if problems and numerics:
@@ -143,7 +149,7 @@ def verify(
         from .numerics import run_numerics
 
         try:
-            spec = resolve(parts[0].directory, trust_remote_code=trust_remote_code, need_weights=False)
+            spec = resolve(parts[0].files.directory, trust_remote_code=trust_remote_code, need_weights=False)
             weights = None if reference is None else reference.weights
             plain = None if reference is None else reference.plain
             outcome = run_numerics(shards.read(directory), spec, weights, progress, plain)
@@ -156,14 +162,14 @@ def verify(
     return Verified(results.num_files, results.num_bytes, tuple(remarks), num_tensors, outcome)
 
 
-def _checked(directory: Path, parts: Sequence[Contents], progress: Progress) -> Findings:
+def _checked(directory: str, parts: Sequence[Contents], progress: Progress) -> Findings:
     """Check a directory, or the directories of all stages, whose names are in front of their problems."""
     results = [check(part, progress) for part in parts]
     if len(parts) == 1:
         return results[0]
     problems, remarks = (
         [
-            f"{part.directory.name}: {line}"
+            f"{part.files.name.rpartition('/')[2]}: {line}"
             for part, each in zip(parts, results, strict=True)
             for line in getattr(each, kind)
         ]
@@ -189,7 +195,9 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
 def _record(part: Contents, outcome: Numerics | None) -> list[str]:
     """Write a result to the manifest of the files that it was measured on. Return remarks if this is not
     possible."""
-    directory, verified = part.directory, part.manifest
+    directory, verified = part.files.directory, part.manifest
+    if part.files.objects is not None:
+        return [f"the result was not written to {MANIFEST_NAME}, which is in an object store"]
     path = directory / MANIFEST_NAME
     if path.is_symlink():
         return [f"the result was not written to {MANIFEST_NAME}, which is a link (to a cache of the Hub?)"]

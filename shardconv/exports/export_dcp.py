@@ -121,9 +121,9 @@ def export(
             if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
                 file.unlink()
     output = derived_directory.prepare("DST", directory, out, "shard-*.safetensors")
-    converted = shards.read(Path(out).expanduser())
+    converted = shards.read(out)
     if not output.is_complete:
-        require_intact(Path(out).expanduser(), progress or Silent())
+        require_intact(out, progress or Silent())
     # Chunks by rank and name. A tied tensor is there under each of its names.
     chunks: dict[int, dict[str, list[Chunk]]] = {}
     aliases: dict[str, list[str]] = {}
@@ -229,7 +229,7 @@ def _write(
 
     if output.is_complete:
         reason = difference_of_files(
-            output.path, files, lambda to: derived_directory.copy_small_files(found, to)
+            output.present, files, lambda to: derived_directory.copy_small_files(found, to)
         )
         refuse_other_output("DST", output.path, reason, "name another directory")
         return

@@ -64,7 +64,7 @@ def merge(
     the same parameters. To continue an interrupted run, call it again with the same arguments.
 
     Args:
-        out: a converted directory.
+        out: a converted directory, or its URL in an object store.
         hf_dir: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
             run.
         max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets
@@ -113,14 +113,14 @@ def merge(
         was_complete=output.is_complete,
     )
     if output.is_complete:
-        reason = difference_of_files(output.path, files, lambda to: _write_others(to, converted, layout))
+        reason = difference_of_files(output.present, files, lambda to: _write_others(to, converted, layout))
         refuse_other_output("DST", output.path, reason, "name another directory")
         return written
     with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
         else:
-            require_intact(Path(out).expanduser(), progress)
+            require_intact(out, progress)
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
                 derived_directory.require_nothing_new("DST", output.path)

@@ -363,7 +363,7 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     extra = sorted(set(weights) - set(state))
     if extra:
         raise SourceError(
-            f"{found.directory} holds {extra[0]}, which the model lacks in this environment; "
+            f"{found.files.name} holds {extra[0]}, which the model lacks in this environment; "
             "use the version of transformers that it was planned for"
         )
     require_loadable(spec, model, weights, dict(found.plan.tied))

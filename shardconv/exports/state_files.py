@@ -146,7 +146,7 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
             f"written for {state.engine} {state.engine_version}, and {installed} is installed: export again"
         )
     if problems:
-        raise damaged(directory, problems)
+        raise damaged(str(directory), problems)
     remarks = [] if installed else [f"{state.engine} is not installed: its version was not compared"]
     return VerifiedState(len(state.files) + 1, sum(entry.num_bytes for entry in state.files), tuple(remarks))
 

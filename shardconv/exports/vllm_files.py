@@ -115,7 +115,10 @@ def write_state(
         signatures = state_files.read(output.path).signatures
         reason = "" if signatures == _signatures(state) else f"other tensors are for vLLM {version}"
         reason = reason or difference_of_files(
-            output.path, files, lambda to: _copy_others(to, found, state), options.owners(len(state.declared))
+            output.present,
+            files,
+            lambda to: _copy_others(to, found, state),
+            options.owners(len(state.declared)),
         )
         refuse_other_output("DST", output.path, reason, "name another directory")
         return True

@@ -15,13 +15,11 @@ from pathlib import Path
 import torch
 from shardconv_runtime.checkpoint.copying import read_tensors
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, stored, take
-from shardconv_runtime.files.manifest import UNUSED_NAME
+from shardconv_runtime.files.converted_files import ConvertedFiles
 from shardconv_runtime.format.header import data_start, read_header
 
 from .job import TargetFile
 
-SUFFIXES = (".safetensors", UNUSED_NAME)
-"""Ends of the names of files of weights."""
 SAMPLE = 64
 """Elements of a tensor that are compared."""
 
@@ -33,7 +31,7 @@ Copies = Callable[[Path], object]
 
 
 def difference_of_files(
-    out: Path, files: Sequence[TargetFile], copies: Copies, owners: Collection[str] | None = None
+    out: ConvertedFiles, files: Sequence[TargetFile], copies: Copies, owners: Collection[str] | None = None
 ) -> str:
     """Return the differences between a finished directory and the files that a run would write.
 
@@ -46,24 +44,30 @@ def difference_of_files(
     Returns:
         The differences as text; empty if there are none.
     """
-    differences = [*_of_names(out, files), *_of_copies(out, copies)]
+    differences = [*_of_names(out, files), *_of_copies(out.directory, copies)]
     differences = differences or list(_of_tensors(out, files, owners))
     rest = len(differences) - SHOWN
     return ", ".join(differences[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _of_names(out: Path, files: Sequence[TargetFile]) -> Iterator[str]:
+def _of_names(out: ConvertedFiles, files: Sequence[TargetFile]) -> Iterator[str]:
     """Yield differences of the files of weights by their names, headers and sizes."""
-    written = {path.relative_to(out).as_posix() for suffix in SUFFIXES for path in out.rglob(f"*{suffix}")}
-    if unexpected := sorted(written ^ {file.path for file in files}):
+    written = out.weight_files()
+    if unexpected := sorted(written.keys() ^ {file.path for file in files}):
         yield (
             f"the file {unexpected[0]} is in one of the two only; do --max-file-size and --keep-unused agree?"
         )
     for file in (file for file in files if file.path in written):
-        with (out / file.path).open("rb") as opened:
-            header = opened.read(len(file.header))
-        if header != file.header or (out / file.path).stat().st_size != file.num_bytes:
+        if written[file.path] != file.num_bytes or _beginning(out, file) != file.header:
             yield f"{file.path} has other tensors"
+
+
+def _beginning(out: ConvertedFiles, file: TargetFile) -> bytes:
+    path = out.file(file.path)
+    if not isinstance(path, Path):
+        return bytes(path.reader().read(0, len(file.header)))
+    with path.open("rb") as opened:
+        return opened.read(len(file.header))
 
 
 def _of_copies(out: Path, copies: Copies) -> Iterator[str]:
@@ -76,7 +80,9 @@ def _of_copies(out: Path, copies: Copies) -> Iterator[str]:
                 yield f"{name} changed"
 
 
-def _of_tensors(out: Path, files: Sequence[TargetFile], owners: Collection[str] | None) -> Iterator[str]:
+def _of_tensors(
+    out: ConvertedFiles, files: Sequence[TargetFile], owners: Collection[str] | None
+) -> Iterator[str]:
     """Yield tensors with other values; the headers of the files are equal."""
     names, expected, actual = [], [], []
     for file in (file for file in files if owners is None or file.owner in owners):
@@ -89,13 +95,13 @@ def _of_tensors(out: Path, files: Sequence[TargetFile], owners: Collection[str] 
             yield f"{name} has other values"
 
 
-def _samples(out: Path, file: TargetFile) -> Iterator[tuple[str, LazyTensor, LazyTensor]]:
+def _samples(out: ConvertedFiles, file: TargetFile) -> Iterator[tuple[str, LazyTensor, LazyTensor]]:
     """Yield the first elements of each tensor of a file: its name, as planned and as written.
 
     Tensors that must be computed are left out: reading an element would compute all of them.
     """
-    path = out / file.path
-    _, tensors = read_header(path)
+    path = out.file(file.path)
+    _, tensors = read_header(path) if isinstance(path, Path) else path.header()
     start = data_start(file.num_bytes, tensors)
     for name, entry in tensors.items():
         planned = file.tensor(name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.errors import (
@@ -15,6 +17,7 @@ from shardconv_runtime.errors import (
     OutputExistsError,
     ShardconvError,
 )
+from shardconv_runtime.files.converted_files import ConvertedFiles
 from shardconv_runtime.files.manifest import (
     MANIFEST_NAME,
     PARTIAL,
@@ -29,8 +32,11 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stage_names import held_by, num_stages
 from shardconv_runtime.hub_options import is_url
 
-from .job import difference, is_placed, known_files, read_state
-from .workspace import refuse_if_busy
+from .job import Job, TargetFile, difference, is_placed, known_files, read_state
+from .workspace import Claim, Workspace, opened, refuse_if_busy
+
+if TYPE_CHECKING:  # it imports the client of the Hub
+    from .store_output import StoredOutput
 
 OTHER_REMEDY = "name another directory, or pass --overwrite"
 
@@ -67,6 +73,22 @@ class Output:
     """Whether a converted directory may be replaced."""
     is_complete: bool = False
     """Whether an earlier run has completed it. This run then only compares it with its own files."""
+
+    @property
+    def name(self) -> str:
+        """Return its name in messages."""
+        return str(self.path)
+
+    @property
+    def present(self) -> ConvertedFiles:
+        """Return the files of an output that is complete."""
+        return ConvertedFiles(self.path)
+
+    def opened(
+        self, job: Job, files: Sequence[TargetFile], claim: Claim, tell: Callable[[str], None]
+    ) -> AbstractContextManager[Workspace]:
+        """Lock owners, and continue the job that was begun, or begin."""
+        return opened(self.path, job, files, claim, tell=tell, check=self.require_free)
 
     @classmethod
     def prepare(
@@ -153,7 +175,8 @@ def _require_replaceable(path: Path) -> None:
         )
 
 
-Write = Callable[[Plan, Mapping[str, LazyTensor], Output, WriteOptions], object]
+AnyOutput = Union[Output, "StoredOutput"]
+Write = Callable[[Plan, Mapping[str, LazyTensor], AnyOutput, WriteOptions], object]
 
 
 def prepared(
@@ -164,35 +187,39 @@ def prepared(
     source: str | os.PathLike[str],
     options: WriteOptions,
     settings: Settings,
-) -> Output | StageOutputs:
+) -> AnyOutput | StageOutputs:
     """Check that a model may be written to ``out``, without creating it.
 
     Args:
         settings: the options that decide the plan, with ``tp``. If an earlier run has completed ``out``, its
             plan must have been made with the same.
     """
-    if is_url(out):
-        raise OptionError(f"{out} is a URL; convert to a directory, and copy that to the object store")
     tp = int(str(settings["tp"]))
-    outputs: Output | StageOutputs
+    outputs: AnyOutput | StageOutputs
     if pp == 1:
-        outputs = Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
+        outputs = output_at(out, overwrite=overwrite, source=source, owners=options.owners(tp))
         parts = [outputs]
     else:
         outputs = StageOutputs(out, pp, overwrite=overwrite, source=source, options=options, tp=tp)
         parts = outputs.parts
     # What is damaged, or of another number of ranks, is refused before any work.
-    for directory in (part.path for part in parts if part.is_complete):
-        manifest = read_manifest(directory)
-        for entry in manifest.files:
-            try:
-                check_size(directory, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
-            except DamagedError as error:
-                problem = str(error).partition(";")[0]
-                raise DamagedError(f"{problem}; to write it again, pass --overwrite") from error
-        before = settings_of(read_plan(directory, manifest))
+    for part in (part for part in parts if part.is_complete):
+        present = part.present
+        manifest = read_manifest(present.directory)
+        try:
+            if present.objects is not None:
+                present.objects.check_sizes(manifest.files)
+            else:
+                for entry in manifest.files:
+                    reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+                    check_size(present.directory, entry, reader)
+        except CheckpointError as error:
+            problem = str(error).partition(";")[0]
+            raise DamagedError(f"{problem}; to write it again, pass --overwrite") from error
+        before = settings_of(read_plan(present.directory, manifest))
         changed = {name: before[name] for name in settings if before[name] != settings[name]}
-        refuse_other_output("DST", directory, difference(changed, {name: settings[name] for name in changed}))
+        reason = difference(changed, {name: settings[name] for name in changed})
+        refuse_other_output("DST", part.name, reason)
     return outputs
 
 
@@ -211,7 +238,23 @@ def settings_of(plan: Plan) -> Settings:
     }
 
 
-def refuse_other_output(name: str, out: Path, reason: str, remedy: str = OTHER_REMEDY) -> None:
+def output_at(
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    source: str | os.PathLike[str],
+    owners: Collection[str] | None,
+) -> AnyOutput:
+    """Check that a directory or a URL may be written."""
+    if is_url(out):
+        from .store_output import StoredOutput  # it imports the client of the Hub
+
+        url = os.fspath(out).rstrip("/")
+        return StoredOutput.prepare(url, overwrite=overwrite, source=source)
+    return Output.prepare(out, overwrite=overwrite, source=source, owners=owners)
+
+
+def refuse_other_output(name: str, out: str | Path, reason: str, remedy: str = OTHER_REMEDY) -> None:
     """Raise ``ShardconvError`` if there is a reason for which a finished output is not this run's."""
     if reason:
         raise OutputExistsError(
@@ -220,7 +263,7 @@ def refuse_other_output(name: str, out: Path, reason: str, remedy: str = OTHER_R
 
 
 def write_to(
-    outputs: Output | StageOutputs,
+    outputs: AnyOutput | StageOutputs,
     plan: Plan,
     weights: Mapping[str, LazyTensor],
     options: WriteOptions,
@@ -228,7 +271,7 @@ def write_to(
     tell: Callable[[str], object],
 ) -> None:
     """Write a model, or each of its stages that is not complete, and call ``tell`` for each written stage."""
-    if isinstance(outputs, Output):
+    if not isinstance(outputs, StageOutputs):
         write(plan, weights, outputs, options)
         return
     for stage in outputs.write(plan, weights, write):
@@ -248,13 +291,21 @@ class StageOutputs:
         options: WriteOptions,
         tp: int,
     ) -> None:
-        path = Path(out).expanduser().absolute()
         names = [stage_directory(stage, count) for stage in range(count)]
-        if path.is_dir() and (strangers := sorted({entry.name for entry in path.iterdir()} - set(names))):
+        if is_url(out):
+            from shardconv_runtime.files.object_stores import listed  # it imports the client of the Hub
+
+            root = os.fspath(out).rstrip("/")
+            present = {name.split("/")[0] for name in listed(root).objects}
+        else:
+            path = Path(out).expanduser().absolute()
+            root = str(path)
+            present = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if strangers := sorted(present - set(names)):
             raise OutputExistsError(
                 f"DST {out} holds {strangers[0]}, which is none of {count} stages; name another directory"
             )
-        directories = [path / name for name in names]
+        directories = [f"{root}/{name}" for name in names]
         options_by_stage = {
             d: stage_options
             for s, d in enumerate(directories)
@@ -262,9 +313,7 @@ class StageOutputs:
         }
         self._outputs = {
             directory: (
-                Output.prepare(
-                    directory, overwrite=overwrite, source=source, owners=stage_options.owners(tp)
-                ),
+                output_at(directory, overwrite=overwrite, source=source, owners=stage_options.owners(tp)),
                 stage_options,
             )
             for directory, stage_options in options_by_stage.items()
@@ -272,7 +321,7 @@ class StageOutputs:
         self._directories = directories
 
     @property
-    def parts(self) -> list[Output]:
+    def parts(self) -> list[AnyOutput]:
         """The directories of the stages that this run writes."""
         return [output for output, _ in self._outputs.values()]
 

@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import OutputExistsError, ShardconvError
-from shardconv_runtime.files.manifest import OF_PIECES, PARTIAL
+from shardconv_runtime.files.manifest import OF_PIECES, PARTIAL, UNUSED_NAME, FileEntry
+from shardconv_runtime.files.shard_files import sample_checksum
+from shardconv_runtime.files.small_files import entry_of
 
 from .durable import LOCK_NAME, BusyError, fsync, is_locked, locked_journal, refuse, setup_lock, unlock
 from .job import (
@@ -40,6 +42,7 @@ from .job import (
     read_state,
     write_state,
 )
+from .local_files import LocalFiles, require_space
 
 _LINE = re.compile(rf"({OF_PIECES}:[0-9a-f]{{8}}) (\S+)")
 _MEASURED = re.compile(r"measured ([0-9.e+-]+) (\S+)")
@@ -57,10 +60,22 @@ class Workspace:
     journals: Mapping[str, int]
     """Owner -> open and locked journal, for the owners that this process writes."""
 
+    is_in_order = False
+
     @property
     def path(self) -> Path:
         """The directory."""
         return self.out / PARTIAL
+
+    @property
+    def name(self) -> str:
+        """The directory of the output, for messages."""
+        return str(self.out)
+
+    @property
+    def owners(self) -> Collection[str]:
+        """The owners that this process writes."""
+        return self.journals.keys()
 
     @property
     def is_finishing(self) -> bool:
@@ -80,6 +95,19 @@ class Workspace:
             for index, file in enumerate(self.files)
             if file.owner in self.journals and file.path not in checksums
         ]
+
+    def target(self, missing: Sequence[int], memory: int) -> LocalFiles:
+        """Begin to write files, if the disk has space for them."""
+        for index in missing:
+            self.unfinished_path(index).unlink(missing_ok=True)
+        require_space(self.out, sum(self.files[index].num_bytes for index in missing))
+        return LocalFiles(self.files, self.unfinished_path, self.finish_file)
+
+    def entry(self, file: TargetFile, checksum: str, rank: int | None) -> FileEntry:
+        """Return the entry of a finished file in a manifest."""
+        if file.path == UNUSED_NAME:  # it is copied from directory to directory as other files are
+            return entry_of(self.path, Path(file.path))
+        return FileEntry(file.path, file.num_bytes, checksum, rank, sample_checksum(self.path / file.path))
 
     def finish_file(self, index: int, checksum: str) -> None:
         """Give a complete and durable file its name, and journal it."""

@@ -29,7 +29,7 @@ from shardconv_runtime.files.manifest import (
     rank_directory,
 )
 from shardconv_runtime.files.remote_files import RemoteFile
-from shardconv_runtime.files.shard_files import PlannedShard, sample_checksum, shard_files
+from shardconv_runtime.files.shard_files import PlannedShard, shard_files
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
@@ -44,8 +44,11 @@ from .durable import write_durably
 from .fill import fill
 from .finished import difference_of_files
 from .job import TargetFile, difference, target_file
-from .outputs import Output, WriteOptions, refuse_other_output, settings_of
-from .workspace import Claim, Workspace, opened
+from .outputs import AnyOutput, WriteOptions, refuse_other_output, settings_of
+from .store_workspace import StoredWorkspace
+from .workspace import Claim, Workspace
+
+AnyWorkspace = Workspace | StoredWorkspace
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -95,7 +98,7 @@ def with_example(origin: Origin, example: ExampleInputs, config: Any) -> Origin:
 def write(
     plan: Plan,
     weights: Mapping[str, LazyTensor],
-    output: Output,
+    output: AnyOutput,
     origin: Origin,
     options: WriteOptions,
     progress: Progress,
@@ -145,7 +148,7 @@ def write(
         _require_same(plan, origin, output, files)
         return True
     claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
-    with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
+    with output.opened(job, files, claim, tell=progress.stage) as workspace:
         if not workspace.is_finishing:
             fill(workspace, memory=options.memory, progress=progress)
             require_unchanged(origin)
@@ -153,10 +156,10 @@ def write(
             return _finish(workspace, plan, origin, output, progress)
 
 
-def _require_same(plan: Plan, origin: Origin, output: Output, files: Sequence[TargetFile]) -> None:
+def _require_same(plan: Plan, origin: Origin, output: AnyOutput, files: Sequence[TargetFile]) -> None:
     """Raise ``ShardconvError`` unless this run would write the output that an earlier one has completed."""
-    written = manifest.read(output.path)
-    old, source = manifest.read_plan(output.path, written), written.source
+    written = manifest.read(output.present.directory)
+    old, source = manifest.read_plan(output.present.directory, written), written.source
     before, now = (
         {
             "source": {"name": origin.name, "revision": origin.revision, "files": list(origin.files)},
@@ -167,9 +170,8 @@ def _require_same(plan: Plan, origin: Origin, output: Output, files: Sequence[Ta
         for origin, each in ((source, old), (origin.source, plan))
     )
     reason = "" if before == now else difference(before, now)
-    refuse_other_output(
-        "DST", output.path, reason or difference_of_files(output.path, files, origin.copy_small_files)
-    )
+    reason = reason or difference_of_files(output.present, files, origin.copy_small_files)
+    refuse_other_output("DST", output.name, reason)
 
 
 def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
@@ -220,7 +222,9 @@ def _sha256(file: WeightFile) -> str:
     return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else ""
 
 
-def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, progress: Progress) -> bool:
+def _finish(
+    workspace: AnyWorkspace, plan: Plan, origin: Origin, output: AnyOutput, progress: Progress
+) -> bool:
     """Complete the directory if all owners are finished, and return whether they are."""
     if workspace.is_finishing:
         workspace.finish_again()
@@ -228,21 +232,8 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
     checksums = checksums_of_all(workspace, plan.tp, progress)
     if checksums is None:
         return False
-    sizes = {file.path: file.num_bytes for file in workspace.files}
     ranks = {rank_directory(rank, plan.tp): rank for rank in range(plan.tp)}
-    entries = [
-        FileEntry(
-            path,
-            sizes[path],
-            checksum,
-            ranks.get(path.split("/")[0]),
-            sample_checksum(workspace.path / path),
-        )
-        for path, checksum in checksums.items()
-        if path != UNUSED_NAME
-    ]
-    if UNUSED_NAME in checksums:  # it is copied from directory to directory as other files are
-        entries.append(entry_of(workspace.path, Path(UNUSED_NAME)))
+    entries = [workspace.entry(file, checksums[file.path], ranks.get(file.owner)) for file in workspace.files]
     entries += origin.copy_small_files(workspace.path)
     if plan.stages is None or plan.stages.own == 0:
         entries += origin.copy_unused(workspace.path)
@@ -250,7 +241,7 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
     return True
 
 
-def checksums_of_all(workspace: Workspace, tp: int, progress: Progress) -> dict[str, str] | None:
+def checksums_of_all(workspace: AnyWorkspace, tp: int, progress: Progress) -> dict[str, str] | None:
     """Return the checksum of each file by path; None, and report it, while others still write some."""
     checksums = workspace.checksums()
     if checksums is None:
@@ -260,7 +251,11 @@ def checksums_of_all(workspace: Workspace, tp: int, progress: Progress) -> dict[
 
 
 def complete(
-    workspace: Workspace, plan: Plan, source: Source, entries: Iterable[FileEntry], output: Output
+    workspace: AnyWorkspace,
+    plan: Plan,
+    source: Source,
+    entries: Iterable[FileEntry],
+    output: AnyOutput,
 ) -> None:
     """Write plan and manifest, and move all files to OUT."""
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))

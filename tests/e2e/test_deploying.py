@@ -27,6 +27,8 @@ from checkpoints import save_causal
 from distributed import free_port, run_processes
 from habits import words
 from places import ROOT
+from s3_server import BUCKET, s3_store
+from shardconv_runtime.files.small_files import CACHE_VARIABLE
 
 import shardconv
 
@@ -202,6 +204,7 @@ def test_a_task_that_fails_fails_the_job(tmp_path: Path) -> None:
 
 
 FIELDS = {
+    "Deployment": {"replicas", "selector", "template"},
     "Job": {"backoffLimitPerIndex", "completionMode", "completions", "parallelism", "template"},
     "JobSet": {"failurePolicy", "network", "replicatedJobs"},
     "LeaderWorkerSet": {"leaderWorkerTemplate", "replicas"},
@@ -210,7 +213,7 @@ FIELDS = {
     "container": {
         "args", "command", "env", "image", "name", "ports", "readinessProbe", "resources", "volumeMounts",
     },
-    "pod": {"containers", "restartPolicy", "volumes"},
+    "pod": {"containers", "restartPolicy", "serviceAccountName", "volumes"},
 }  # fmt: skip
 """Fields of Kubernetes, JobSet (v1alpha2) and LeaderWorkerSet (v1) that the manifests use. Others may be
 misspelled: look them up in the schemas of the projects before you add them."""
@@ -235,10 +238,10 @@ def test_manifests_have_fields_that_exist(manifest: Path) -> None:
         assert document["spec"].keys() <= FIELDS[document["kind"]]
         for pod in pods(document):
             assert pod.keys() <= FIELDS["pod"]
-            volumes = {each["name"] for each in pod["volumes"]}
+            volumes = {each["name"] for each in pod.get("volumes", ())}
             for container in pod["containers"]:
                 assert container.keys() <= FIELDS["container"]
-                assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+                assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
                 assert all(isinstance(each.get("value", ""), str) for each in container["env"])
 
 
@@ -262,8 +265,9 @@ def test_the_first_host_of_training_has_the_name_that_jobset_gives_it() -> None:
     assert f"--nnodes {hosts} " in container["args"][0]
 
 
-def test_as_many_pods_convert_as_there_are_ranks() -> None:
-    job = documents(DEPLOY / "convert.yaml")[1]
+@pytest.mark.parametrize("manifest", ["convert.yaml", "convert-store.yaml"])
+def test_as_many_pods_convert_as_there_are_ranks(manifest: str) -> None:
+    job = documents(DEPLOY / manifest)[-1]
     (container,) = containers(job)
     values = {each["name"]: each["value"] for each in container["env"]}
     assert values["TP"] == str(job["spec"]["completions"])
@@ -384,6 +388,26 @@ def test_pods_convert(models: Path, tmp_path: Path) -> None:
     assert directory(tmp_path / "out") == directory(models / "out")
 
 
+@pytest.mark.slow
+def test_pods_convert_into_a_bucket_and_serve_from_there(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("obstore", "fastapi", "prometheus_client", "uvicorn"):
+        pytest.importorskip(package)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    with s3_store(monkeypatch) as store:
+        model, out = store.upload(models / "plain", "plain"), f"s3://{BUCKET}/out"
+        (container,) = containers(documents(DEPLOY / "convert-store.yaml"))
+        given = environment(tmp_path, MODEL=model, TP=2, OUT=out)
+        finish([start_pod(container, {**given, "JOB_COMPLETION_INDEX": str(rank)}) for rank in range(2)])
+        for path, content in directory(models / "out").items():
+            assert store.objects[f"out/{path}"] == content
+        assert "out/manifest.json" in store.objects
+        served = environment(tmp_path, RANKS_PER_HOST=2, OUT=out)
+        require_answers("serve-store.yaml", served, f"--cache-dir {tmp_path / 'nvme'}")
+    assert len(list((tmp_path / "nvme").rglob("*.safetensors"))) == 3
+
+
 def directory(out: Path) -> dict[str, bytes]:
     """All files but the manifest, which has times, and the plan: memory is not measured in this process."""
     return {
@@ -409,14 +433,19 @@ def test_pods_serve(models: Path, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     pytest.importorskip("uvicorn")
+    given = environment(tmp_path, RANKS_PER_HOST=1, OUT=models / "out")
+    require_answers("serve.yaml", given | {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "127.0.0.1"})
+
+
+def require_answers(manifest: str, given: Mapping[str, str], more: str = "") -> None:
+    """Of the pods of a server, on other ports."""
     port, public = free_port(), free_port()
-    given = environment(tmp_path, RANKS_PER_HOST=1, OUT=models / "out", SHARDCONV_API_KEY="key")
-    given |= {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "127.0.0.1"}
     running = []
-    for index, container in enumerate(containers(documents(DEPLOY / "serve.yaml"))):
+    for index, container in enumerate(containers(documents(DEPLOY / manifest))):
         text = container["args"][0].replace("29500", str(port)).replace("--port 8000", f"--port {public}")
-        container["args"] = [f"{text} --num-blocks 4"]
-        running.append(start_pod(container, {**given, "LWS_WORKER_INDEX": str(index)}))
+        container["args"] = [f"{text} --num-blocks 4 {more}"]
+        variables = {**given, "SHARDCONV_API_KEY": "key", "LWS_WORKER_INDEX": str(index)}
+        running.append(start_pod(container, variables))
     try:
         wait_until_ready(f"http://127.0.0.1:{public}/health", running)
         request = urllib.request.Request(

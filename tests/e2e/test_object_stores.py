@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,13 +20,23 @@ import torch
 import transformers
 from checkpoints import save_causal
 from distributed import run_errors, run_processes
+from forked import Forked
+from interrupted import save_large
 from s3_server import BUCKET, Store, s3_store
-from shardconv_runtime.errors import AccessError, MissingModelError, NetworkError, OptionError, SourceError
+from shardconv_runtime.errors import (
+    AccessError,
+    DamagedError,
+    MissingModelError,
+    NetworkError,
+    OptionError,
+    SourceError,
+)
 from shardconv_runtime.files import object_stores, remote_files
 from shardconv_runtime.files.small_files import CACHE_VARIABLE
-from shardconv_runtime.hub_options import is_url
+from shardconv_runtime.hub_options import Hub, is_url
 
 import shardconv
+from shardconv import cli
 
 pytest.importorskip("obstore")
 
@@ -38,6 +52,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(plain, max_shard_size="150KB")
     (plain / "model.safetensors").unlink(missing_ok=True)
     shardconv.convert(plain, root / "out", tp=2, check=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.save_pretrained(root / "plain-zeros")
+    shardconv.convert(root / "plain-zeros", root / "zeros", tp=2, check=False)
     return root
 
 
@@ -85,6 +104,27 @@ def test_each_rank_reads_its_own_bytes(models: Path, store: Store, page: int, tm
     samples_and_headers = 2 * 3 * (64 * 4096 + 100_000)
     assert 0 <= read - common <= samples_and_headers
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_a_copy_on_the_host_is_shared(models: Path, store: Store, tmp_path: Path) -> None:
+    """Each file is downloaded once by all ranks, and again when it was replaced or is not complete."""
+    url = store.upload(models / "out", "converted")
+    for logits in run_processes(2, logits_from_copy, url, tmp_path / "nvme"):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+    assert store.num_bytes_read() == shard_bytes(models / "out")
+    assert not list(tmp_path.rglob("*.part"))
+    copied = next((tmp_path / "nvme").rglob("common/*.safetensors"))
+    copied.rename(copied.with_name(f"{copied.name}.part"))  # as a process leaves it that is killed
+    store.requests.clear()
+    assert len(run_processes(2, logits_from_copy, url, tmp_path / "nvme")) == 2
+    assert store.num_bytes_read() == (models / "out" / "common" / copied.name).stat().st_size
+    store.upload(models / "zeros", "converted")
+    for logits in run_processes(2, logits_from_copy, url, tmp_path / "nvme"):
+        assert not logits.any()
+
+
+def logits_from_copy(url: str, cache_dir: Path) -> torch.Tensor:
+    return logits_of(url, hub=Hub(cache_dir=cache_dir))
 
 
 def test_checksums_are_compared_if_asked(models: Path, store: Store) -> None:
@@ -135,6 +175,10 @@ def test_an_ordinary_model_is_planned_and_read(models: Path, store: Store) -> No
     url = store.upload(models / "plain", "plain")
     for logits in run_processes(2, logits_of, url):
         torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+    # Columns are read with the gaps between them: one request for a tensor, and two for the header of a file.
+    requests = [each for each in store.requests if each.key.endswith(".safetensors")]
+    num_files = len(list((models / "plain").glob("*.safetensors")))
+    assert len(requests) <= 2 * (21 + 2 * num_files)
 
 
 def test_it_is_converted_to_the_same_bytes(models: Path, store: Store, tmp_path: Path) -> None:
@@ -148,6 +192,123 @@ def test_it_is_converted_to_the_same_bytes(models: Path, store: Store, tmp_path:
 
 def converted(url: str, out: Path) -> None:
     shardconv.convert(url, out, tp=2, check=False)
+
+
+def test_from_a_store_to_a_store(models: Path, store: Store) -> None:
+    """The directory is the same as one that was copied there, and is loaded."""
+    store.quotes_marks = False
+    url = store.upload(models / "plain", "plain")
+    out = f"s3://{BUCKET}/out"
+    arguments = ["convert", url, out, "--tp", "2", "--no-check"]
+    code, text = apart(commanded, arguments)
+    assert code == 0
+    assert f"shardconv inspect {out}" in text
+    for path in (models / "out").rglob("*.safetensors"):
+        assert store.objects[f"out/{path.relative_to(models / 'out')}"] == path.read_bytes()
+    assert (0, f"{out}: already complete\n") == apart(commanded, arguments)
+    for logits in run_processes(2, logits_of, out):
+        torch.testing.assert_close(logits, unsharded(models), rtol=0, atol=1e-10)
+
+
+def test_stages_are_written_to_a_store(models: Path, store: Store, tmp_path: Path) -> None:
+    shardconv.convert(models / "plain", tmp_path / "out", tp=1, pp=2, check=False)
+    apart(converted_in_stages, models / "plain", f"s3://{BUCKET}/staged")
+    assert written(store, "staged") == files_of(tmp_path / "out")
+
+
+def converted_in_stages(source: Path, url: str) -> None:
+    shardconv.convert(source, url, tp=1, pp=2, check=False)
+
+
+def commanded(arguments: list[str]) -> tuple[int, str]:
+    """Run a command; its exit code and what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = cli.run([*arguments, "--quiet"] if "verify" in arguments else arguments)
+    return code, printed.getvalue()
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+def written(store: Store, prefix: str) -> dict[str, bytes]:
+    start = f"{prefix}/"
+    return {key.removeprefix(start): data for key, data in store.objects.items() if key.startswith(start)}
+
+
+def test_a_directory_in_a_store_is_verified(models: Path, store: Store) -> None:
+    url = store.upload(models / "out", "converted")
+    result = apart(shardconv.verify, url)
+    assert result == shardconv.verify(models / "out")
+    assert store.num_bytes_read() >= shard_bytes(models / "out")
+    key = next(key for key in store.objects if "rank-00001" in key)
+    store.objects[key] = store.objects[key][:-1] + bytes([store.objects[key][-1] ^ 1])
+    del store.objects["converted/common/model-00001-of-00001.safetensors"]
+    store.objects["converted/other.safetensors"] = b""
+    code, _ = apart(commanded, ["verify", url])
+    assert code == 3
+    with pytest.raises(DamagedError) as caught:
+        apart(shardconv.verify, url)
+    problems = dict(problem.split(": ", 1) for problem in caught.value.problems)
+    assert problems["common/model-00001-of-00001.safetensors"] == "is missing"
+    assert problems[key.removeprefix("converted/")].startswith("is damaged: its checksum")
+    assert "the manifest does not name it" in problems["other.safetensors"]
+
+
+def test_a_directory_in_a_store_is_resharded_and_exported(models: Path, store: Store, tmp_path: Path) -> None:
+    url = store.upload(models / "out", "converted")
+    shardconv.reshard(models / "out", tmp_path / "local", tp=4, check=False)
+    apart(resharded, url, f"s3://{BUCKET}/four")
+    assert written(store, "four") == files_of(tmp_path / "local")
+    shardconv.export(models / "out", tmp_path / "dcp", "dcp")
+    apart(shardconv.export, url, tmp_path / "from-store", "dcp")
+    assert files_of(tmp_path / "from-store") == files_of(tmp_path / "dcp")
+
+
+@pytest.mark.slow
+def test_a_directory_in_a_store_is_merged(models: Path, store: Store, tmp_path: Path) -> None:
+    url = store.upload(models / "out", "converted")
+    shardconv.export(models / "out", tmp_path / "hf", "hf")
+    apart(shardconv.export, url, tmp_path / "from-store", "hf")
+    assert files_of(tmp_path / "from-store") == files_of(tmp_path / "hf")
+
+
+def resharded(url: str, out: str) -> None:
+    shardconv.reshard(url, out, tp=4, check=False)
+
+
+@pytest.mark.slow
+def test_it_goes_on_after_twenty_kills(store: Store, tmp_path: Path) -> None:
+    """Of the command, at random moments of writing; the directory is the same as without them."""
+    model = save_large(tmp_path / "model")
+    shardconv.convert(model, tmp_path / "out", tp=2, check=False)
+    url, moments = store.upload(model, "large"), random.Random(0)
+    command = ["shardconv", "convert", url, f"s3://{BUCKET}/killed", "--tp", "2", "--no-check"]
+    command += ["--max-file-size", "10MB"]
+    shardconv.convert(
+        model, tmp_path / "small", tp=2, check=False, writing=shardconv.Writing(max_file_size="10MB")
+    )
+    kills = 0
+    while "killed/manifest.json" not in store.objects:
+        before, process = len(store.written), Forked(cli.main, argv=command)
+        while process.poll() is None and len(store.written) == before:
+            time.sleep(0.005)
+        if kills < 20:
+            time.sleep(moments.uniform(0, 0.4))
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        _, errors = process.communicate(120)
+        assert process.returncode in (0, -signal.SIGKILL), errors
+    assert kills == 20
+    files = {path: data for path, data in written(store, "killed").items() if ".partial/" not in path}
+    expected = files_of(tmp_path / "small")
+    # The source is named by its URL there.
+    assert files.keys() == expected.keys()
+    assert {p: d for p, d in files.items() if p != "manifest.json"} == {
+        p: d for p, d in expected.items() if p != "manifest.json"
+    }
 
 
 def test_faults_of_the_store_cost_time_only(models: Path, store: Store) -> None:
@@ -240,5 +401,10 @@ def test_urls() -> None:
     assert not is_url("./s3:/x") or os.sep != "/"
     with pytest.raises(OptionError, match="no store has URLs that begin with ftp://"):
         is_url("ftp://host/model")
+    assert is_url("abfs://container@account.dfs.core.windows.net/model")
+    for secret in ("s3://key:hidden@bucket/model", "az://container/model?sig=hidden"):
+        with pytest.raises(OptionError, match="holds a password or a query") as caught:
+            is_url(secret)
+        assert "hidden" not in str(caught.value)
     with pytest.raises(OptionError, match="lost a slash, as in a Path"):
         is_url(Path("s3://bucket/model"))

@@ -26,7 +26,7 @@ from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 
 from shardconv.reporting.progress import Silent
-from shardconv.writing.outputs import Output, WriteOptions
+from shardconv.writing.outputs import WriteOptions, output_at
 from shardconv.writing.writer import Origin, write
 
 TINY = {
@@ -72,7 +72,7 @@ class Model:
 
     def convert(
         self,
-        out: Path,
+        out: Path | str,
         *,
         tp: int = 2,
         ranks: Collection[int] | None = None,
@@ -83,7 +83,7 @@ class Model:
     ) -> bool:
         """Convert as the command does, but for resolving and solving; whether ``out`` is complete."""
         owners = None if ranks is None else {rank_directory(rank, tp) for rank in ranks}
-        output = Output.prepare(out, overwrite=overwrite, source=self.path, owners=owners)
+        output = output_at(out, overwrite=overwrite, source=self.path, owners=owners)
         return write(
             self._plan(tp),
             lazy_tensors([self.file]),

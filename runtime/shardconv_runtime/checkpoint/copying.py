@@ -119,8 +119,19 @@ def num_workers(remote: bool = False) -> int:
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[CopyUnit, S], object]) -> None:
-    """Copy all units."""
+def run(
+    units: Sequence[CopyUnit],
+    make_sink: Callable[[], S],
+    done: Callable[[CopyUnit, S], object],
+    failed: Callable[[], object] = lambda: None,
+) -> None:
+    """Copy all units.
+
+    Args:
+        make_sink: is called by a worker that begins a unit.
+        done: is called when a unit is copied.
+        failed: is called before the workers are waited for, if one of them failed.
+    """
     stop = threading.Event()
     todo: Iterator[CopyUnit] = iter(units)
     running: dict[Future[S], CopyUnit] = {}
@@ -139,6 +150,7 @@ def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[C
                     done(running.pop(future), future.result())
         except BaseException:
             stop.set()
+            failed()
             raise
 
 
@@ -277,12 +289,13 @@ def _leaf_units(leaf: LazyLeaf, moves: list[Move], memory: int, gap_bytes: int) 
         # Full rows of the strided boxes: at most `band` elements, or one row.
         row = max((dim.source for move in moves for dim in move.dims if dim.source <= band), default=1)
         band = max(band // row, 1) * row
+    gap = max(gap_bytes, leaf.path.gap_bytes) if isinstance(leaf.path, RemoteFile) else 0
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
         moves_of_unit = tuple(move for move in ordered if move.source < stop and move.end > start)
         if moves_of_unit:
-            yield CopyUnit(leaf, start, stop, moves_of_unit, band, gap_bytes // size)
+            yield CopyUnit(leaf, start, stop, moves_of_unit, band, gap // size)
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:

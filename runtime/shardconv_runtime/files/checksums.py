@@ -7,6 +7,7 @@ With sha256 for shards, a conversion on two cores with a fast disk took half as 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import zlib
@@ -64,14 +65,15 @@ def checksums(
     """
     pieces: dict[FileEntry, dict[int, int]] = {entry: {} for entry in files}
     results: dict[FileEntry, str | CheckpointError] = {}
-    with ThreadPoolExecutor(_num_threads(), "checksum") as pool:
+    num_threads = _num_threads() if all(isinstance(path, Path) for path in files.values()) else MAX_THREADS
+    with ThreadPoolExecutor(num_threads, "checksum") as pool:
         tasks: dict[Future[int | str], tuple[FileEntry, int, int]] = {}
         for entry, path in files.items():
             if entry.checksum.startswith(f"{OF_PIECES}:"):
                 for start, num_bytes in pieces_of(entry.num_bytes):
                     tasks[pool.submit(_piece_of_path, path, start, num_bytes)] = entry, start, num_bytes
-            elif isinstance(path, Path):
-                tasks[pool.submit(sha256_checksum, path)] = entry, 0, entry.num_bytes
+            else:
+                tasks[pool.submit(_sha256_of_path, path)] = entry, 0, entry.num_bytes
         try:
             for task in as_completed(tasks):
                 entry, start, num_bytes = tasks[task]
@@ -106,6 +108,15 @@ def _piece_of_path(path: Path | RemoteFile, start: int, num_bytes: int) -> int:
         return zlib.crc32(path.reader().read(start, num_bytes))
     with open(path, "rb", buffering=0) as file:
         return piece_checksum(file.fileno(), start, num_bytes)
+
+
+def _sha256_of_path(path: Path | RemoteFile) -> str:
+    if isinstance(path, Path):
+        return sha256_checksum(path)
+    value, reader = hashlib.sha256(), path.reader()
+    for start, num_bytes in pieces_of(path.num_bytes):
+        value.update(reader.read(start, num_bytes))
+    return f"sha256:{value.hexdigest()}"
 
 
 def _num_threads() -> int:

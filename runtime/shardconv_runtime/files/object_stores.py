@@ -1,40 +1,24 @@
-"""Directories in object stores, such as S3: their listing, copies of small files, and weights read by ranges.
-
-The library obstore sends the requests. It takes credentials, the endpoint and the region from the usual
-environment of each store. No text of its errors reaches a message: it may hold a signed address.
-"""
+"""Directories in object stores, such as S3: listings, copies of small files, and weights read by ranges."""
 
 from __future__ import annotations
 
 import json
-import os
 import posixpath
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import cache
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..errors import (
-    AccessError,
-    MissingModelError,
-    MissingPackageError,
-    NetworkError,
-    NotConvertedError,
-    SourceError,
-)
-from ..hub_options import again
-from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, check_listed_sizes, read
+from ..errors import MissingModelError, NotConvertedError, SourceError
+from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes, read
 from .model_config import CONFIG
-from .remote_files import TIMEOUT_S, RangeReader, RemoteFile
+from .remote_files import RangeReader, RemoteFile, download
 from .small_files import cache_directory, small_files, stage_of, variant_name
+from .store_client import client, explained, is_temporary, library, reason_of
 from .tp_folders import folders, nothing_for, only, stages_for
 
 MOST_OBJECTS = 20_000
@@ -45,12 +29,6 @@ NUM_THREADS = 8
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are handed on at once while an answer arrives."""
-
-_RETRIES = 3
-"""Times that the library itself repeats a request that was answered with an error of the server."""
-
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +42,7 @@ class StoredObject(RemoteFile):
     etag: str
     """The store's mark of its bytes; empty if it gives none."""
     sha256 = ""
+    gap_bytes = 1 << 17  # some milliseconds, as a request of many concurrent ones; and requests are billed
 
     @property
     def identity(self) -> str:
@@ -93,9 +72,9 @@ class ObjectReader(RangeReader):
         options: dict[str, Any] = {"range": (offset, offset + len(into))}
         if file.etag:
             options["if_match"] = file.etag
-        with _explained(str(file)):
+        with explained(str(file)):
             try:
-                answer = _library().get(_store(file.directory), file.name, options=options)
+                answer = library().get(client(file.directory), file.name, options=options)
                 for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
                     part = memoryview(chunk)
                     if received + len(part) > len(into):
@@ -103,14 +82,14 @@ class ObjectReader(RangeReader):
                     into[received : received + len(part)] = part
                     received += len(part)
             except Exception as error:
-                if not _is_temporary(error):
+                if not is_temporary(error):
                     raise
                 return received, error
         return received, None if received == len(into) else EOFError("the answer was truncated")
 
     def explained(self, error: Exception) -> str:
         """Return the status or the kind of an error, without its own text."""
-        return _reason(error)
+        return reason_of(error)
 
 
 @dataclass(frozen=True)
@@ -156,6 +135,10 @@ class ObjectDirectory:
             shutil.rmtree(unfinished, ignore_errors=True)
         return copy
 
+    def download(self, name: str, target: Path) -> None:
+        """Copy a file of any size to a disk."""
+        download(self.objects[name], target)
+
     def check_sizes(self, entries: Sequence[FileEntry]) -> None:
         """Check that files exist and have the sizes of the manifest."""
         sizes = {name: each.num_bytes for name, each in self.objects.items()}
@@ -168,19 +151,28 @@ def object_directory(url: str) -> ObjectDirectory:
     Raises:
         SourceError: it has no files, or cannot be listed.
     """
+    directory = listed(url)
+    if not directory.objects:
+        raise MissingModelError(f"{directory.url} holds no files; check the bucket and the path")
+    return directory
+
+
+def listed(url: str) -> ObjectDirectory:
+    """List a directory of an object store, which may be empty."""
     url = url.rstrip("/")
     objects: dict[str, StoredObject] = {}
-    with _explained(url):
-        for some in _library().list(_store(url)):
+    with explained(url):
+        for some in library().list(client(url)):
             for each in some:
-                objects[each["path"]] = StoredObject(url, each["path"], each["size"], each["e_tag"] or "")
+                mark = each["e_tag"] or ""
+                if mark and not mark.endswith('"'):  # Azure lists it without quotes, and takes it with them
+                    mark = f'"{mark}"'
+                objects[each["path"]] = StoredObject(url, each["path"], each["size"], mark)
             if len(objects) > MOST_OBJECTS:
                 raise SourceError(f"{url} holds more than {MOST_OBJECTS} objects; name the folder of a model")
     # Consoles of stores make an empty object for each folder, with the name of the folder.
     parents = {str(parent) for name in objects for parent in PurePosixPath(name).parents}
     objects = {n: each for n, each in objects.items() if n and (each.num_bytes or n not in parents)}
-    if not objects:
-        raise MissingModelError(f"{url} holds no files; check the bucket and the path")
     return ObjectDirectory(url, objects)
 
 
@@ -217,6 +209,15 @@ def find_all_stored(url: str, tp: int | None) -> list[tuple[ObjectDirectory, Pat
     return [with_small_files(root.inside(path)) for path in paths]
 
 
+def complete_manifests(url: str) -> list[Manifest]:
+    """Return the manifest of a converted directory, or of all its stages; none until all are complete."""
+    root = listed(url)
+    paths = ("",) if MANIFEST_NAME in root.objects else stages_for(url, root.objects, 0)
+    if any(posixpath.join(path, MANIFEST_NAME) not in root.objects for path in paths):
+        return []
+    return [read(root.inside(path).local_copy([MANIFEST_NAME])) for path in paths]
+
+
 def with_small_files(directory: ObjectDirectory) -> tuple[ObjectDirectory, Path]:
     """Return a converted directory, and a local copy of its small files."""
     described = read(directory.local_copy([MANIFEST_NAME]))
@@ -227,136 +228,3 @@ def with_small_files(directory: ObjectDirectory) -> tuple[ObjectDirectory, Path]
 def beside(directory: ObjectDirectory, name: str) -> tuple[ObjectDirectory, Path]:
     """Return another directory in the same one."""
     return with_small_files(object_directory(f"{directory.url.rpartition('/')[0]}/{name}"))
-
-
-def _library() -> Any:
-    try:
-        import obstore  # an extra, which few need
-    except ImportError as error:
-        raise MissingPackageError(
-            "URLs of object stores need the package obstore: pip install obstore"
-        ) from error
-    return obstore
-
-
-@cache
-def _store(url: str) -> Any:
-    """Return the library's client of a directory, which keeps its connections."""
-    _library()
-    from obstore.store import from_url
-
-    options: dict[str, Any] = {}
-    if url.startswith("s3") and "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
-        options["credential_provider"] = _profile()
-    with _explained(url):
-        return from_url(
-            url,
-            # Plain http is for an endpoint that the user has named so. There is no limit for a whole answer.
-            client_options={
-                "allow_http": True,
-                "connect_timeout": f"{TIMEOUT_S:.0f}s",
-                "read_timeout": f"{TIMEOUT_S:.0f}s",
-                "timeout": "3600s",
-            },
-            retry_config={"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=4 * TIMEOUT_S)},
-            **options,
-        )
-
-
-def _profile() -> Any:
-    """Return credentials of ``AWS_PROFILE``, which the library itself does not read."""
-    try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise MissingPackageError(
-            "AWS_PROFILE is set, and profiles need the package boto3: pip install boto3, or set "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        ) from error
-    return Boto3CredentialProvider()
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Raise errors of the library as our own within this context."""
-    try:
-        yield
-    except (SourceError, MissingPackageError):
-        raise
-    except Exception as error:
-        raise _failure(what, error) from None  # its text may hold a signed address
-
-
-def _failure(what: str, error: Exception) -> Exception:
-    """Return the error to raise for one of the library: one line with the remedy."""
-    kind, status, code = type(error).__name__, _status(error), _code(error)
-    if kind == "InvalidPathError":
-        return SourceError(f"{what} has an object with an empty part in its name (//); rename or remove it")
-    if kind == "PreconditionError":
-        return SourceError(f"{what} was replaced while it was read; {again()} when nobody writes there")
-    if code == "NoSuchBucket":
-        return MissingModelError(f"{what}: there is no such bucket; check its name, and the endpoint")
-    if isinstance(error, FileNotFoundError) or status == 404:
-        return MissingModelError(f"{what} is not there; check the bucket and the path")
-    if (
-        code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
-        or status in (301, 307)
-        or _reason(error) == _REDIRECT
-    ):
-        return AccessError(f"{what}: the bucket is in another region; set AWS_REGION to it")
-    if code in ("ExpiredToken", "ExpiredTokenException", "RequestExpired"):
-        return AccessError(f"{what}: the credentials have expired; renew them, then {again()}")
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
-        return AccessError(
-            f"{what}: the store refuses access ({_reason(error)}); check the credentials in the environment "
-            "(for a public S3 bucket set AWS_SKIP_SIGNATURE=true)"
-        )
-    if status is None and not _is_temporary(error):
-        return SourceError(f"{what} cannot be read ({_reason(error)}); check the URL and the environment")
-    return NetworkError(
-        f"{what}: the store cannot be reached ({_reason(error)}); check the network, then {again()}"
-    )
-
-
-def _status(error: Exception) -> int | None:
-    match = _STATUS.search(str(error))
-    return None if match is None else int(match[1])
-
-
-def _code(error: Exception) -> str:
-    match = _CODE.search(str(error))
-    return "" if match is None else match[1]
-
-
-def _reason(error: Exception) -> str:
-    """Return what an error says without addresses: the status, the store's code, or the kind."""
-    if isinstance(error, EOFError):
-        return str(error)
-    status, code = _status(error), _code(error)
-    if status is not None:
-        return f"status {status}{f', {code}' if code else ''}"
-    text = str(error).partition("\n")[0].casefold()
-    for sign, reason in _SIGNS.items():
-        if sign in text:
-            return reason
-    return type(error).__name__
-
-
-_REDIRECT = "a redirect"
-_SIGNS = {
-    "timed out": "timed out",
-    "redirect without location": _REDIRECT,
-    "error sending request": "no connection",
-    "body error": "the connection was lost",
-    "http error": "the connection was lost",
-    "metadata": "no credentials were found",
-    "credential": "no credentials were found",
-}
-"""Parts of texts of the library -> what they mean."""
-
-
-def _is_temporary(error: Exception) -> bool:
-    """Return whether another try may help."""
-    status = _status(error)
-    if status is not None:
-        return status in (408, 425, 429) or status >= 500
-    return _reason(error) in ("timed out", "no connection", "the connection was lost")

@@ -141,13 +141,13 @@ def sample_checksum(path: str | os.PathLike[str]) -> str:
     """Return ``crc32:`` and 8 hex digits of equally distant blocks, from the first to the last of a file."""
     with open(path, "rb", buffering=0) as file:
         value = 0
-        for begin, end in _blocks(os.fstat(file.fileno()).st_size):
+        for begin, end in sampled_blocks(os.fstat(file.fileno()).st_size):
             file.seek(begin)
             value = zlib.crc32(file.read(end - begin), value)
     return f"crc32:{value:08x}"
 
 
-def _blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
+def sampled_blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the first byte of each block and the one after its last."""
     last, end = max(0, num_bytes - BLOCK_BYTES), 0
     for start in dict.fromkeys(last * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)):
@@ -160,7 +160,7 @@ def _remote_sample(file: RemoteFile) -> str:
     """Return the same checksum of a file that is read over a network."""
     reader, value = file.reader(), 0
     with ThreadPoolExecutor(NUM_THREADS, "sample") as pool:
-        blocks = ((begin, end - begin) for begin, end in _blocks(file.num_bytes))
+        blocks = ((begin, end - begin) for begin, end in sampled_blocks(file.num_bytes))
         for data in pool.map(reader.read, *zip(*blocks, strict=True)):
             value = zlib.crc32(data, value)
     return f"crc32:{value:08x}"

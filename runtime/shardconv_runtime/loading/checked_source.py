@@ -24,6 +24,7 @@ from ..files.manifest import Manifest
 from ..files.model_config import building_failed, read_config, read_generation_config
 from ..files.object_stores import ObjectDirectory
 from ..files.reading import Span
+from ..files.stored_copies import StoredCopy
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
@@ -127,8 +128,9 @@ class CheckedSource:
     manifest: Manifest
     """The manifest; for an ordinary model, a manifest of its small files."""
     plan: Plan
-    repository: Repository | None = None
-    """The repository from which this rank's files are still to be downloaded."""
+    repository: Repository | StoredCopy | None = None
+    """The repository, or the directory in an object store with a copy on this host, from which this rank's
+    files are still to be downloaded."""
     objects: ObjectDirectory | None = None
     """The object store that holds the shards; ``directory`` has only the small files."""
     files: rank_files.RankFiles | None = None
@@ -168,7 +170,7 @@ class CheckedSource:
         return replace(self.manifest, plan_sha256=digest, files=())
 
     @property
-    def model(self) -> tuple[Path, Any, Plan, Repository | None]:
+    def model(self) -> tuple[Path, Any, Plan, Repository | StoredCopy | None]:
         """Return the directory, manifest, plan and repository, which are known before the model is built."""
         return self.directory, self.manifest, self.plan, self.repository
 

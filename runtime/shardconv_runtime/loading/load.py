@@ -27,6 +27,7 @@ from ..files.manifest import Manifest
 from ..files.object_stores import ObjectDirectory, find_stored
 from ..files.reading import ReadAhead
 from ..files.small_files import of_stage_of, variant
+from ..files.stored_copies import copy_of
 from ..files.tp_folders import folder_in
 from ..format.plan import Plan
 from ..hub_options import Hub, is_url, require_repo_id
@@ -124,7 +125,8 @@ def load(
             rank's files are then downloaded to the cache. If the repository has several directories
             ``tp-N/``, ``load`` uses the one for the number of processes. Or an ordinary model, local or on
             the Hub, of which this rank reads only its part. Bytes of its safetensors on the Hub are not
-            cached. Or the URL of either in an object store, such as ``s3://bucket/model``.
+            cached. Or the URL of either in an object store, such as ``s3://bucket/model``. With ``hub``'s
+            ``cache_dir``, this rank's converted files are copied there first, once for all ranks of a host.
         plan: for an ordinary model, a plan that was made for it: a file (``shardconv plan MODEL -o FILE``), a
             directory with one, ``user/repo/plan.json`` on the Hub, or the value of ``shardconv.plan``; or a
             ``Planning(...)`` with which it is planned now. By default it is planned for all processes.
@@ -379,7 +381,7 @@ def _find_source(options: LoadOptions, rank: int, world_size: int) -> CheckedSou
         return with_plan(options, options.plan)
     if is_url(options.path):
         stored = find_stored(options.path, world_size, rank)
-        return None if stored is None else _stored_source(*stored)
+        return None if stored is None else _stored_source(*stored, options.hub.cache_dir)
     directory = Path(options.path).expanduser()
     if directory.is_dir():
         if not (directory / manifest.MANIFEST_NAME).is_file():
@@ -397,7 +399,14 @@ def _find_source(options: LoadOptions, rank: int, world_size: int) -> CheckedSou
     return CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
 
 
-def _stored_source(there: ObjectDirectory, directory: Path) -> CheckedSource:
+def _stored_source(
+    there: ObjectDirectory, directory: Path, cache_dir: str | os.PathLike[str] | None
+) -> CheckedSource:
+    """Return a converted directory in an object store, which is read from there or from a copy."""
+    if cache_dir is not None:
+        copy = copy_of(there, directory, cache_dir)
+        described = manifest.read(copy.directory)
+        return CheckedSource(copy.directory, described, manifest.read_plan(copy.directory, described), copy)
     described = manifest.read(directory)
     return CheckedSource(directory, described, manifest.read_plan(directory, described), objects=there)
 

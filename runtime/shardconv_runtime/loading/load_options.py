@@ -11,6 +11,7 @@ from ..errors import CheckpointError, OptionError
 from ..files import manifest, object_stores
 from ..files.hub_downloads import beside
 from ..files.small_files import stage_directory
+from ..files.stored_copies import StoredCopy
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, require_training
 from ..format.stage_names import num_stages, stages_of
@@ -109,7 +110,10 @@ def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
     count, more = num_stages(found.plan), []
     for stage in stages_of(found.plan, stages.own, count // per_process)[1:]:
         name, repository, objects = stage_directory(stage, count), found.repository, found.objects
-        if repository is not None:
+        if isinstance(repository, StoredCopy):
+            repository = repository.beside(name)
+            directory = repository.directory
+        elif repository is not None:
             repository, _ = beside(repository, name)
             directory = repository.directory
         elif objects is not None:

@@ -17,6 +17,7 @@ from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
 from ..files.model_config import read_config
 from ..files.small_files import small_files
+from ..files.stored_copies import StoredCopy
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import tensor_name
@@ -76,7 +77,7 @@ def require_packages(
     directory: Path,
     manifest: Manifest,
     plan: Plan,
-    repository: Repository | None,
+    repository: Repository | StoredCopy | None,
     device: torch.device,
     dtype: torch.dtype | None,
     *,

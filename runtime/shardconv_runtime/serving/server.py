@@ -24,6 +24,7 @@ from transformers import AutoProcessor, AutoTokenizer, ContinuousBatchingConfig
 from ..comm.agreement import exchange
 from ..comm.launchers import WATCH_S, end_with_launcher, env_int
 from ..errors import OptionError, ShardconvError, brief
+from ..hub_options import Hub
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer, end_tokens
@@ -79,7 +80,7 @@ def _run_rank(
     end_with_launcher()
     # transformers would set it itself, too late for NCCL, and warn.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
-    model = load(arguments.out)
+    model = load(arguments.out, hub=Hub(cache_dir=arguments.cache_dir))
     directory = loaded(model).directory
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)

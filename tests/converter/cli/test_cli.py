@@ -93,6 +93,7 @@ COMMANDS = {
         "--host",
         "--port",
         "--name",
+        "--cache-dir",
         "--num-blocks",
         "--max-batch-tokens",
         "--max-requests",

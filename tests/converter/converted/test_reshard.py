@@ -18,7 +18,7 @@ from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv.arguments import Writing
-from shardconv.writing import fill
+from shardconv.writing import local_files
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 
@@ -72,7 +72,7 @@ def test_parts_are_written_one_by_one(out: Path, tmp_path: Path) -> None:
 
 def cut_short(patch: pytest.MonkeyPatch, out: Path, out2: Path) -> None:
     """Reshard for three ranks, on a disk that fills up."""
-    write, calls = fill._Target.put, itertools.count()
+    write, calls = local_files.LocalFiles.put, itertools.count()
 
     def failing(*args: Any) -> None:
         if next(calls) >= 20:
@@ -80,7 +80,7 @@ def cut_short(patch: pytest.MonkeyPatch, out: Path, out2: Path) -> None:
         write(*args)
 
     with patch.context() as inner:
-        inner.setattr(fill._Target, "put", failing)
+        inner.setattr(local_files.LocalFiles, "put", failing)
         with pytest.raises(ShardconvError, match="No space left on device"):
             shardconv.reshard(out, out2, 3)
     assert {path.name for path in out2.iterdir()} == {".partial"}

@@ -38,7 +38,7 @@ from shardconv import cli
 from shardconv.exports import export_dcp
 from shardconv.exports.export_dcp import export
 from shardconv.reporting.progress import Silent
-from shardconv.writing import fill, job, writer
+from shardconv.writing import fill, job, local_files, writer
 from shardconv.writing.outputs import Output, WriteOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -236,14 +236,14 @@ def tiny(place: Path) -> Path:
 
 def fail_on_write(patch: pytest.MonkeyPatch, after: int) -> None:
     """A write to a file fails."""
-    write, calls = fill._Target.put, itertools.count()
+    write, calls = local_files.LocalFiles.put, itertools.count()
 
     def failing(*args: Any) -> None:
         if next(calls) >= after:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    patch.setattr(fill._Target, "put", failing)
+    patch.setattr(local_files.LocalFiles, "put", failing)
 
 
 def fail_on_move(patch: pytest.MonkeyPatch, after: int) -> None:

@@ -26,7 +26,7 @@ from small_models import hand_plan, make_custom, save_random, small_config
 import shardconv
 from shardconv.arguments import Writing
 from shardconv.exports import saved_layout
-from shardconv.writing import fill, job
+from shardconv.writing import job, local_files
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -351,7 +351,7 @@ class TestInterrupted:
     """A merge that was killed goes on; until it is done nothing loads the directory."""
 
     def test_while_writing(self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        write, calls = fill._Target.put, itertools.count()
+        write, calls = local_files.LocalFiles.put, itertools.count()
 
         def failing(*args: Any) -> None:
             if next(calls) >= 25:
@@ -359,20 +359,20 @@ class TestInterrupted:
             write(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fill._Target, "put", failing)
+            patch.setattr(local_files.LocalFiles, "put", failing)
             with pytest.raises(ShardconvError, match="No space left on device"):
                 shardconv.merge(out, tmp_path / "hf", max_file_size=1)
         assert {path.name for path in (tmp_path / "hf").iterdir()} == {".partial"}
         done = next(calls)
         with monkeypatch.context() as patch:
-            patch.setattr(fill._Target, "put", lambda *args: next(calls) and write(*args))
+            patch.setattr(local_files.LocalFiles, "put", lambda *args: next(calls) and write(*args))
             shardconv.merge(out, tmp_path / "hf", max_file_size=1)
         again = next(calls) - done
         shardconv.merge(out, tmp_path / "expected", max_file_size=1)
         assert contents(tmp_path / "hf") == contents(tmp_path / "expected")
         with monkeypatch.context() as patch:
             calls = itertools.count(1)
-            patch.setattr(fill._Target, "put", lambda *args: next(calls) and write(*args))
+            patch.setattr(local_files.LocalFiles, "put", lambda *args: next(calls) and write(*args))
             shardconv.merge(out, tmp_path / "whole", max_file_size=1)
         assert again < next(calls) - 11, "finished files are not written again"
 

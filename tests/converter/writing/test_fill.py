@@ -18,7 +18,7 @@ from shardconv_runtime.files import checksums, manifest
 from shardconv_runtime.files.manifest import PARTIAL
 from small_conversion import Model, contents, placed
 
-from shardconv.writing import fill, writer
+from shardconv.writing import local_files, writer
 from shardconv.writing.workspace import Workspace
 
 
@@ -135,7 +135,7 @@ def test_files_of_several_pieces(model: Model, tmp_path: Path, monkeypatch: pyte
     """However the bytes of a file arrive, its checksum is that of its pieces."""
     for piece in (1, 64, 1000):
         monkeypatch.setattr(checksums, "PIECE_BYTES", piece)
-        monkeypatch.setattr(fill, "PIECE_BYTES", piece)
+        monkeypatch.setattr(local_files, "PIECE_BYTES", piece)
         out = tmp_path / str(piece)
         model.convert(out)
         for entry in manifest.read(out).files:

@@ -32,7 +32,7 @@ from small_models import hand_plan, make_custom, small_config
 import shardconv
 from shardconv.arguments import Writing, parse_ranks, parse_size
 from shardconv.reporting.progress import Advance, Silent
-from shardconv.writing import fill
+from shardconv.writing import local_files
 from shardconv.writing.outputs import Output
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
@@ -50,14 +50,14 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def fail_on_write(patch: pytest.MonkeyPatch, error: BaseException) -> None:
     """The third write to a file fails."""
-    write, calls = fill._Target.put, itertools.count()
+    write, calls = local_files.LocalFiles.put, itertools.count()
 
     def failing(*args: Any) -> None:
         if next(calls) >= 2:
             raise error
         write(*args)
 
-    patch.setattr(fill._Target, "put", failing)
+    patch.setattr(local_files.LocalFiles, "put", failing)
 
 
 def held(dim: Dim, mesh: Mesh, rank: int) -> list[int]:
