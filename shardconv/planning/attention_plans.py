@@ -84,7 +84,7 @@ def attention_gathers(model: nn.Module, inputs: TraceInputs, plan: Plan) -> Gath
     """Return the gathers of attention weights of a model with a plan.
 
     Args:
-        model: on meta.
+        model: the global model, on meta.
 
     Returns:
         None if the model returns none, does not run when it is asked for them, or needs other steps than the

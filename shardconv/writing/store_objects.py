@@ -59,7 +59,7 @@ class StoreDirectory:
         Stores without conditions write it in any case.
 
         Args:
-            version: of the object that was read; None: there was none.
+            version: the version of the object that was read; None if there was none.
 
         Returns:
             The version that was written; None if somebody has changed it.

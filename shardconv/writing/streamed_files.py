@@ -37,7 +37,7 @@ class Digests:
     """Checksums of a file that was sent."""
 
     checksum: str
-    """Of the kind that its entry in the manifest has."""
+    """The same kind as in the file's entry in the manifest."""
     sample: str
     e_tag: str
 

@@ -61,7 +61,7 @@ class ConvertedFiles:
 
 
 def parts_of(where: str | os.PathLike[str]) -> list[ConvertedFiles]:
-    """Return the converted directory that is named, or those of its stages."""
+    """Return the converted directory that is named, or the directories of its stages."""
     if is_url(where):
         from .object_stores import find_all_stored  # it imports the client of the Hub
 

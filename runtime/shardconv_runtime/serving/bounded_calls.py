@@ -34,9 +34,9 @@ WALL_FACTOR = 5
 MEMORY_BYTES = 2 * 2**30
 """Memory that a call may use beyond what its process has at the start."""
 STACK_BYTES = 2 * 2**20
-"""Stack of a call: a quarter of that of the ranks' threads, which go on with its value."""
+"""Stack of a call: a quarter of the stack that the ranks' threads have, which go on with its value."""
 NICE_OF_ALL, NICE_OF_FEW = 5, 19
-"""The ranks compute first, then calls that every request makes, then those of a few."""
+"""The ranks compute first, then calls that every request makes, then calls that few requests make."""
 _PREPARE, _FORK = b"p", b"f"
 _RETURNED, _REFUSED, _RAISED = b"r", b"b", b"x"
 

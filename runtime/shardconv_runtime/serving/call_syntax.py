@@ -1,4 +1,4 @@
-"""How a model writes calls of tools: read from the chat template, which writes those of earlier answers.
+"""How a model writes calls of tools, read from the chat template, which writes the calls of earlier answers.
 
 The response template says how calls are read, and often many texts are one call. The chat template writes
 one of them, which the model has seen in training. A grammar for calls allows this one.
