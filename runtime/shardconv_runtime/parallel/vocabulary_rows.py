@@ -32,24 +32,9 @@ class _Unnumbered:
 class VocabularyRows(_Unnumbered, nn.Parameter):
     """A weight with a rank's rows of a vocabulary, which refuses to be indexed; otherwise it is a parameter.
 
-    Its ``data`` refuses, too, which users index to set the row of a new token.
+    Its ``data`` is a plain tensor, as compiled code expects of parameters.
     """
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """Return the weight without gradients."""
-        return Tensor.data.__get__(self).as_subclass(_Rows)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
 # Otherwise optimizers on a GPU would go through all parameters one by one. torch appends DTensor in this way.
 _foreach_supported_types.append(VocabularyRows)
-
-
-class _Rows(_Unnumbered, Tensor):
-    """The values of such a weight."""
-
-    __torch_function__ = nn.Parameter.__torch_function__  # results are plain tensors
