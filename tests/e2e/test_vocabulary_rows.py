@@ -83,3 +83,14 @@ def test_an_optimizer_takes_all_parameters_at_once(monkeypatch: pytest.MonkeyPat
     weight.grad = torch.ones(3, 2)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.full((3, 2), 0.5))
+
+
+def test_compiled_code_takes_it() -> None:
+    """torch looks at the data of parameters, and at their type, in its checks of a compiled graph."""
+    table = torch.nn.Embedding(3, 2)
+    table.weight = VocabularyRows(torch.arange(6.0).view(3, 2))
+    rows = torch.compile(table, backend="aot_eager")(torch.tensor([2, 0]))
+    assert rows.tolist() == [[4.0, 5.0], [0.0, 1.0]]
+    rows.sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
