@@ -78,7 +78,6 @@ def draw_parts(model: Any) -> None:
     """Initialize a loaded model, in place; see ``_Method``."""
     source = loaded(model)
     building = source.building
-    seeds = agreement.exchange(building.all_ranks, int(torch.randint(2**62, ())))
     marks = _Marks.of(model)
     devices = [building.start.device] if building.start.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -86,6 +85,7 @@ def draw_parts(model: Any) -> None:
             setattr(parameter, _MARK, True)
         getattr(type(model), METHOD)(model)  # the buffers that no file holds
     if not all(marks.tensors.values()):
+        seeds = agreement.exchange(building.all_ranks, int(torch.randint(2**62, ())))
         agreement.together(building.all_ranks, lambda: _draw(model, source, marks, seeds[0]))
 
 

@@ -13,14 +13,13 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..comm.collectives import Communicator
 from ..comm.steps import GradReduce
 from ..errors import RefusedCallError
 from ..format.module_steps import GradDivideStep, ModuleStep
-from .boundary import OutputHook, TensorStep, forward_signature, in_use, output_hook, renumber, step
-from .refusals import is_asked_for, refuse
+from .boundary import OutputHook, TensorStep, in_use, output_hook, renumber, step
+from .refusals import Argument, models_in, refuse
 
 ASK = "output_attentions"
 WHY_NOT = (
@@ -32,7 +31,7 @@ WHY_NOT = (
 
 def refuse_attentions(model: nn.Module) -> None:
     """Make a model and the models in it refuse to return attention weights."""
-    for part in _models(model):
+    for part in models_in(model):
         refuse(part, ASK, WHY_NOT)
 
 
@@ -41,7 +40,7 @@ def gather_attentions(
 ) -> None:
     """Make a model return the attention weights of all heads in calls that ask for them, in place."""
     asked = _Asked()
-    for part in _models(model):
+    for part in models_in(model):
         call = _Call(part, asked)
         renumber(part, part.register_forward_pre_hook(call.begin, prepend=True, with_kwargs=True))
         renumber(part, part.register_forward_hook(call.end, always_call=True))
@@ -57,11 +56,6 @@ def gather_attentions(
             renumber(module, module.register_forward_hook(hook, prepend=True))
 
 
-def _models(model: nn.Module) -> list[nn.Module]:
-    """Return the model and the models in it, which users may call by themselves."""
-    return [part for part in model.modules() if part is model or isinstance(part, PreTrainedModel)]
-
-
 class _Asked:
     """Whether the calls that are running have asked for attention weights."""
 
@@ -75,14 +69,12 @@ class _Call:
     """The hooks around the calls of one model."""
 
     def __init__(self, model: nn.Module, asked: _Asked) -> None:
-        names = list(forward_signature(model).parameters)
-        self._position = names.index(ASK) if ASK in names else len(names)
+        self._argument = Argument.of(model, ASK)
         self._asked = asked
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note whether a call asks, or one around it does."""
-        value = args[self._position] if self._position < len(args) else kwargs.get(ASK)
-        is_asked = is_asked_for(module, ASK, value)
+        is_asked = self._argument.is_set(module, args, kwargs)
         if torch.compiler.is_compiling():
             if is_asked:
                 raise RefusedCallError(

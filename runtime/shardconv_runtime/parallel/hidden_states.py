@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from ..comm.collectives import Communicator
 from ..comm.steps import GradDivide, GradReduce, Reduce, unchanged
 from ..errors import RefusedCallError
 from ..format.plan import HookPlan, HookPort, Plan, by_name
 from .attention_weights import ReturnedPart
-from .boundary import forward_signature, positional_names, renumber
-from .refusals import is_asked_for
+from .boundary import positional_names, renumber
+from .refusals import Argument, models_in
 from .user_hooks import map_tensors
 
 ARGUMENT = "output_hidden_states"
@@ -44,19 +43,16 @@ PORTS = "_shardconv_ports"
 
 def attach_hidden_states(model: nn.Module, plan: Plan, comm: Communicator, training: bool) -> None:
     """Make a model, and the models in it, complete, compare or refuse the hidden states that they return."""
-    modules = dict(model.named_modules())
-    for name, entry in by_name("hooks", plan.hooks).items():
-        if name in modules:
-            modules[name].__dict__[PORTS] = entry
+    entries = by_name("hooks", plan.hooks)
+    for name, module in model.named_modules():
+        if name in entries:
+            module.__dict__[PORTS] = entries[name]
     outputs = plan.training.extra_outputs if plan.training is not None else ()
     running = _Running(comm, training, ARGUMENT in outputs)
-    for part in modules.values():
-        if part is model or isinstance(part, PreTrainedModel):
-            names = list(forward_signature(part).parameters)
-            position = names.index(ARGUMENT) if ARGUMENT in names else len(names)
-            begin = partial(running.begin, position, part is model)
-            renumber(part, part.register_forward_pre_hook(begin, with_kwargs=True))
-            renumber(part, part.register_forward_hook(running.end, always_call=True))
+    for part in models_in(model):
+        begin = partial(running.begin, Argument.of(part, ARGUMENT), part is model)
+        renumber(part, part.register_forward_pre_hook(begin, with_kwargs=True))
+        renumber(part, part.register_forward_hook(running.end, always_call=True))
 
 
 class _Running:
@@ -79,15 +75,14 @@ class _Running:
 
     def begin(
         self,
-        position: int,
+        argument: Argument,
         is_whole: bool,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         """Watch the tensors of a call that asks for hidden states."""
-        value = args[position] if position < len(args) else kwargs.get(ARGUMENT)
-        asks = is_asked_for(module, ARGUMENT, value)
+        asks = argument.is_set(module, args, kwargs)
         if torch.compiler.is_compiling():
             if asks and is_whole:
                 raise RefusedCallError(

@@ -6,10 +6,12 @@ The result of such a call would be one rank's part; after such a change, the pla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import RefusedCallError
 from .boundary import forward_signature
@@ -17,15 +19,12 @@ from .boundary import forward_signature
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
     """Make a model refuse calls with an argument, given or set in its config."""
-    names = list(forward_signature(model).parameters)
-    position = names.index(argument) if argument in names else None
+    asked = Argument.of(model, argument)
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if unless_inference and not torch.is_grad_enabled():
             return
-        is_given = position is not None and position < len(args)
-        value = args[position or 0] if is_given else kwargs.get(argument)
-        if is_asked_for(module, argument, value):
+        if asked.is_set(module, args, kwargs):
             raise RefusedCallError(f"{argument} was given to a model {why}")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
@@ -52,6 +51,30 @@ def refuse_head_masks(model: nn.Module) -> None:
     for part in {model, getattr(model, "base_model", model)}:
         check = _head_mask_check(list(forward_signature(part).parameters))
         part.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a model, which is given by name or position, or set in the model's config."""
+
+    name: str
+    position: int | None
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> Argument:
+        """Return the argument of this name."""
+        names = list(forward_signature(model).parameters)
+        return cls(name, names.index(name) if name in names else None)
+
+    def is_set(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call has it."""
+        is_given = self.position is not None and self.position < len(args)
+        return is_asked_for(model, self.name, args[self.position or 0] if is_given else kwargs.get(self.name))
+
+
+def models_in(model: nn.Module) -> list[nn.Module]:
+    """Return the model and the models of transformers in it, which users may call by themselves."""
+    return [part for part in model.modules() if part is model or isinstance(part, PreTrainedModel)]
 
 
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
