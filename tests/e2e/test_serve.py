@@ -125,6 +125,21 @@ def wait_until_healthy(port: int, *processes: subprocess.Popen[str] | Forked) ->
     raise AssertionError("the server does not answer")
 
 
+@contextlib.contextmanager
+def running_ranks(out: Path) -> Iterator[int]:
+    """Serve at two ranks, and give the port; when they are told to end, all processes end well."""
+    port = free_port()
+    ranks = fork_ranks(out, port)
+    try:
+        wait_until_healthy(port, *ranks)
+        yield port
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        printed = ["".join(rank.communicate(timeout=60)) for rank in ranks]
+    assert not any("Error" in each for each in printed), printed
+
+
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """At two ranks; when it is told to end, all processes end well."""
@@ -133,16 +148,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     save_words(source)
     shardconv.convert(source, root / "out", tp=2, check=False)
     unsharded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
-    port = free_port()
-    ranks = fork_ranks(root / "out", port)
-    try:
-        wait_until_healthy(port, *ranks)
+    with running_ranks(root / "out") as port:
         yield Serving(port, unsharded, transformers.AutoTokenizer.from_pretrained(source))
-    finally:
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        printed = ["".join(rank.communicate(timeout=60)) for rank in ranks]
-    assert not any("Error" in each for each in printed), printed
 
 
 def test_models(serving: Serving) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import string
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import torch
 import transformers
 from checkpoints import VOCAB, save_causal
-from distributed import free_port
 from response_shapes import SHAPES
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -28,7 +26,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("xgrammar")
 
 import openai
-from test_serve import fork_ranks, wait_until_healthy
+from test_serve import running_ranks
 
 SHAPE = SHAPES["content without a mark"]
 CHARACTERS = ("<pad>", "<unk>", "<done>", *string.printable)
@@ -79,16 +77,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     save_characters(source)
     shardconv.convert(source, root / "out", tp=2, check=False)
     unsharded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
-    port = free_port()
-    ranks = fork_ranks(root / "out", port)
-    try:
-        wait_until_healthy(port, *ranks)
+    with running_ranks(root / "out") as port:
         yield Serving(port, unsharded, transformers.AutoTokenizer.from_pretrained(source))
-    finally:
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        printed = ["".join(rank.communicate(timeout=60)) for rank in ranks]
-    assert not any("Error" in each for each in printed), printed
 
 
 def test_two_steps_with_a_tool(serving: Serving) -> None:

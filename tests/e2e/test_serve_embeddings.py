@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
 import openai
-from test_serve import START_S, _exit_with, arguments, fork_ranks, save_words, wait_until_healthy
+from test_serve import START_S, _exit_with, arguments, running_ranks, save_words
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,9 @@ def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedding]:
     save(model, root / "bert")
     save_words(root / "bert")
     shardconv.convert(root / "bert", root / "out", tp=2, check=False)
-    port = free_port()
-    ranks = fork_ranks(root / "out", port)
-    try:
-        wait_until_healthy(port, *ranks)
+    with running_ranks(root / "out") as port:
         url = f"http://127.0.0.1:{port}/v1"
         yield Embedding(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60), model)
-    finally:
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        printed = ["".join(rank.communicate(timeout=60)) for rank in ranks]
-    assert not any("Error" in each for each in printed), printed
 
 
 def test_embeddings(embedding: Embedding) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import pytest
 import torch
 import transformers
 from checkpoints import VOCAB, save
-from distributed import free_port
 from test_serve_agents import SHAPE, Serving, save_characters
 
 import shardconv
@@ -28,7 +26,7 @@ if not hasattr(transformers.ContinuousBatchingManager, "pause"):
 
 import openai
 import PIL.Image
-from test_serve import fork_ranks, wait_until_healthy
+from test_serve import running_ranks
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 SIZE = 28
@@ -74,16 +72,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     root = tmp_path_factory.mktemp("images")
     unsharded = save_model(root / "llava")
     shardconv.convert(root / "llava", root / "out", tp=2, check=False)
-    port = free_port()
-    ranks = fork_ranks(root / "out", port)
-    try:
-        wait_until_healthy(port, *ranks)
+    with running_ranks(root / "out") as port:
         yield Serving(port, unsharded, transformers.AutoProcessor.from_pretrained(root / "llava"))
-    finally:
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        printed = ["".join(rank.communicate(timeout=60)) for rank in ranks]
-    assert not any("Error" in each for each in printed), printed
 
 
 def picture(width: int, height: int) -> Any:
