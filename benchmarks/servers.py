@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -143,10 +144,9 @@ def wait_until_it_answers(base: str, process: subprocess.Popen[bytes], model: st
     raise RuntimeError(f"no answer in {START_S} s")
 
 
-def rows_of(
-    server: Server, options: argparse.Namespace, tokenizer: Any, port: int, log: Path
-) -> list[dict[str, str]]:
-    """A row for each number of clients, or one with the error."""
+@contextmanager
+def running(server: Server, port: int, log: Path) -> Iterator[tuple[str, float]]:
+    """Start a server; gives its address and the seconds until it answered."""
     base = f"http://127.0.0.1:{port}"
     begin = time.monotonic()
     with log.open("wb") as output:
@@ -159,14 +159,29 @@ def rows_of(
         )
     try:
         wait_until_it_answers(base, process, server.model, log)
-        started_s = time.monotonic() - begin
-        rows = []
-        for num_clients in options.clients:
-            num_each = max(1, options.answers // num_clients)
-            found = asyncio.run(measure(base, server.model, num_clients, num_each, options.tokens))
-            rows.append(row(server.name, num_clients, found, tokenizer, started_s))
-            tell(str(rows[-1]))
-        return rows
+        yield base, time.monotonic() - begin
+    finally:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, sign)
+                process.wait(30)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def rows_of(
+    server: Server, options: argparse.Namespace, tokenizer: Any, port: int, log: Path
+) -> list[dict[str, str]]:
+    """A row for each number of clients, or one with the error."""
+    try:
+        with running(server, port, log) as (base, started_s):
+            rows = []
+            for num_clients in options.clients:
+                num_each = max(1, options.answers // num_clients)
+                found = asyncio.run(measure(base, server.model, num_clients, num_each, options.tokens))
+                rows.append(row(server.name, num_clients, found, tokenizer, started_s))
+                tell(str(rows[-1]))
+            return rows
     except (RuntimeError, openai.OpenAIError) as error:
         tell(f"{server.name}: {error}")
         return [
@@ -176,13 +191,6 @@ def rows_of(
                 "tokens / s": f"not measured: {str(error)[:160]}",
             }
         ]
-    finally:
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, sign)
-                process.wait(30)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
 
 
 COLUMNS = (
@@ -227,6 +235,23 @@ def row(
     return dict(zip(COLUMNS, values, strict=True))
 
 
+def converted_model(root: Path, ranks: Sequence[int]) -> tuple[Path, dict[int, Path]]:
+    """The demo's model, and it converted to float32 for each number of ranks."""
+    source, converted = root / "model", {tp: root / f"tp{tp}" for tp in ranks}
+    subprocess.run([sys.executable, DEMO_CHECKPOINT, source], check=True)
+    for tp, out in converted.items():
+        convert = [sys.executable, "-m", "shardconv", "convert", source, "--tp", str(tp), out]
+        subprocess.run([*convert, "--dtype", "float32", "--no-check", "--quiet"], check=True)
+    return source, converted
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -252,16 +277,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="shardconv-") as scratch:
         root, begin = Path(scratch), time.monotonic()
-        source = root / "model"
-        subprocess.run([sys.executable, DEMO_CHECKPOINT, source], check=True)
-        converted = {}
-        for tp in (1,) if options.small else (1, 2):
-            converted[tp] = root / f"tp{tp}"
-            convert = [sys.executable, "-m", "shardconv", "convert", source, "--tp", str(tp), converted[tp]]
-            subprocess.run([*convert, "--dtype", "float32", "--no-check", "--quiet"], check=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        source, converted = converted_model(root, (1,) if options.small else (1, 2))
+        port = free_port()
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         rows = []
         for server in servers(options, source, converted, port)[: 1 if options.small else None]:

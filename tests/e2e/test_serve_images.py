@@ -116,13 +116,14 @@ def generated(serving: Serving, parts: tuple[Any, ...], **options: Any) -> str:
     return str(serving.tokenizer.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :])).strip()
 
 
-SIZES = [(40, 30), (28, 28), (5, 90), (300, 20), (1, 1)]
+SIZES = [(40, 30), (28, 28), (5, 90), (300, 20), (1, 1), (64, 64), (13, 17), (500, 400), (29, 27), (2, 60)]
 
 
 def test_answers_are_those_of_generate(serving: Serving) -> None:
-    """Images of several sizes, beside chats without any; whole, and streamed and drawn."""
+    """Twenty requests at once: images of several sizes, beside chats without any; one is streamed and drawn."""
     asked: list[tuple[Any, ...]] = [(picture(*size), "a") for size in SIZES]
-    asked += [("b",), ("c", picture(9, 9), "d", picture(30, 40)), ("e",), ("f",)]
+    asked += [("c", picture(9, 9), "d", picture(30, 40)), (picture(7, 7), picture(8, 80), "e")]
+    asked += [(text,) for text in ("b", "e", "f", "ab", "cd", "fed", "b a b")]
     options = {"model": "tiny", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
     def answer(parts: tuple[Any, ...]) -> str:
