@@ -8,6 +8,7 @@ gets the inputs in front of them, a forward hook the outputs behind them.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import HookPlan, HookPort
@@ -23,8 +24,7 @@ from .solution import Solution
 def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
     """Return the modules whose inputs or outputs are the same in all calls; equal ones share an entry."""
     tape = solution.analysis.tape
-    # Logits are gathered in some calls only. A hook on a tensor whose gradient or part is converted gets a
-    # copy of it, which lacks what code writes to the tensor later.
+    # Logits are gathered in some calls only.
     logits, written = logits_region(solution), written_later(tape)
     sequence = sequence_leaves(solution.analysis)
     sides: dict[tuple[str, bool], dict[str, HookPort] | None] = {}
@@ -35,9 +35,10 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
         side = (solution.fqn(event), event.is_output)
         for name in event.ports:
             port = None if tid in logits else _port(solution, tid, name, sequence)
+            if port is not None and tid in written and not port.is_full:
+                port = replace(port, is_written=True)
             ports = sides.setdefault(side, {})
-            is_refused = port is None or (tid in written and not port.is_full)
-            if ports is None or port is None or is_refused or ports.setdefault(name, port) != port:
+            if ports is None or port is None or ports.setdefault(name, port) != port:
                 sides[side] = None
     grouped: dict[tuple[str, HookPlan], list[str]] = {}
     for fqn in dict.fromkeys(call.fqn for call in tape.calls):

@@ -196,7 +196,7 @@ def test_a_loss_of_hidden_states(name: str, tmp_path: Path) -> None:
 
 
 def states_of_a_part(path: Path) -> list[Tensor]:
-    """Of the base model, asked by its config, and what a hook on a layer is given and gives back."""
+    """Of the base model, asked by its config; what a hook on a layer is given and gives back; of a module."""
     model: Any = shardconv_runtime.load(path, communication=Communication(timeout_s=60))
     given: list[Tensor] = []
 
@@ -209,7 +209,13 @@ def states_of_a_part(path: Path) -> list[Tensor]:
         states = list(copy.deepcopy(model.base_model)(ids()).hidden_states)
         model.base_model.config.output_hidden_states = False
         model.base_model.layers[0].register_forward_hook(double)
-        return [*states, model(ids()).logits, given[0]]
+        logits = model(ids()).logits
+        by_itself = model.base_model.layers[0].mlp(embeddings(model.config.hidden_size))
+        with pytest.raises(RuntimeError):
+            model.base_model.layers[0](embeddings(model.config.hidden_size)[..., 1:])
+        model.base_model.layers[0].mlp.register_forward_hook(lambda module, args, output: output.tanh())
+        hooked = model.base_model.layers[0].mlp(embeddings(model.config.hidden_size))
+        return [*states, logits, given[0], by_itself, hooked]
 
 
 def test_states_of_a_part_and_hooks_on_layers(tmp_path: Path) -> None:
@@ -217,7 +223,8 @@ def test_states_of_a_part_and_hooks_on_layers(tmp_path: Path) -> None:
     states = hidden_states(unsharded)[: unsharded.config.num_hidden_layers + 1]
     unsharded.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
     with torch.no_grad():
-        want = [*states, unsharded(ids()).logits, states[1]]
+        by_itself = unsharded.model.layers[0].mlp(embeddings(unsharded.config.hidden_size))
+        want = [*states, unsharded(ids()).logits, states[1], by_itself, by_itself.tanh()]
     for got in run_processes(2, states_of_a_part, out):
         assert difference(got, want) <= TOLERANCE
 

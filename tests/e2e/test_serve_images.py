@@ -120,7 +120,7 @@ SIZES = [(40, 30), (28, 28), (5, 90), (300, 20), (1, 1), (64, 64), (13, 17), (50
 
 
 def test_answers_are_those_of_generate(serving: Serving) -> None:
-    """Twenty requests at once: images of several sizes, beside chats without any; one is streamed and drawn."""
+    """Twenty requests at once: images of several sizes, and chats without any; one is streamed and drawn."""
     asked: list[tuple[Any, ...]] = [(picture(*size), "a") for size in SIZES]
     asked += [("c", picture(9, 9), "d", picture(30, 40)), (picture(7, 7), picture(8, 80), "e")]
     asked += [(text,) for text in ("b", "e", "f", "ab", "cd", "fed", "b a b")]

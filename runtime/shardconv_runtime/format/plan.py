@@ -400,6 +400,8 @@ class HookPort:
     """Mesh axes that shard its second dim, the sequence."""
     partial_axes: tuple[int, ...] = ()
     """Mesh axes over which it is a Partial."""
+    is_written: bool = False
+    """Code around the module writes to it later. A hook could not be given a copy of it."""
 
     @property
     def is_full(self) -> bool:

@@ -173,6 +173,10 @@ def _rewrite(table: dict[int, Any], numbers: Mapping[int, int]) -> None:
     table.update(entries)
 
 
+class Outermost:
+    """A forward hook of a module that runs outside of all others: before them, or after them."""
+
+
 OutputHook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 """A forward hook, which returns a changed output, or None."""
 

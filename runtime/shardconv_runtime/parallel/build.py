@@ -33,6 +33,7 @@ from .fused_products import fuse
 from .hidden_states import attach_hidden_states
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
+from .outside_calls import complete_outside_calls
 from .refusals import refuse, refuse_head_masks, refuse_implementations
 from .vocabulary_rows import VocabularyRows
 
@@ -259,4 +260,5 @@ def attach_guards(
     if plan.experts == "ep" and GROUPED not in plan.wrong_experts:
         keep_grouped(model)
     attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
-    attach_hidden_states(model, plan, comm, training)
+    is_running = attach_hidden_states(model, plan, comm, training)
+    complete_outside_calls(model, plan, comm, training, is_running)

@@ -8,7 +8,7 @@ only replicated ones are the same everywhere; in training they are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,14 @@ PORTS = "_shardconv_ports"
 """Attribute of a module: the tensors at its boundary that the plan describes."""
 
 
-def attach_hidden_states(model: nn.Module, plan: Plan, comm: Communicator, training: bool) -> None:
-    """Make a model, and the models in it, complete, compare or refuse the hidden states that they return."""
+def attach_hidden_states(
+    model: nn.Module, plan: Plan, comm: Communicator, training: bool
+) -> Callable[[], bool]:
+    """Make a model, and the models in it, complete, compare or refuse the hidden states that they return.
+
+    Returns:
+        Whether one of these models is being called, uncompiled.
+    """
     entries = by_name("hooks", plan.hooks)
     for name, module in model.named_modules():
         if name in entries:
@@ -53,6 +59,7 @@ def attach_hidden_states(model: nn.Module, plan: Plan, comm: Communicator, train
         begin = partial(running.begin, Argument.of(part, ARGUMENT), part is model)
         renumber(part, part.register_forward_pre_hook(begin, with_kwargs=True))
         renumber(part, part.register_forward_hook(running.end, always_call=True))
+    return running.is_running
 
 
 class _Running:
@@ -72,6 +79,10 @@ class _Running:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Running:
         """Return the record of a copy of the model, outside of calls."""
         return _Running(self._comm, self._training, self._is_planned)
+
+    def is_running(self) -> bool:
+        """Return whether a call has begun and not ended."""
+        return bool(self._calls)
 
     def begin(
         self,
@@ -128,7 +139,7 @@ class _Running:
                 {
                     p.port: p
                     for p in side
-                    if not p.sequence_axes and (p.partial_axes or self._checks_gradients)
+                    if not (p.sequence_axes or p.is_written) and (p.partial_axes or self._checks_gradients)
                 }
                 for side in (entry.inputs, entry.outputs)
             )

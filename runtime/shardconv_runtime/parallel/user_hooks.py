@@ -26,7 +26,7 @@ from ..comm.steps import Gather, GradDivide, GradReduce, KeepOnFirst, Reduce, Sl
 from ..errors import PlanError
 from ..format.dims import Leaf
 from ..format.plan import HookPlan, Plan, by_name
-from .boundary import changed_inputs, positional_names
+from .boundary import Outermost, changed_inputs, positional_names
 
 _KNOWING = ("shardconv_runtime", "shardconv", "torch", "peft")
 """Packages whose hooks know that a rank has parts, or read no values."""
@@ -111,9 +111,12 @@ class _Watch:
         wrapped = _Hook(self, hook, is_before, options.pop("with_kwargs", False))
         handle: RemovableHandle = register(wrapped, *args, with_kwargs=True, **options)
         table: Any = self.module._forward_pre_hooks if is_before else self.module._forward_hooks
-        of_plan = [number for number, other in table.items() if not isinstance(other, _Hook)]
+        outer = [number for number, other in table.items() if isinstance(other, Outermost)]
+        of_plan = [n for n, other in table.items() if not isinstance(other, _Hook) and n not in outer]
         for number in of_plan if is_before else reversed(of_plan):
             table.move_to_end(number, last=is_before)
+        for number in outer:
+            table.move_to_end(number, last=not is_before)
         return handle
 
     def _require_full(self, method: str) -> None:
@@ -125,11 +128,12 @@ class _Watch:
             )
         inputs, outputs = self.entry.inputs, self.entry.outputs
         if method == "register_forward_pre_hook":
-            is_full = bool(inputs)
+            is_full = bool(inputs) and not any(port.is_written for port in inputs)
         elif method == "register_forward_hook":
             # An embedding without inputs in the plan is called by users only, and returns full rows.
             embedding = self.module.__dict__.get(PLACED)
-            is_full = bool(outputs) or (embedding is not None and not (embedding.is_full and inputs))
+            is_full = bool(outputs) and not any(port.is_written for port in outputs)
+            is_full = is_full or (embedding is not None and not (embedding.is_full and inputs))
         else:  # the gradients of the module's own code, which are between the plan's steps
             is_full = bool(inputs and outputs) and not self.changed
             is_full = is_full and all(port.is_full for port in (*inputs, *outputs))

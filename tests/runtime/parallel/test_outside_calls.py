@@ -1,0 +1,103 @@
+"""Modules of a loaded model that are called by themselves: full tensors in, full tensors out.
+
+Each module gets what the unsharded model gives it. Whatever has the shape of the unsharded result is equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from shardconv_runtime.checkpoint.resolve import ModelSpec
+from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.format.plan import parameter_plans
+from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
+from torch import Tensor, nn
+from torch.utils import _pytree
+from zoo.measure import difference, random_weight
+from zoo.models import build
+
+from shardconv.arguments import SolveOptions
+from shardconv.passes import solve_plan
+from shardconv.simulation.random_weights import fill, local_weights
+from shardconv.simulation.rank_threads import run_ranks
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument has no state, as a cache has."""
+    leaves = _pytree.tree_leaves(value)
+    return all(each is None or isinstance(each, int | float | str | Tensor | torch.dtype) for each in leaves)
+
+
+def calls_of(model: nn.Module, ids: Tensor) -> dict[str, Call]:
+    """The first call of each module in a call of a model."""
+    calls: dict[str, Call] = {}
+
+    def note(name: str, module: nn.Module, *call: Any) -> None:
+        if name not in calls:
+            calls[name] = copy.deepcopy(call)
+
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    handles = [m.register_forward_pre_hook(partial(note, n), with_kwargs=True) for n, m in modules]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return {name: call for name, call in calls.items() if is_plain(call)}
+
+
+def called(model: nn.Module, name: str, call: Call) -> list[Tensor]:
+    """The tensors that a module returns."""
+    args, kwargs = copy.deepcopy(call)
+    result = model.get_submodule(name)(*args, **kwargs)
+    return [each for each in _pytree.tree_leaves(result) if isinstance(each, Tensor)]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("model_type", ["cohere", "deepseek_v2", "falcon"])
+def test_every_module_by_itself(model_type: str, training: bool) -> None:
+    """Modules with terms at their inputs, at their outputs, and at outputs to which code writes later."""
+    model = build("causal", model_type)
+    spec = ModelSpec(model_type, model.config, model.model_class, "float32")
+    plan = solve_plan(spec, SolveOptions(2, check=False))
+    meta = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
+    meta.set_experts_implementation("eager")
+    rng = torch.Generator().manual_seed(3)
+    stored = {name: tensor for name, tensor in stored_tensors(meta) if name in parameter_plans(plan)}
+    weights = {name: random_weight(tensor, rng) for name, tensor in stored.items()}
+    ids = torch.randint(3, 90, (2, 7), generator=rng)
+    make = partial(parallelize_for_training, form=TrainingForm(training=True)) if training else parallelize
+
+    def names_of_rank(comm: Communicator) -> Counter[str]:
+        local = make(copy.deepcopy(meta), plan, comm)
+        fill(local, local_weights(weights, plan, comm.rank)).eval()
+        outcomes = Counter[str]()
+        with torch.no_grad():
+            for name, call in calls.items():
+                try:
+                    got = called(local, name, call)
+                except RuntimeError:  # the sizes of a sharded input
+                    outcomes["refused"] += 1
+                    continue
+                if [each.shape for each in got] != [each.shape for each in want[name]]:
+                    outcomes["parts"] += 1
+                else:
+                    assert difference(got, want[name]) < 1e-9, name
+                    outcomes["right"] += 1
+            assert difference([local(ids).logits], [logits]) < 1e-9
+        return outcomes
+
+    with torch.no_grad():
+        unsharded = fill(copy.deepcopy(meta), weights).eval()
+        calls = calls_of(unsharded, ids)
+        want = {name: called(unsharded, name, call) for name, call in calls.items()}
+        logits = unsharded(ids).logits
+    for outcomes in run_ranks(plan.mesh, names_of_rank):
+        assert outcomes["right"] >= 11, outcomes
