@@ -11,6 +11,8 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -202,7 +204,15 @@ def given_cache(arguments: Mapping[str, Any]) -> str | None:
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
     """Return the signature of a module's forward method, without ``self``."""
-    return inspect.signature(module.forward)
+    forward = module.forward
+    method = getattr(forward, "__func__", None)
+    return inspect.signature(forward) if method is None else _signature_of_method(method)
+
+
+@cache
+def _signature_of_method(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a method of a class, of which a model may have thousands of objects."""
+    return inspect.signature(MethodType(method, method))
 
 
 def positional_names(module: nn.Module) -> list[str]:
