@@ -43,6 +43,7 @@ NAMES = {
     "torch.ops.aten._scaled_mm": "products of FP8 are kept by activation checkpointing",
     # torch: modes, autograd
     "torch._C.DisableTorchFunction": "code that a trace does not see",
+    "torch._C._current_graph_task_id": "calls in a backward pass are no calls of the user",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether others keep activations in another way",
     "torch._C._functorch.is_functorch_wrapped_tensor": "values of vmap are left alone",
     "torch.utils._python_dispatch._disable_current_modes": "real tensors are made while a trace goes on",

@@ -1,12 +1,13 @@
 """Modules that are called from outside of the model's own calls: they take and return full tensors.
 
-Between its modules a rank may hold a term of a sum, which has the shape of the full tensor. A user who calls
-a layer, or a method that calls several modules, means full tensors. So while no model runs, each module
-makes a full input this rank's term, and sums the terms that it returns. The code between such calls then gets
-full tensors everywhere, and is right. Inputs and outputs that are sharded stay local: their shapes say so.
+Between its modules a rank may hold a term of a sum, which has the shape of the full tensor, and so may
+gradients. A user who calls a layer, or a method that calls several modules, means full tensors. So while no
+model runs, each module makes a full input this rank's term, and sums the terms that it returns. The code
+between such calls then gets full tensors everywhere, and is right. Inputs and outputs that are sharded stay
+local: their shapes say so.
 
-With gradients, layers are also called by themselves to be computed again in the backward pass (activation
-checkpointing), with terms. So a model that was loaded for training takes and returns terms in such calls.
+A layer that is computed again in the backward pass (activation checkpointing) is called by itself as well,
+with the tensors of the model's call.
 """
 
 from __future__ import annotations
@@ -17,63 +18,63 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.collectives import Communicator
-from ..comm.steps import KeepOnFirst, Reduce
-from ..format.plan import HookPlan, Plan, by_name
+from ..format.plan import HookPort, Plan, by_name
 from .boundary import Outermost, positional_names, renumber
-from .user_hooks import PLACED, map_tensors
+from .user_hooks import PLACED, Part, map_tensors, to_full, to_part
 
-Conversions = Mapping[str, Callable[[Tensor], Tensor]]
+Conversions = Mapping[str, Part]
 """Port -> conversion of its tensor."""
+
+IN_NO_BACKWARD = -1
+"""The number of the running backward pass if none runs."""
 
 
 def complete_outside_calls(
     model: nn.Module, plan: Plan, comm: Communicator, training: bool, is_running: Callable[[], bool]
 ) -> None:
-    """Make modules that take or return terms convert them in calls from outside, in place.
+    """Make modules convert what they take and return in calls from outside, in place.
 
     Args:
         is_running: whether the model, or a model in it, is being called.
     """
-    watch = _Watch(is_running, training)
-    entries = {
-        name: entry
-        for name, entry in by_name("hooks", plan.hooks).items()
-        if any(port.partial_axes for port in (*entry.inputs, *entry.outputs))
-    }
-    # A module around them calls them with terms.
-    watched = {name.rsplit(".", up)[0] for name in entries for up in range(name.count(".") + 1)}
+    watch = _Watch(is_running)
+
+    def converted(ports: tuple[HookPort, ...]) -> list[HookPort]:
+        return [p for p in ports if not p.sequence_axes and (p.partial_axes or (p.grad_axes and training))]
+
+    hooks = by_name("hooks", plan.hooks)
+    entries = {name: (converted(entry.inputs), converted(entry.outputs)) for name, entry in hooks.items()}
+    names = [name for name, (inputs, outputs) in entries.items() if inputs or outputs]
+    # A module around them calls them as the plan says.
+    watched = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
     for name, module in model.named_modules():
         if name not in watched or PLACED in module.__dict__:  # an input embedding completes its rows itself
             continue
-        entry = entries.get(name, HookPlan(()))
-        inputs = {
-            port.port: KeepOnFirst(comm, port.partial_axes) for port in entry.inputs if port.partial_axes
-        }
-        outputs = {port.port: Reduce(comm, port.partial_axes) for port in entry.outputs if port.partial_axes}
+        inputs, outputs = entries.get(name, ([], []))
         # The methods of the class: those of the module are for hooks that are given full tensors.
         register = partial(nn.Module.register_forward_pre_hook, module)
-        before = _Before(watch, inputs, dict(enumerate(positional_names(module))))
+        parts = {port.port: to_part(port, comm, training) for port in inputs}
+        before = _Before(watch, parts, dict(enumerate(positional_names(module))))
         renumber(module, register(before, prepend=True, with_kwargs=True))
-        after = _After(watch, outputs)
+        after = _After(watch, {port.port: to_full(port, comm, training) for port in outputs})
         renumber(module, nn.Module.register_forward_hook(module, after, always_call=True))
 
 
 class _Watch:
     """Knows the module that was called from outside and has not returned."""
 
-    def __init__(self, is_running: Callable[[], bool], training: bool) -> None:
+    def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
-        self._training = training
         self._called: nn.Module | None = None
 
     def begins(self, module: nn.Module) -> bool:
         """Return whether a call of a module is one from outside, and note it."""
         if torch.compiler.is_compiling() or self._called is not None or self._is_running():
             return False
-        if self._training and torch.is_grad_enabled():
+        if torch._C._current_graph_task_id() != IN_NO_BACKWARD:
             return False
         self._called = module
         return True
@@ -88,7 +89,7 @@ class _Watch:
 
 @dataclass(eq=False)
 class _Before(Outermost):
-    """Forward pre-hook: keeps full inputs on the first of the ranks that hold terms."""
+    """Forward pre-hook: makes full inputs this rank's."""
 
     watch: _Watch
     ports: Conversions
@@ -106,7 +107,7 @@ class _Before(Outermost):
 
 @dataclass(eq=False)
 class _After(Outermost):
-    """Forward hook: sums the terms of the ranks."""
+    """Forward hook: makes this rank's outputs full."""
 
     watch: _Watch
     ports: Conversions

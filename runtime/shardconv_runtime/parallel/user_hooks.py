@@ -25,7 +25,7 @@ from ..comm.collectives import Communicator
 from ..comm.steps import Gather, GradDivide, GradReduce, KeepOnFirst, Reduce, Slice, unchanged
 from ..errors import PlanError
 from ..format.dims import Leaf
-from ..format.plan import HookPlan, Plan, by_name
+from ..format.plan import HookPlan, HookPort, Plan, by_name
 from .boundary import Outermost, changed_inputs, positional_names
 
 _KNOWING = ("shardconv_runtime", "shardconv", "torch", "peft")
@@ -44,7 +44,7 @@ PLACED = "_shardconv_placed"
 inverse."""
 
 Part = Callable[[Tensor], Tensor]
-"""Converts a hook's result for a full tensor to this rank's part."""
+"""Converts a full tensor to this rank's part of it, or the other way around."""
 
 
 def watch_hooks(model: nn.Module, plan: Plan, comm: Communicator, *, training: bool) -> None:
@@ -216,16 +216,10 @@ class _Hook:
                     "the plan knows of none: it may be a part of one; put the hook on another module"
                 )
         else:
+            whole = to_full(entry, comm, self._watch.training)(x)
+            part = to_part(entry, comm, self._watch.training)
             if entry.grad_axes and self._watch.training:
-                # A copy, since a hook may write to its tensor, and autograd forbids it for views.
-                whole, part = GradDivide(comm, entry.grad_axes)(x).clone(), GradReduce(comm, entry.grad_axes)
-            if axes := entry.partial_axes:
-                whole = Reduce(comm, axes, () if self._watch.training else None)(whole)
-                part = _chained(KeepOnFirst(comm, axes, self._watch.training), part)
-            if entry.sequence_axes:
-                layout = Leaf(0, entry.sequence_axes)
-                whole = Gather(comm, 1, layout, ()).plain(whole)
-                part = _chained(Slice(comm, 1, layout, ()).plain, part)
+                whole = whole.clone()  # a hook may write to its tensor, and autograd forbids it for views
         shown = self._without_padding(whole, is_sequence=entry is not None and bool(entry.sequence_axes))
         if shown is not whole:
             padding = whole[:, shown.shape[1] :]
@@ -267,8 +261,32 @@ class _Withheld:
         raise PlanError(f"{self._what}, of which a rank has a part; read it in a forward pre-hook")
 
 
+def to_full(port: HookPort, comm: Communicator, training: bool) -> Part:
+    """Return the conversion of a rank's tensor at a port to the full tensor, with its full gradient."""
+    full: Part = unchanged
+    if port.grad_axes and training:
+        full = GradDivide(comm, port.grad_axes)
+    if port.partial_axes:
+        full = _chained(full, Reduce(comm, port.partial_axes, () if training else None))
+    if port.sequence_axes:
+        full = _chained(full, Gather(comm, 1, Leaf(0, port.sequence_axes), ()).plain)
+    return full
+
+
+def to_part(port: HookPort, comm: Communicator, training: bool) -> Part:
+    """Return the inverse of ``to_full``."""
+    part: Part = unchanged
+    if port.grad_axes and training:
+        part = GradReduce(comm, port.grad_axes)
+    if port.partial_axes:
+        part = _chained(KeepOnFirst(comm, port.partial_axes, training), part)
+    if port.sequence_axes:
+        part = _chained(Slice(comm, 1, Leaf(0, port.sequence_axes), ()).plain, part)
+    return part
+
+
 def _chained(first: Part, second: Part) -> Part:
-    return lambda x: second(first(x))
+    return second if first is unchanged else first if second is unchanged else lambda x: second(first(x))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor, str], Any], port: str) -> Any:

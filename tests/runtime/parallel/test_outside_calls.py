@@ -53,11 +53,26 @@ def calls_of(model: nn.Module, ids: Tensor) -> dict[str, Call]:
     return {name: call for name, call in calls.items() if is_plain(call)}
 
 
-def called(model: nn.Module, name: str, call: Call) -> list[Tensor]:
-    """The tensors that a module returns."""
+def called(model: nn.Module, name: str, call: Call, *, training: bool) -> list[Tensor]:
+    """The tensors that a module returns, and in training the gradients of its inputs and its parameters."""
     args, kwargs = copy.deepcopy(call)
-    result = model.get_submodule(name)(*args, **kwargs)
-    return [each for each in _pytree.tree_leaves(result) if isinstance(each, Tensor)]
+    module = model.get_submodule(name)
+    if not training:
+        with torch.no_grad():
+            return tensors(module(*args, **kwargs))
+    inputs = [x.requires_grad_() for x in tensors((args, kwargs)) if x.is_floating_point()]
+    results = tensors(module(*args, **kwargs))
+    losses = [x.pow(3).sum() for x in results if x.requires_grad]
+    if not losses:
+        return results
+    leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    gradients = torch.autograd.grad(torch.stack(losses).sum(), leaves, allow_unused=True)
+    return [*results, *(each for each in gradients if each is not None)]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in containers."""
+    return [each for each in _pytree.tree_leaves(value) if isinstance(each, Tensor)]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -77,27 +92,28 @@ def test_every_module_by_itself(model_type: str, training: bool) -> None:
 
     def names_of_rank(comm: Communicator) -> Counter[str]:
         local = make(copy.deepcopy(meta), plan, comm)
-        fill(local, local_weights(weights, plan, comm.rank)).eval()
+        fill(local, local_weights(weights, plan, comm.rank), gradients=training).eval()
         outcomes = Counter[str]()
-        with torch.no_grad():
-            for name, call in calls.items():
-                try:
-                    got = called(local, name, call)
-                except RuntimeError:  # the sizes of a sharded input
-                    outcomes["refused"] += 1
-                    continue
-                if [each.shape for each in got] != [each.shape for each in want[name]]:
-                    outcomes["parts"] += 1
-                else:
-                    assert difference(got, want[name]) < 1e-9, name
-                    outcomes["right"] += 1
-            assert difference([local(ids).logits], [logits]) < 1e-9
+        for name, call in calls.items():
+            try:
+                got = called(local, name, call, training=training)
+            except RuntimeError:  # the sizes of a sharded input
+                outcomes["refused"] += 1
+                continue
+            # The gradients of sharded weights are the only parts of other shapes.
+            pairs = [(x, y) for x, y in zip(got, want[name], strict=True) if x.shape == y.shape]
+            if got[0].shape != want[name][0].shape:
+                outcomes["parts"] += 1
+            else:
+                assert difference(*map(list, zip(*pairs, strict=True))) < 1e-6, name  # norms are in float32
+                outcomes["right"] += 1
+        assert difference([local(ids).logits.detach()], [logits]) < 1e-6
         return outcomes
 
+    unsharded = fill(copy.deepcopy(meta), weights).eval().requires_grad_(training)
     with torch.no_grad():
-        unsharded = fill(copy.deepcopy(meta), weights).eval()
         calls = calls_of(unsharded, ids)
-        want = {name: called(unsharded, name, call) for name, call in calls.items()}
         logits = unsharded(ids).logits
+    want = {name: called(unsharded, name, call, training=training) for name, call in calls.items()}
     for outcomes in run_ranks(plan.mesh, names_of_rank):
         assert outcomes["right"] >= 11, outcomes
