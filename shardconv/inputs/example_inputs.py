@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from shardconv_runtime.errors import MissingModelError, SourceError
 from shardconv_runtime.files.small_files import EXAMPLE_NAME
-from shardconv_runtime.parallel.build import EMBEDDINGS
+from shardconv_runtime.parallel.outside_calls import EMBEDDINGS
 from torch import Tensor, nn
 
 from ..arguments import ExampleInputs

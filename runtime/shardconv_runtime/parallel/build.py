@@ -33,7 +33,7 @@ from .fused_products import fuse
 from .hidden_states import attach_hidden_states
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
-from .outside_calls import complete_outside_calls
+from .outside_calls import EMBEDDINGS, complete_outside_calls
 from .refusals import refuse, refuse_head_masks, refuse_implementations
 from .vocabulary_rows import VocabularyRows
 
@@ -227,8 +227,6 @@ WHY_LEFT_OUT = (
     "that could not be traced with it, or whose ranks computed something else with it than one process; "
     "`shardconv plan` says why. Without it, the model is right"
 )
-EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
-"""Arguments that are given in place of ids."""
 
 
 def attach_guards(

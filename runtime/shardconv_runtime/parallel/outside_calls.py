@@ -12,24 +12,36 @@ with the tensors of the model's call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.collectives import Communicator
+from ..comm.steps import unchanged
+from ..errors import RefusedCallError
 from ..format.plan import HookPort, Plan, by_name
 from .boundary import Outermost, positional_names, renumber
-from .user_hooks import PLACED, Part, map_tensors, to_full, to_part
+from .refusals import models_in
+from .user_hooks import PLACED, Part, map_arguments, map_tensors, to_full, to_part
 
 Conversions = Mapping[str, Part]
 """Port -> conversion of its tensor."""
 
 IN_NO_BACKWARD = -1
 """The number of the running backward pass if none runs."""
+
+_AS_PLANNED: ContextVar[bool] = ContextVar("as_planned", default=False)
+"""Whether code of this package calls modules, with the tensors of the plan."""
+
+EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
+"""Arguments that are given in place of ids; ``embeddings.py`` knows their gradients."""
 
 
 def complete_outside_calls(
@@ -50,17 +62,34 @@ def complete_outside_calls(
     names = [name for name, (inputs, outputs) in entries.items() if inputs or outputs]
     # A module around them calls them as the plan says.
     watched = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
+    models = models_in(model) if training and plan.stages is None else []
     for name, module in model.named_modules():
-        if name not in watched or PLACED in module.__dict__:  # an input embedding completes its rows itself
+        if PLACED in module.__dict__:  # an input embedding, which completes its rows itself
             continue
-        inputs, outputs = entries.get(name, ([], []))
         # The methods of the class: those of the module are for hooks that are given full tensors.
-        register = partial(nn.Module.register_forward_pre_hook, module)
-        parts = {port.port: to_part(port, comm, training) for port in inputs}
-        before = _Before(watch, parts, dict(enumerate(positional_names(module))))
-        renumber(module, register(before, prepend=True, with_kwargs=True))
-        after = _After(watch, {port.port: to_full(port, comm, training) for port in outputs})
-        renumber(module, nn.Module.register_forward_hook(module, after, always_call=True))
+        register = partial(nn.Module.register_forward_pre_hook, module, prepend=True, with_kwargs=True)
+        arguments = dict(enumerate(positional_names(module))) if name in watched or module in models else {}
+        inputs, outputs = entries.get(name, ([], []))
+        if name in watched or (module in models and module is not model):
+            before = _Before(watch, {port.port: to_part(port, comm, training) for port in inputs}, arguments)
+            renumber(module, register(before))
+            full = {port.port: to_full(port, comm, training) for port in outputs}
+            after = _After(watch, full, {port.port: to_part(port, comm, training) for port in outputs})
+            renumber(module, nn.Module.register_forward_hook(module, after, always_call=True))
+        if module in models:
+            listed = hooks[name].inputs if name in hooks else ()
+            given = _GivenWithGradient(watch, arguments, frozenset(port.port for port in listed))
+            renumber(module, register(given))
+
+
+@contextmanager
+def as_planned() -> Iterator[None]:
+    """Let modules that are called by themselves take and return this rank's tensors."""
+    token = _AS_PLANNED.set(True)
+    try:
+        yield
+    finally:
+        _AS_PLANNED.reset(token)
 
 
 class _Watch:
@@ -69,12 +98,18 @@ class _Watch:
     def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
         self._called: nn.Module | None = None
+        self.results = WeakTensorKeyDictionary()
+        """Results of modules that were called from outside -> the conversion to this rank's tensor."""
+
+    def is_outside(self) -> bool:
+        """Return whether a call is one from outside."""
+        if torch.compiler.is_compiling() or self._called is not None or self._is_running():
+            return False
+        return not _AS_PLANNED.get() and bool(torch._C._current_graph_task_id() == IN_NO_BACKWARD)
 
     def begins(self, module: nn.Module) -> bool:
         """Return whether a call of a module is one from outside, and note it."""
-        if torch.compiler.is_compiling() or self._called is not None or self._is_running():
-            return False
-        if torch._C._current_graph_task_id() != IN_NO_BACKWARD:
+        if not self.is_outside():
             return False
         self._called = module
         return True
@@ -98,11 +133,8 @@ class _Before(Outermost):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.watch.begins(module):
             return None
-        named = [(self.names.get(i, i), value) for i, value in enumerate(args)]
-        return (
-            tuple(_converted(self.ports, value, f"input.{name}") for name, value in named),
-            {name: _converted(self.ports, value, f"input.{name}") for name, value in kwargs.items()},
-        )
+        convert = partial(_converted, self.ports)
+        return map_arguments(convert, self.names, args, kwargs)
 
 
 @dataclass(eq=False)
@@ -111,10 +143,51 @@ class _After(Outermost):
 
     watch: _Watch
     ports: Conversions
+    inverse: Conversions
+    """The inverse of each conversion."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _converted(self.ports, output, "output") if self.watch.ends(module) else None
+        if not self.watch.ends(module):
+            return None
+
+        def note(x: Tensor, port: str) -> Tensor:
+            if x.requires_grad:
+                self.watch.results[x] = self.inverse.get(port, unchanged)
+            return x
+
+        return map_tensors(map_tensors(output, partial(_converted, self.ports), "output"), note, "output")
 
 
-def _converted(ports: Conversions, value: Any, port: str) -> Any:
-    return map_tensors(value, lambda x, port: ports[port](x) if port in ports else x, port)
+@dataclass(eq=False)
+class _GivenWithGradient(Outermost):
+    """Forward pre-hook of a model: inputs that require gradients get all of them, or are refused.
+
+    A plan knows the gradients of tensors that its trace made. So a model may be given what a module in it has
+    returned, such as an encoder.
+    """
+
+    watch: _Watch
+    names: Mapping[int, str]
+    listed: frozenset[str]
+    """Ports of inputs that the plan lists, which ``_Before`` converts."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or not self.watch.is_outside():
+            return None
+
+        def own(x: Tensor, port: str) -> Tensor:
+            if not x.requires_grad or port.removeprefix("input.") in EMBEDDINGS:
+                return x
+            if x not in self.watch.results:
+                raise RefusedCallError(
+                    f"{port.removeprefix('input.')} was given to {type(module).__name__} and requires "
+                    "gradients, of which each rank may have a part; pass .detach() of it where only this "
+                    "model is trained, or convert one model that contains both"
+                )
+            return x if port in self.listed else self.watch.results[x](x)
+
+        return map_arguments(own, self.names, args, kwargs)
+
+
+def _converted(ports: Conversions, x: Tensor, port: str) -> Tensor:
+    return ports[port](x) if port in ports else x

@@ -182,11 +182,11 @@ class _Hook:
             return self._without_padding(x)
 
         if self._is_before:
-            shown: Any = self._arguments(full, args, kwargs)
+            shown: Any = map_arguments(full, self._names, args, kwargs)
             args, kwargs = shown
         else:
             shown = map_tensors(output[0], full, "output")
-            args, kwargs = self._arguments(readable, args, kwargs)
+            args, kwargs = map_arguments(readable, self._names, args, kwargs)
         shown_outputs = () if self._is_before else (shown,)
         result = self._hook(module, args, *((kwargs,) if self._with_kwargs else ()), *shown_outputs)
         if result is None:
@@ -194,13 +194,6 @@ class _Hook:
         elif self._is_before and not self._with_kwargs:
             result = (result if isinstance(result, tuple) else (result,)), kwargs
         return self._own(result, parts)
-
-    def _arguments(self, function: Callable[[Tensor, str], Any], args: Any, kwargs: Any) -> Any:
-        named = [(self._names.get(i, i), value) for i, value in enumerate(args)]
-        return (
-            tuple(map_tensors(value, function, f"input.{name}") for name, value in named),
-            {name: map_tensors(value, function, f"input.{name}") for name, value in kwargs.items()},
-        )
 
     def _full(self, x: Tensor, port: str) -> tuple[Tensor, Part]:
         """Return all of a local tensor, and a function that makes it this rank's part again."""
@@ -242,7 +235,11 @@ class _Hook:
             # The model's code may write to its tensor, which autograd forbids for views.
             return x if convert is unchanged else convert(x).clone()
 
-        own_result = self._arguments(own, *result) if self._is_before else map_tensors(result, own, "output")
+        own_result = (
+            map_arguments(own, self._names, *result)
+            if self._is_before
+            else map_tensors(result, own, "output")
+        )
         if set(ports) != set(parts):
             raise PlanError(
                 f"a hook on {self._watch.name} was given the tensors {', '.join(parts)} and gave back "
@@ -287,6 +284,17 @@ def to_part(port: HookPort, comm: Communicator, training: bool) -> Part:
 
 def _chained(first: Part, second: Part) -> Part:
     return second if first is unchanged else first if second is unchanged else lambda x: second(first(x))
+
+
+def map_arguments(
+    function: Callable[[Tensor, str], Any], names: Mapping[int, str], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a module with other tensors; ``names`` are those of arguments by position."""
+    named = [(names.get(i, i), value) for i, value in enumerate(args)]
+    return (
+        tuple(map_tensors(value, function, f"input.{name}") for name, value in named),
+        {name: map_tensors(value, function, f"input.{name}") for name, value in kwargs.items()},
+    )
 
 
 def map_tensors(value: Any, function: Callable[[Tensor, str], Any], port: str) -> Any:
