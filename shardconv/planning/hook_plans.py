@@ -13,6 +13,7 @@ from dataclasses import replace
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import HookPlan, HookPort
 
+from ..dim_analysis.analysis import differentiable
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.identities import mutated_arguments
 from ..tracing.tape import ALIAS_WRITE, Mark, Tape, starred
@@ -26,6 +27,7 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
     tape = solution.analysis.tape
     # Logits are gathered in some calls only.
     logits, written = logits_region(solution), written_later(tape)
+    needed = differentiable(solution.analysis)
     sequence = sequence_leaves(solution.analysis)
     sides: dict[tuple[str, bool], dict[str, HookPort] | None] = {}
     for event in tape.events:
@@ -37,6 +39,8 @@ def hook_plans(solution: Solution) -> tuple[HookPlan, ...]:
             port = None if tid in logits else _port(solution, tid, name, sequence)
             if port is not None and tid in written and not port.is_full:
                 port = replace(port, is_written=True)
+            if port is not None and tape.tensors[tid].dtype.is_floating_point and tid not in needed:
+                port = replace(port, has_gradient=False)
             ports = sides.setdefault(side, {})
             if ports is None or port is None or ports.setdefault(name, port) != port:
                 sides[side] = None

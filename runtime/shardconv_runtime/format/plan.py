@@ -402,6 +402,8 @@ class HookPort:
     """Mesh axes over which it is a Partial."""
     is_written: bool = False
     """Code around the module writes to it later. A hook could not be given a copy of it."""
+    has_gradient: bool = True
+    """False for a floating tensor that needed no gradient in the trace, such as an image."""
 
     @property
     def is_full(self) -> bool:

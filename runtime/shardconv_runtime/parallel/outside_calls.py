@@ -62,24 +62,25 @@ def complete_outside_calls(
     names = [name for name, (inputs, outputs) in entries.items() if inputs or outputs]
     # A module around them calls them as the plan says.
     watched = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
-    models = models_in(model) if training and plan.stages is None else []
+    checks_gradients = training and plan.stages is None
+    models = models_in(model) if checks_gradients else []
     for name, module in model.named_modules():
-        if PLACED in module.__dict__:  # an input embedding, which completes its rows itself
+        # An input embedding completes its rows itself.
+        if PLACED in module.__dict__ or not (name in watched or module in models):
             continue
         # The methods of the class: those of the module are for hooks that are given full tensors.
         register = partial(nn.Module.register_forward_pre_hook, module, prepend=True, with_kwargs=True)
-        arguments = dict(enumerate(positional_names(module))) if name in watched or module in models else {}
-        inputs, outputs = entries.get(name, ([], []))
-        if name in watched or (module in models and module is not model):
+        arguments = dict(enumerate(positional_names(module)))
+        if module is not model:
+            inputs, outputs = entries.get(name, ([], []))
             before = _Before(watch, {port.port: to_part(port, comm, training) for port in inputs}, arguments)
             renumber(module, register(before))
             full = {port.port: to_full(port, comm, training) for port in outputs}
             after = _After(watch, full, {port.port: to_part(port, comm, training) for port in outputs})
             renumber(module, nn.Module.register_forward_hook(module, after, always_call=True))
-        if module in models:
-            listed = hooks[name].inputs if name in hooks else ()
-            given = _GivenWithGradient(watch, arguments, frozenset(port.port for port in listed))
-            renumber(module, register(given))
+        if checks_gradients:
+            listed = {port.port: port.has_gradient for port in hooks[name].inputs} if name in hooks else {}
+            renumber(module, register(_GivenWithGradient(watch, arguments, listed, module in models)))
 
 
 @contextmanager
@@ -160,7 +161,7 @@ class _After(Outermost):
 
 @dataclass(eq=False)
 class _GivenWithGradient(Outermost):
-    """Forward pre-hook of a model: inputs that require gradients get all of them, or are refused.
+    """Forward pre-hook: inputs that require gradients get all of them, or are refused.
 
     A plan knows the gradients of tensors that its trace made. So a model may be given what a module in it has
     returned, such as an encoder.
@@ -168,23 +169,26 @@ class _GivenWithGradient(Outermost):
 
     watch: _Watch
     names: Mapping[int, str]
-    listed: frozenset[str]
-    """Ports of inputs that the plan lists, which ``_Before`` converts."""
+    listed: Mapping[str, bool]
+    """Port of an input that the plan lists, and that ``_Before`` converts -> whether it has a gradient."""
+    is_model: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or not self.watch.is_outside():
             return None
 
         def own(x: Tensor, port: str) -> Tensor:
-            if not x.requires_grad or port.removeprefix("input.") in EMBEDDINGS:
+            name = port.removeprefix("input.")
+            if not x.requires_grad or self.listed.get(port, not self.is_model) or name in EMBEDDINGS:
                 return x
-            if x not in self.watch.results:
+            if port in self.listed or x not in self.watch.results:
                 raise RefusedCallError(
-                    f"{port.removeprefix('input.')} was given to {type(module).__name__} and requires "
-                    "gradients, of which each rank may have a part; pass .detach() of it where only this "
-                    "model is trained, or convert one model that contains both"
+                    f"{name} was given to {type(module).__name__} and requires gradients, of which each rank "
+                    "may have a part; pass .detach() of it where only this model is trained, or convert one "
+                    "model that contains both"
                 )
-            return x if port in self.listed else self.watch.results[x](x)
+            part: Part = self.watch.results[x]
+            return part(x)
 
         return map_arguments(own, self.names, args, kwargs)
 
