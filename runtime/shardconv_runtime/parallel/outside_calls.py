@@ -47,7 +47,7 @@ EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 def complete_outside_calls(
     model: nn.Module, plan: Plan, comm: Communicator, training: bool, is_running: Callable[[], bool]
 ) -> None:
-    """Make modules convert what they take and return in calls from outside, in place.
+    """Make modules convert their inputs and outputs in calls from outside, in place.
 
     Args:
         is_running: whether the model, or a model in it, is being called.
@@ -163,8 +163,8 @@ class _After(Outermost):
 class _GivenWithGradient(Outermost):
     """Forward pre-hook: inputs that require gradients get all of them, or are refused.
 
-    A plan knows the gradients of tensors that its trace made. So a model may be given what a module in it has
-    returned, such as an encoder.
+    A plan knows the gradients of tensors that its trace made. So a model may be given the results of a module in
+    it, such as an encoder.
     """
 
     watch: _Watch
