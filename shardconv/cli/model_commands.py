@@ -393,7 +393,8 @@ def _predicted(
         section = f"\nPREDICTED  nothing: {chosen.problem}\n"
     else:
         share = replace(load, batch=chosen.predicted.batch)
-        section = "\n" + "\n".join(predicted_lines(chosen.predicted, cluster, share)) + "\n"
+        lines = predicted_lines(chosen.predicted, cluster, share, chosen.priced.without_links)
+        section = "\n" + "\n".join(lines) + "\n"
     return _Prediction(solved, table, section, rows)
 
 

@@ -18,8 +18,17 @@ ERRORS = {"prefill": 0.3, "token": 0.35, "training": 0.5, "start": 0.5}
 """The largest error of most rows in ``docs/hardware.md``, as a part of the measured time, by kind."""
 
 
-def predicted_lines(predicted: Predicted, cluster: Cluster, load: Workload) -> Iterator[str]:
-    """Yield the section of the report about one plan on a cluster."""
+def predicted_lines(
+    predicted: Predicted, cluster: Cluster, load: Workload, without_links: Predicted | None = None
+) -> Iterator[str]:
+    """Yield the section of the report about one plan on a cluster.
+
+    Args:
+        predicted: the prediction.
+        cluster: where it runs.
+        load: the sequences of a copy of the model.
+        without_links: the prediction of the plan that is solved without links between hosts.
+    """
     yield f"PREDICTED  on {cluster.name}, not measured; in brackets the known error"
     sequences = f"{load.batch:,} sequence{'s' if load.batch > 1 else ''} of {load.context or 1:,} tokens"
     yield _line("prefill", seconds_text(predicted.prefill_s), "prefill", sequences)
@@ -34,6 +43,9 @@ def predicted_lines(predicted: Predicted, cluster: Cluster, load: Workload) -> I
     if predicted.hosts_bytes:
         shares += f", {human_bytes(predicted.hosts_bytes)} between hosts"
     yield f"  {'communication':<15}{shares}"
+    if without_links is not None:
+        before = f"{seconds_text(without_links.token_s)} and {human_bytes(without_links.hosts_bytes)}"
+        yield f"  {'links':<15}the plan knows them; one that does not takes {before} between hosts"
     if predicted.step_s is not None and predicted.recomputed_step_s is not None:
         again = f"{seconds_text(predicted.recomputed_step_s)} with activations computed again"
         yield _line("training step", seconds_text(predicted.step_s), "training", again)

@@ -16,7 +16,7 @@ from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.hub_options import Hub
 from torch import nn
 
-from ..arguments import SolveOptions
+from ..arguments import HostLinks, SolveOptions
 from ..conversion import ModelSource, plan_model
 from ..inputs.trace_inputs import TraceInputs
 from ..reporting.plan_lines import Workload
@@ -27,6 +27,9 @@ from .machines import Cluster
 from .predictions import Predicted, StageWork, predict
 from .rank_work import rank_work, without_fused
 
+MIN_FREE = 0.1
+"""Part of a device's memory that is kept for caches and activations when weights are laid out."""
+
 
 @dataclass(frozen=True, slots=True)
 class PricedPlan:
@@ -36,6 +39,8 @@ class PricedPlan:
     predicted: Predicted | None
     problem: str = ""
     """Why nothing could be predicted."""
+    without_links: Predicted | None = None
+    """The prediction of the plan that knows no links between hosts, if this one is another and faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,9 @@ def priced_plan(
 ) -> PricedPlan:
     """Plan a model from its config, and predict its times.
 
+    If the ranks of a stage are on several hosts, a plan that knows the links between them is solved, too. The
+    one with the shorter time of a token is returned.
+
     Args:
         model: a directory, a Hub id, or a config.
         options: the options that it is solved for.
@@ -92,6 +100,59 @@ def priced_plan(
     Raises:
         ShardconvError: there is no plan.
     """
+    links = host_links(cluster, options.tp, load)
+    source = ModelSource(model, hub, dtype, trust_remote_code)
+    plain = _priced(source, options, cluster, load, example_inputs, progress, replicas)
+    if links is None:
+        return plain
+    on_hosts = replace(options, links=links)
+    linked = _priced(source, on_hosts, cluster, load, example_inputs, progress, replicas)
+    if _rank(linked) < _rank(plain):
+        return replace(linked, without_links=plain.predicted)
+    return plain
+
+
+def host_links(cluster: Cluster, tp: int, load: Workload) -> HostLinks | None:
+    """Return the links between the hosts of a stage's ranks; None if they are on one host.
+
+    Raises:
+        ShardconvError: they do not fill their hosts.
+    """
+    if tp <= cluster.devices:
+        return None
+    if tp % cluster.devices:
+        raise SolveError(
+            f"tp {tp} does not fill hosts of {cluster.devices} devices; give a multiple of {cluster.devices}"
+        )
+    device, hosts = cluster.device, tp // cluster.devices
+    reserve = load.reserve_bytes + MIN_FREE * load.device_bytes
+    return HostLinks(
+        hosts=hosts,
+        bandwidth=min(device.inside.bandwidth, cluster.devices * device.between.bandwidth),
+        latency_s=2 * math.ceil(math.log2(hosts)) * device.between.latency_s,
+        memory_bandwidth=device.bandwidth,
+        flops=max(device.flops.values()),
+        tokens=load.batch,
+        weight_bytes=int(load.device_bytes - reserve),
+    )
+
+
+def _rank(priced: PricedPlan) -> tuple[bool, float]:
+    """Return the order of plans: those that fit, then the shortest time of a token."""
+    predicted = priced.predicted
+    return (True, math.inf) if predicted is None else (predicted.fits is not True, predicted.token_s)
+
+
+def _priced(
+    source: ModelSource,
+    options: SolveOptions,
+    cluster: Cluster,
+    load: Workload,
+    example_inputs: Any,
+    progress: Progress,
+    replicas: int,
+) -> PricedPlan:
+    """Plan a model, and predict its times."""
     works: list[StageWork] = []
     problem = ""
 
@@ -109,7 +170,6 @@ def priced_plan(
         except NotMeasured as error:
             problem = f"the work of a rank could not be counted: {error}"
 
-    source = ModelSource(model, hub, dtype, trust_remote_code)
     plan = plan_model(source, options, example_inputs, progress, inspect=inspect)
     if problem:
         return PricedPlan(plan, None, problem)
@@ -136,6 +196,8 @@ def all_choices(
     choices: list[Choice] = []
     count, modes = cluster.num_devices, list(experts)
     for tp in _divisors(count):
+        if tp > cluster.devices and tp % cluster.devices:
+            continue  # ranks would share a host with those of another copy
         for mode in tuple(modes) if tp > 1 else experts[:1]:
             for pp in _divisors(count // tp):
                 replicas = count // tp // pp
