@@ -28,12 +28,9 @@ ATTENTION_ON_HOST = 0.5
 ``docs/hardware.md``."""
 ATTENTION_KERNELS = 6
 """Kernels of attention over a cache in a compiled step, counted on an H200 (``docs/gpu.md``)."""
-HOST_FACTOR = 2.5
-"""Time of an operator inside of a model's code divided by the time of the operator alone: modules, hooks and
-options are Python, too. From the eager rows of ``docs/hardware.md``."""
-HOST_FACTOR_OF_FREE = 0.6
-"""The same for operators that move nothing, such as views."""
-HOST_FACTOR_OF_COLLECTIVE = 16.0
+FREE = 0.25
+"""Time in which the host starts an operator that moves nothing, such as a view, in times of others."""
+COLLECTIVE = 6.4
 """The same for a collective on a GPU: 66 of them take 6.8 ms more in an eager token (``docs/gpu.md``)."""
 
 
@@ -62,10 +59,10 @@ def eager_seconds(work: CallWork, cluster: Cluster) -> CallSeconds:
     compute = host = 0.0
     for event, count in work.events:
         if isinstance(event, OperatorWork):
-            factor = HOST_FACTOR_OF_FREE if event.kind == "free" else HOST_FACTOR
+            factor = FREE if event.kind == "free" else 1.0
             compute += count * operator_seconds(event, device)
         else:  # the time that was measured on a host is the time of the whole call
-            factor = 0.0 if device.is_host else HOST_FACTOR_OF_COLLECTIVE
+            factor = 0.0 if device.is_host else COLLECTIVE
         host += count * device.operator_s * factor
     return CallSeconds(compute, _collectives(work.events, cluster), host, device.is_host)
 

@@ -65,7 +65,7 @@ class Device:
     flops: Mapping[str, float]
     """dtype -> dense operations per second of products of large matrices."""
     operator_s: float
-    """Seconds in which the host starts an operator of the smallest size, outside of a graph."""
+    """Seconds in which the host starts an operator in the code of a model, outside of a graph."""
     kernel_s: float
     """Seconds of the smallest kernel in a CUDA graph, with the gap behind it."""
     inside: Link

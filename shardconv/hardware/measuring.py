@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.errors import OptionError
-from torch import Tensor
+from torch import Tensor, nn
 
 from .machines import Device, Link, ProductRate, devices_text, read_devices
 
@@ -35,8 +35,10 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 DTYPES = (torch.float32, torch.bfloat16)
 MESSAGES = (1 << 12, 1 << 20, 1 << 23)
 """Bytes of the tensors of collectives: as in decoding, and as in a prefill."""
-OPERATORS = 500
-"""Smallest operators, of which one takes a few microseconds."""
+BLOCKS = 50
+"""Blocks of modules with the smallest operators."""
+KERNELS = 500
+"""Kernels of a CUDA graph, of which one takes microseconds."""
 FILE_BYTES = 1 << 28
 MAX_PROCESSES = 64
 
@@ -90,7 +92,7 @@ def _rank(rank: int, count: int, scratch: str, result: Path, sizes: Sizes | None
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // count))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // count))
     if on_gpu:
         torch.cuda.set_device(device)
     meeting = f"file://{scratch}/store"
@@ -104,6 +106,27 @@ def _rank(rank: int, count: int, scratch: str, result: Path, sizes: Sizes | None
     if rank == 0:
         result.write_text(devices_text([value]))
     dist.destroy_process_group()
+
+
+class _SmallBlock(nn.Module):
+    """A norm and two products, written as models are."""
+
+    OPERATORS = 11
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.up = nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return local [1, 1, width]."""
+        y = x.double()
+        variance = y.pow(2).mean(-1, keepdim=True)
+        y = self.weight * (y * torch.rsqrt(variance + 1e-6)).to(x.dtype)
+        z: Tensor = x + self.down(self.act(self.up(y)))
+        return z
 
 
 class _Measured:
@@ -201,24 +224,20 @@ class _Measured:
         return tuple(ProductRate(n, s / len(matrices) / size**2) for n, s in zip(ROWS, shortest, strict=True))
 
     def _operator_s(self) -> float:
-        x = torch.zeros(8, device=self.device)
-
-        def chain() -> Tensor:
-            y = x
-            for _ in range(OPERATORS):
-                y = y + 1
-            return y
-
-        return self._seconds(chain) / OPERATORS
+        """Return the seconds of an operator inside of modules; their Python code takes most of the time."""
+        width = 8
+        model = nn.Sequential(*(_SmallBlock(width) for _ in range(BLOCKS))).to(self.device)
+        x = torch.zeros(1, 1, width, device=self.device)
+        return self._seconds(lambda: model(x)) / (BLOCKS * _SmallBlock.OPERATORS)
 
     def _kernel_s(self) -> float:
         x = torch.zeros(8, device=self.device)
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            for _ in range(OPERATORS):
+            for _ in range(KERNELS):
                 x.add_(1)
-        return self._seconds(graph.replay) / OPERATORS
+        return self._seconds(graph.replay) / KERNELS
 
     def _from_host(self) -> float:
         source = torch.zeros(self.sizes.copy_bytes, dtype=torch.uint8, pin_memory=True)
@@ -257,8 +276,9 @@ class _Measured:
                 gather_s = self._seconds(lambda part=part: self.comm.concatenate(part, (0,)))  # type: ignore[misc]
                 sums[index], gathers[index] = min(sums[index], reduce_s), min(gathers[index], gather_s)
         depth = max(1, (ranks - 1).bit_length())
-        latency = max(0.0, (sums[0] - gathers[0]) / depth)
-        call_s = max(0.0, gathers[0] - depth * latency)
+        # A sum takes two rounds of messages, and a gather one. Most collectives of plans are sums.
+        latency = min(max(0.0, sums[0] - gathers[0]), sums[0] / 2) / depth
+        call_s = sums[0] - 2 * depth * latency
         sent = [2 * (ranks - 1) / ranks * n for n in MESSAGES]
         moved, spent = sent[-1] - sent[0], sums[-1] - sums[0]
         return Link(moved / max(spent, 1e-9), latency, call_s)
