@@ -24,13 +24,15 @@ from ..inputs.trace_inputs import TraceInputs
 from ..simulation.layer_bypass import Bypass, bypass
 from ..simulation.live_memory import LiveMemory, WeakTable
 from ..simulation.memory_measurement import NotMeasured, rank_on_meta
-from ..simulation.memory_run import Calls, Runner, Size, tensors_of
+from ..simulation.memory_run import DECODER, Calls, Runner, Size, tensors_of
 from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.identities import tensors_in
 
 MAX_OPERATORS = 200_000
 """Most operators of a call; code that loops over tokens has more."""
 
+_ENCODED, _ENCODER_OUTPUTS = "encoder_last_hidden_state", "encoder_outputs"
+"""The output of a model with an encoder, and the argument as which ``generate`` passes it on."""
 _LOOKUPS = ("aten.embedding", "aten.index", "aten.index_select", "aten.gather")
 """Operators that read only the elements that they return."""
 _WRITES = ("aten.index_copy", "aten.index_put", "aten.scatter", "aten.copy")
@@ -255,7 +257,7 @@ def rank_work(
         try:
             prefill, outputs = runner.run(calls.prompt(size), {})
             cache = calls.handed_back(outputs)
-            token = runner.run(calls.next_token(size, cache), cache)[0] if cache else prefill
+            token = runner.run(_next_token(calls, size, cache, outputs), cache)[0] if cache else prefill
             del outputs, cache
             forward = None
             if plan.training is not None:
@@ -265,6 +267,17 @@ def rank_work(
         except Exception as error:  # the model's code may raise anything
             problem = problem or error
     raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+
+
+def _next_token(calls: Calls, size: Size, cache: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+    """Return the arguments of the next call of ``generate``, which runs an encoder only once."""
+    arguments = calls.next_token(size, cache)
+    states = outputs.get(_ENCODED) if isinstance(outputs, Mapping) else None
+    if states is None or _ENCODER_OUTPUTS not in calls.parameters:
+        return arguments
+    kept = {DECODER, *cache}
+    decoding = {name: x for name, x in arguments.items() if name in kept or not isinstance(x, Tensor)}
+    return {**decoding, _ENCODER_OUTPUTS: (states,)}
 
 
 def without_fused(plan: Plan) -> Plan:

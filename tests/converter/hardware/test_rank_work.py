@@ -116,3 +116,14 @@ def test_bytes_between_hosts_are_those_of_rings_through_several_of_them() -> Non
     sent = [n * sent_bytes(e) for e, n in work.token.events if isinstance(e, CollectiveWork)]
     assert hosts_bytes(work.token, lambda rank: rank // 2) == 2 * sum(sent)
     assert hosts_bytes(work.token, lambda rank: rank) == 4 * sum(sent)
+
+
+def test_a_token_does_not_run_the_encoder_again() -> None:
+    config = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_decoder_layers=2, num_heads=4
+    )
+    _, work = counted(config, transformers.T5ForConditionalGeneration, 2)
+    # Products of two layers of the decoder with one token each; the keys of the encoder are in the cache.
+    layer = 2 * BATCH * (6 * 32 * 32 + 2 * 32 * 64)
+    assert work.token.flops < 1.5 * (2 * layer + 2 * BATCH * 32 * 96) / 2
+    assert work.prefill.flops > 10 * work.token.flops
