@@ -41,7 +41,7 @@ from shardconv.hardware.machines import (
     parse_cluster,
     read_devices,
 )
-from shardconv.hardware.measuring import measured_device
+from shardconv.hardware.measuring import measured_device, num_devices
 from shardconv.hardware.predictions import StageWork, predict
 from shardconv.hardware.rank_work import CallWork, CollectiveWork, rank_work, without_fused
 from shardconv.reporting.plan_lines import Workload
@@ -60,6 +60,8 @@ DTYPE = torch.bfloat16
 TPS = (1, 2, 4)
 """Numbers of ranks; with more than the cores, ranks take turns."""
 TIME_LIMIT_S = 900
+DEVICE_ROUNDS = 2
+"""Rounds in which the machine is measured; rows are measured in all of them."""
 ONE_B = Shape(hidden=2048, intermediate=7168, heads=16, kv_heads=8, vocab=32000, layers=16)
 
 
@@ -187,14 +189,15 @@ def measure_cpu(rounds: int, path: Path) -> None:
     for number in range(rounds):
         for tp in TPS:
             entry = kept.setdefault(str(tp), {"devices": [], "rows": []})
-            entry["devices"].append(devices_text([measured_device(tp)]))
+            if len(entry["devices"]) < DEVICE_ROUNDS:
+                entry["devices"].append(devices_text([measured_device(tp)]))
             entry["rows"].append(measured_rows(tp))
             path.write_text(json.dumps(kept))
             print(f"round {number + 1}, tp {tp}: load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
 
 
-def measured_rows(tp: int) -> dict[str, float]:
-    """Times of all sizes and batches, in processes."""
+def measured_rows(tp: int) -> dict[str, tuple[float, float]]:
+    """Seconds and seconds of a thread, of all sizes and batches, in processes."""
     with socket.socket() as listener, tempfile.TemporaryDirectory() as directory:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -209,7 +212,7 @@ def measured_rows(tp: int) -> dict[str, float]:
         ]
         if any(rank.wait(TIME_LIMIT_S) for rank in ranks):
             raise SystemExit("error: a rank failed")
-        rows: dict[str, float] = json.loads(result.read_text())
+        rows: dict[str, tuple[float, float]] = json.loads(result.read_text())
         return rows
 
 
@@ -241,42 +244,55 @@ def best_device(texts: Sequence[str]) -> Device:
     )
 
 
-def cpu_rows(path: Path) -> tuple[list[Row], str]:
-    """The rows of this machine, and how often the order of two choices is right."""
+def cpu_text(path: Path) -> str:
+    """The rows of this machine, and how often they and the order of two choices are right."""
     kept = json.loads(path.read_text())
+    lines = [
+        "| row | predicted, ms | measured, ms | ratio | a thread, predicted, ms | measured, ms | ratio |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
     rows: list[Row] = []
+    threads: list[Row] = []
     by_case: dict[str, list[Row]] = {}
     for tp, entry in kept.items():
-        device = best_device(entry["devices"])
-        cluster = Cluster(1, int(tp), device)
+        cluster = Cluster(1, int(tp), best_device(entry["devices"]))
         for name, shape in SHAPES.items():
             for batch in BATCHES:
                 _, work = works_of(config_of(shape), int(tp), batch, PROMPT)
                 for kind, call in (("prefill", work.plain.prefill), ("token", work.plain.token)):
-                    key = f"{name} {batch} {kind}"
-                    measured = min(each[key] for each in entry["rows"])
+                    times = [each[f"{name} {batch} {kind}"] for each in entry["rows"]]
+                    measured, alone = (1e3 * min(each) for each in zip(*times, strict=True))
                     predicted = eager_seconds(call, cluster)
-                    parts = (predicted.compute_s, predicted.host_s, predicted.collective_s)
-                    remark = "operators {:.0f}, host {:.0f}, collectives {:.0f} ms".format(
-                        *(1e3 * x for x in parts)
-                    )
-                    if int(tp) > 2:
-                        remark += "; two ranks share a core"
                     label = f"{name}, tp {tp}, batch {batch}, {kind}"
-                    row = Row(label, 1e3 * predicted.total_s, 1e3 * measured, "ms", remark)
+                    label += " (two ranks share a core)" if int(tp) > 2 else ""
+                    thread = Row(label, 1e3 * (predicted.compute_s + predicted.host_s), alone, "ms")
+                    turns = max(1.0, int(tp) / num_devices())
+                    row = Row(label, turns * thread.predicted + 1e3 * predicted.collective_s, measured, "ms")
+                    cells = (
+                        row.predicted,
+                        row.measured,
+                        row.ratio,
+                        thread.predicted,
+                        thread.measured,
+                        thread.ratio,
+                    )
+                    numbers = (
+                        f"{cell:.2f}" if index % 3 == 2 else f"{cell:,.1f}"
+                        for index, cell in enumerate(cells)
+                    )
+                    lines.append(f"| {label} | {' | '.join(numbers)} |")
                     rows.append(row)
+                    threads.append(thread)
                     by_case.setdefault(f"{batch} {kind}", []).append(row)
     pairs = [pair for case in by_case.values() for pair in itertools.combinations(case, 2)]
     right = sum((a.predicted < b.predicted) == (a.measured < b.measured) for a, b in pairs)
-    near = sum(0.75 <= row.ratio <= 1.25 for row in rows)
-    few = [row for row in rows if "share a core" not in row.remark]
-    near_few = sum(0.75 <= row.ratio <= 1.25 for row in few)
+    near, near_threads = (sum(0.75 <= row.ratio <= 1.25 for row in each) for each in (rows, threads))
     text = (
-        f"{near} of {len(rows)} rows are within 25%, of the {len(few)} with a core for each rank "
-        f"{near_few}. The order of two choices (sizes and numbers of ranks, for one batch and kind) is right "
-        f"in {right} of {len(pairs)} pairs, {right / len(pairs):.0%}.\n"
+        f"{near} of {len(rows)} rows are within 25%, and {near_threads} of the times of a thread. The order "
+        f"of two choices (sizes and numbers of ranks, for one batch and kind) is right in {right} of "
+        f"{len(pairs)} pairs, {right / len(pairs):.0%}.\n"
     )
-    return rows, text
+    return text + "\n" + "\n".join(lines) + "\n"
 
 
 # -------------------------------------------------------------------------------------------- published
@@ -363,20 +379,19 @@ def _published_collectives() -> Iterator[Row]:
     )  # fmt: skip
 
 
-def write_page(page: Path, cpu: Path) -> None:
-    """Write the tables between their marks in the page."""
-    rows, text = cpu_rows(cpu)
+def write_page(page: Path, cpu: Path, names: Sequence[str]) -> None:
+    """Write these tables between their marks in the page."""
     tables = {
-        "gpu": table(list(gpu_rows())),
-        "cpu": f"{text}\n{table(rows)}",
-        "published": table(list(published_rows()), "published"),
+        "gpu": lambda: table(list(gpu_rows())),
+        "cpu": lambda: cpu_text(cpu),
+        "published": lambda: table(list(published_rows()), "published"),
     }
-    content = page.read_text()
-    for name, body in tables.items():
+    for name in names:
+        body = tables[name]()
         marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        content, count = marks.subn(lambda match, body=body: f"{match[1]}{body}{match[2]}", content)
+        content, count = marks.subn(lambda match, body=body: f"{match[1]}{body}{match[2]}", page.read_text())
         assert count == 1, f"{page} has no marks for {name}"
-    page.write_text(content)
+        page.write_text(content)
 
 
 def main() -> None:
@@ -388,10 +403,11 @@ def main() -> None:
         "--cpu", type=Path, required=True, help="File of measured times, which rounds add to."
     )
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--tables", nargs="*", default=("gpu", "cpu", "published"), help="Tables to write.")
     options = parser.parse_args()
     if options.rounds:
         measure_cpu(options.rounds, options.cpu)
-    write_page(options.page, options.cpu)
+    write_page(options.page, options.cpu, options.tables)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -108,6 +109,11 @@ def _rank(rank: int, count: int, scratch: str, result: Path, sizes: Sizes | None
     dist.destroy_process_group()
 
 
+def _products(x: Tensor, matrices: list[Tensor]) -> None:
+    for matrix in matrices:
+        F.linear(x, matrix)
+
+
 class _SmallBlock(nn.Module):
     """A norm and two products, written as models are."""
 
@@ -174,8 +180,16 @@ class _Measured:
             ),
         )
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        """Return the shortest time of a call, of the slowest process each."""
+    def _seconds(self, call: Callable[[], object], *, alone: bool = True) -> float:
+        """Return the shortest time of a call, of the slowest process each.
+
+        Args:
+            call: the call.
+            alone: the call waits for no other process. On a core, the time of its thread counts then, without
+                the time that other programs have the core.
+        """
+        is_one_thread = self.device.type == "cpu" and torch.get_num_threads() == 1
+        now = time.thread_time if alone and is_one_thread else time.perf_counter
         call()
         self._synchronize()
         start = time.perf_counter()
@@ -186,11 +200,11 @@ class _Measured:
         best = float("inf")
         for _ in range(REPEATS):
             dist.barrier()
-            start = time.perf_counter()
+            start = now()
             for _ in range(int(calls)):
                 call()
             self._synchronize()
-            best = min(best, self._of_slowest((time.perf_counter() - start) / int(calls)))
+            best = min(best, self._of_slowest((now() - start) / int(calls)))
         return best
 
     def _synchronize(self) -> None:
@@ -217,7 +231,7 @@ class _Measured:
         for _ in range(ROUNDS):
             for rows in ROWS:
                 x = torch.randn(rows, size, device=self.device).to(dtype)
-                seconds = self._seconds(lambda x=x: [F.linear(x, matrix) for matrix in matrices])  # type: ignore[misc]
+                seconds = self._seconds(partial(_products, x, matrices))
                 best[rows] = min(best[rows], seconds)
         # Fewer rows take no more time. A longer one is that of other programs.
         shortest = list(itertools.accumulate(reversed(best.values()), min))[::-1]
@@ -272,8 +286,9 @@ class _Measured:
             for index, num_bytes in enumerate(MESSAGES):
                 x = torch.zeros(num_bytes // 4, device=self.device)
                 part = x[: len(x) // ranks].clone()
-                reduce_s = self._seconds(lambda x=x: self.comm.all_reduce(x, (0,), overwrite=True))  # type: ignore[misc]
-                gather_s = self._seconds(lambda part=part: self.comm.concatenate(part, (0,)))  # type: ignore[misc]
+                reduced = partial(self.comm.all_reduce, x, (0,), overwrite=True)
+                gathered = partial(self.comm.concatenate, part, (0,))
+                reduce_s, gather_s = (self._seconds(call, alone=False) for call in (reduced, gathered))
                 sums[index], gathers[index] = min(sums[index], reduce_s), min(gathers[index], gather_s)
         depth = max(1, (ranks - 1).bit_length())
         # A sum takes two rounds of messages, and a gather one. Most collectives of plans are sums.

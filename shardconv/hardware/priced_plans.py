@@ -107,7 +107,7 @@ def priced_plan(
         return plain
     on_hosts = replace(options, links=links)
     linked = _priced(source, on_hosts, cluster, load, example_inputs, progress, replicas)
-    if _rank(linked) < _rank(plain):
+    if _order(linked) < _order(plain):
         return replace(linked, without_links=plain.predicted)
     return plain
 
@@ -137,7 +137,7 @@ def host_links(cluster: Cluster, tp: int, load: Workload) -> HostLinks | None:
     )
 
 
-def _rank(priced: PricedPlan) -> tuple[bool, float]:
+def _order(priced: PricedPlan) -> tuple[bool, float]:
     """Return the order of plans: those that fit, then the shortest time of a token."""
     predicted = priced.predicted
     return (True, math.inf) if predicted is None else (predicted.fits is not True, predicted.token_s)

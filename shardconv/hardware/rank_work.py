@@ -275,8 +275,8 @@ def _next_token(calls: Calls, size: Size, cache: Mapping[str, Any], outputs: Any
     states = outputs.get(_ENCODED) if isinstance(outputs, Mapping) else None
     if states is None or _ENCODER_OUTPUTS not in calls.parameters:
         return arguments
-    kept = {DECODER, *cache}
-    decoding = {name: x for name, x in arguments.items() if name in kept or not isinstance(x, Tensor)}
+    of_decoder = {DECODER, *cache}
+    decoding = {name: x for name, x in arguments.items() if name in of_decoder or not isinstance(x, Tensor)}
     return {**decoding, _ENCODER_OUTPUTS: (states,)}
 
 

@@ -87,10 +87,11 @@ def test_a_malformed_file_of_devices_is_refused(
         read_devices(path)
 
 
-def test_each_device_of_the_table_names_its_data_sheet() -> None:
+def test_each_device_of_the_table_names_its_source() -> None:
     names = [device.name for device in known_devices()]
     assert len({name.casefold() for name in names}) == len(names)
     for device in known_devices():
-        assert device.sources[0].startswith("https://"), device.name
+        assert device.is_measured or device.sources[0].startswith("https://"), device.name
+        assert not device.is_measured or "env --measure" in device.sources[0], device.name
         assert device.flops["bfloat16"] > device.flops["float32"]
         assert device.inside.bandwidth >= device.between.bandwidth
