@@ -52,12 +52,12 @@ RANK = Path(__file__).with_name("predictions_rank.py")
 SHAPES = {
     "small": Shape(hidden=512, intermediate=1536, heads=8, kv_heads=4, vocab=16000, layers=8),
     "middle": Shape(hidden=1024, intermediate=3072, heads=16, kv_heads=8, vocab=16000, layers=8),
-    "large": Shape(hidden=1536, intermediate=4608, heads=16, kv_heads=8, vocab=16000, layers=10),
+    "large": Shape(hidden=1536, intermediate=4608, heads=16, kv_heads=8, vocab=16000, layers=6),
 }
-BATCHES = (1, 8)
+BATCHES = (1, 4)
 PROMPT = 64
 DTYPE = torch.bfloat16
-TPS = (1, 2, 4)
+TPS = (2, 1, 4)
 """Numbers of ranks; with more than the cores, ranks take turns."""
 TIME_LIMIT_S = 900
 DEVICE_ROUNDS = 2
@@ -259,9 +259,10 @@ def cpu_text(path: Path) -> str:
         for name, shape in SHAPES.items():
             for batch in BATCHES:
                 _, work = works_of(config_of(shape), int(tp), batch, PROMPT)
-                for kind, call in (("prefill", work.plain.prefill), ("token", work.plain.token)):
+                for kind, call in (("forward", work.plain.forward), ("token", work.plain.token)):
                     times = [each[f"{name} {batch} {kind}"] for each in entry["rows"]]
                     measured, alone = (1e3 * min(each) for each in zip(*times, strict=True))
+                    assert call is not None
                     predicted = eager_seconds(call, cluster)
                     label = f"{name}, tp {tp}, batch {batch}, {kind}"
                     label += " (two ranks share a core)" if int(tp) > 2 else ""

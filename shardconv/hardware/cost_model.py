@@ -23,9 +23,6 @@ EFFICIENCY = {"product": 0.79, "attention": 0.4, "bytes": 0.87, "link": 0.8}
 """Part of a data sheet's rate that is reached. Products and bytes: one H200 (784 of 990 TFLOP/s, 4.2 of 4.8
 TB/s, ``docs/gpu.md``). Links: all_reduce of large tensors over NVLink (nccl-tests, ``docs/hardware.md``).
 Attention: not measured here; kernels on an H100 reach a third to two thirds."""
-ATTENTION_ON_HOST = 0.5
-"""The same for attention on a CPU, whose rate of products was measured; of the rows in
-``docs/hardware.md``."""
 ATTENTION_KERNELS = 6
 """Kernels of attention over a cache in a compiled step, counted on an H200 (``docs/gpu.md``)."""
 FREE = 0.25
@@ -106,7 +103,9 @@ def operator_seconds(work: OperatorWork, device: Device) -> float:
         return 0.0
     bytes_s = work.num_bytes / (device.bandwidth * _efficiency("bytes", device))
     if work.kind == "other":
-        return bytes_s
+        return bytes_s if device.other_bandwidth is None else work.num_bytes / device.other_bandwidth
+    if work.kind == "attention" and device.attention_flops is not None:
+        return max(work.flops / device.attention_flops, bytes_s)
     curve = (device.products or {}).get(work.dtype)
     if work.kind == "product" and curve and work.elements:
         rows = max(1.0, work.flops / (2 * work.elements))
@@ -116,9 +115,7 @@ def operator_seconds(work: OperatorWork, device: Device) -> float:
 
 
 def _efficiency(kind: str, device: Device) -> float:
-    if not device.is_measured:
-        return EFFICIENCY[kind]
-    return ATTENTION_ON_HOST if kind == "attention" and device.is_host else 1.0
+    return 1.0 if device.is_measured else EFFICIENCY[kind]
 
 
 def _element_seconds(curve: Sequence[ProductRate], rows: float) -> float:

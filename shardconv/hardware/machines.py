@@ -83,6 +83,10 @@ class Device:
     """Whether the rates were measured; otherwise they are from a data sheet, which no program reaches."""
     products: Mapping[str, tuple[ProductRate, ...]] | None = None
     """dtype -> measured times by the number of rows, ascending."""
+    other_bandwidth: float | None = None
+    """Measured bytes per second of operators on each element; None: the bandwidth of the memory."""
+    attention_flops: float | None = None
+    """Measured operations per second of attention; None: a part of the rate of products."""
     sources: tuple[str, ...] = ()
     """Where the numbers come from."""
 

@@ -27,7 +27,7 @@ from .machines import Device, Link, ProductRate, devices_text, read_devices
 
 REPEATS = 3
 """Times in a row of which the shortest counts."""
-ROUNDS = 3
+ROUNDS = 2
 """Rounds of all products, since other programs of the machine may run for seconds."""
 MIN_S = 0.01
 """Shorter calls are repeated within one time, so that clocks and barriers do not count."""
@@ -38,6 +38,8 @@ MESSAGES = (1 << 12, 1 << 20, 1 << 23)
 """Bytes of the tensors of collectives: as in decoding, and as in a prefill."""
 BLOCKS = 50
 """Blocks of modules with the smallest operators."""
+ATTENTION_LENGTH = 512
+"""Tokens of a prompt."""
 KERNELS = 500
 """Kernels of a CUDA graph, of which one takes microseconds."""
 FILE_BYTES = 1 << 28
@@ -174,6 +176,8 @@ class _Measured:
             is_host=is_host,
             is_measured=True,
             products=products,
+            other_bandwidth=self._other_bandwidth(),
+            attention_flops=self._attention_flops(),
             sources=(
                 f"measured by shardconv env --measure with {count} processes, torch {torch.__version__}",
                 "links between hosts were not measured: those inside of the host are in their place",
@@ -222,6 +226,28 @@ class _Measured:
         source = torch.zeros(self.sizes.copy_bytes, dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
         return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def _other_bandwidth(self) -> float:
+        """Return bytes per second of operators on each element, as they stand between products."""
+        x = torch.randn(self.sizes.copy_bytes // 64, device=self.device).to(torch.bfloat16)
+
+        def operators() -> None:
+            y = F.silu(x)
+            y = y * x
+            y = y + x
+            y = y.float()
+            y.to(torch.bfloat16)
+
+        # The operands and the results of five operators.
+        num_bytes = (4 + 6 + 6 + 6 + 6) * x.numel()
+        return num_bytes / self._seconds(operators)
+
+    def _attention_flops(self) -> float:
+        """Return operations per second of causal attention over a prompt, of which half are left out."""
+        shape = (1, 8, ATTENTION_LENGTH, 64)
+        query, key, value = (torch.randn(shape, device=self.device).to(torch.bfloat16) for _ in range(3))
+        call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+        return 4 * query.numel() * ATTENTION_LENGTH / 2 / self._seconds(call)
 
     def _products(self, dtype: torch.dtype) -> tuple[ProductRate, ...]:
         """Return the times of products with matrices that are not in a cache."""

@@ -45,6 +45,13 @@ def test_an_operator_takes_the_longer_of_operations_and_bytes(work: OperatorWork
     assert operator_seconds(work, DEVICE) == pytest.approx(seconds)
 
 
+def test_measured_rates_of_other_operators_and_attention_count() -> None:
+    device = replace(DEVICE, other_bandwidth=1e8, attention_flops=1e10)
+    assert operator_seconds(OperatorWork("other", "float32", num_bytes=2e6), device) == pytest.approx(2e-2)
+    attention = OperatorWork("attention", "float32", flops=1e8, num_bytes=1e6)
+    assert operator_seconds(attention, device) == pytest.approx(1e-2)
+
+
 def test_products_follow_the_measured_times_by_rows() -> None:
     curve = (ProductRate(1, 1e-9), ProductRate(3, 2e-9), ProductRate(100, 50e-9))
     device = replace(DEVICE, products={"float32": curve})

@@ -38,6 +38,9 @@ def test_two_processes_measure_a_cpu(tmp_path: Path) -> None:
         assert [point.rows for point in curve] == [1, 8]
         assert curve[0].element_s <= curve[1].element_s
         assert device.flops[dtype] == 2 * 8 / curve[1].element_s
+    assert device.other_bandwidth is not None
+    assert device.attention_flops is not None
+    assert min(device.other_bandwidth, device.attention_flops) > 0
     assert device.inside == device.between
     assert device.inside.call_s + device.inside.latency_s > 0
     assert "2 processes" in device.sources[0]
