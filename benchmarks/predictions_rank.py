@@ -61,7 +61,7 @@ def main() -> None:
         for batch in BATCHES:
             ids = torch.randint(shape.vocab, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
             with torch.no_grad():
-                # Logits of all tokens: for the last ones alone, the CPU takes a slow path (a view into the batch).
+                # For the logits of last tokens alone, torch multiplies a view of a batch, which is slow.
                 forward = partial(model, ids, use_cache=False)
                 rows[f"{name} {batch} forward"] = shortest(forward, PREFILLS)
                 cache = transformers.DynamicCache(config=model.config)

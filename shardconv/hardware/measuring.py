@@ -36,6 +36,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 DTYPES = (torch.float32, torch.bfloat16)
 MESSAGES = (1 << 12, 1 << 20, 1 << 23)
 """Bytes of the tensors of collectives: as in decoding, and as in a prefill."""
+MODEL_CODE = {"cpu": 8.0, "cuda": 4.0}
+"""Time of an operator in the code of a model, divided by the time in ``_SmallBlock``. On a CPU it is fitted
+on tokens at tp 1 and 2 (``docs/hardware.md``); on a GPU it is assumed, since no file was measured on one."""
 BLOCKS = 50
 """Blocks of modules with the smallest operators."""
 ATTENTION_LENGTH = 512
@@ -268,7 +271,8 @@ class _Measured:
         width = 8
         model = nn.Sequential(*(_SmallBlock(width) for _ in range(BLOCKS))).to(self.device)
         x = torch.zeros(1, 1, width, device=self.device)
-        return self._seconds(lambda: model(x)) / (BLOCKS * _SmallBlock.OPERATORS)
+        block_s = self._seconds(lambda: model(x)) / BLOCKS
+        return MODEL_CODE[self.device.type] * block_s / _SmallBlock.OPERATORS
 
     def _kernel_s(self) -> float:
         x = torch.zeros(8, device=self.device)
