@@ -241,6 +241,8 @@ def best_device(texts: Sequence[str]) -> Device:
         inside=inside,
         between=inside,
         products=curves,
+        other_bandwidth=max(d.other_bandwidth or 0.0 for d in devices) or None,
+        attention_flops=max(d.attention_flops or 0.0 for d in devices) or None,
     )
 
 
