@@ -66,8 +66,9 @@ def lone_rank(
     dtype: torch.dtype,
     *,
     fuse: bool = True,
+    rank: int = 0,
 ) -> Any:
-    """Build rank 0 of ``tp``, with ``generate`` as it is in a job.
+    """Build a rank of ``tp``, with ``generate`` as it is in a job.
 
     Args:
         shape: of the model.
@@ -77,6 +78,7 @@ def lone_rank(
         device: where the weights are made.
         dtype: of the weights.
         fuse: compute the products of one input as one, as ``load(compile=True)`` does.
+        rank: the rank, whose communicator ``connect`` makes.
     """
     directory.mkdir(exist_ok=True, parents=True)
     (directory / "config.json").write_text(json.dumps({**shape.config(), "max_position_embeddings": 131072}))
@@ -86,7 +88,7 @@ def lone_rank(
         plan = replace(plan, fused=())
     model = build_model(spec.model_class, spec.config, dtype)
     parallelize(model, plan, connect(plan))
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(rank)
     for name, meta in list(stored_tensors(model)):
         owner, attribute = owner_of(model, name)
         weight = torch.empty(meta.shape, dtype=meta.dtype, device=device)

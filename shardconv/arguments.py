@@ -66,6 +66,26 @@ class ExampleInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLinks:
+    """The links between hosts over which a plan's ranks are spread, and the call that its costs are for."""
+
+    hosts: int
+    """Hosts; ranks are counted through each of them."""
+    bandwidth: float
+    """Bytes per second at which a ring of all ranks goes through the hosts."""
+    latency_s: float
+    """Seconds of a collective between hosts, without its bytes."""
+    memory_bandwidth: float
+    """Bytes per second of a device's memory."""
+    flops: float
+    """Operations per second of products."""
+    tokens: int
+    """Tokens of the call: one of each sequence."""
+    weight_bytes: int
+    """Bytes that a rank has for weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class SolveOptions:
     """The options that a model is solved for."""
 
@@ -85,6 +105,8 @@ class SolveOptions:
     """First and last layer of each stage, as ``0-39,40-79``; empty: stages are balanced."""
     example: ExampleInputs | None = None
     """The call to trace; None: the example in the model's directory, otherwise values that are made up."""
+    links: HostLinks | None = None
+    """Links between the hosts of a stage's ranks; None: all links are alike."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)

@@ -34,7 +34,7 @@ from shardconv_runtime.versions import tool_versions
 from .arguments import Quantizing, SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
 from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
-from .passes import solve_plan
+from .passes import Inspect, solve_plan
 from .quantizing import quantized_model, with_quantization
 from .reporting.progress import Progress
 from .writing.outputs import AnyOutput, StageOutputs, WriteOptions, write_to
@@ -201,8 +201,9 @@ def plan_model(
     example: Example | None,
     progress: Progress,
     quantize: Quantizing | None = None,
+    inspect: Inspect | None = None,
 ) -> Plan:
-    """Solve a model from its config, without weights; see ``convert.plan``."""
+    """Solve a model from its config, without weights; see ``convert.plan`` and ``passes.solve_plan``."""
     options = _with_example(options, example)
     is_trusted = source.trust_remote_code
     spec = resolve(
@@ -222,7 +223,7 @@ def plan_model(
         return _with_packings(model.spec, solved, model.weights)[0]
     if spec.quantization is not None and not spec.dequantize:
         progress.stage("note: the checkpoint is quantized; its unquantized model is planned, with its bytes")
-    return solve_plan(spec, options, progress=progress.stage)
+    return solve_plan(spec, options, progress=progress.stage, inspect=inspect)
 
 
 def plan_checkpoint(

@@ -55,6 +55,9 @@ from .verifying.small_model import FullModel
 
 Tell = Callable[[str], None]
 
+Inspect = Callable[[Plan, nn.Module, TraceInputs, Mapping[str, Bypass]], None]
+"""Looks at a plan, its unsharded model on meta, the inputs of its trace, and layers that others represent."""
+
 
 def solve_plan(
     spec: ModelSpec,
@@ -63,13 +66,18 @@ def solve_plan(
     grains: Grains | None = None,
     progress: Tell | None = None,
     adaptation: Adaptation | None = None,
+    inspect: Inspect | None = None,
 ) -> Plan:
-    """Solve a model and return its plan."""
+    """Solve a model and return its plan.
+
+    Args:
+        inspect: is called with the plan and the traced model, once the plan is complete.
+    """
     try:
         # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
         # while they wait. On two cores they double the CPU time.
         with _no_collection(), _without_validation(), _without_fast_paths(), in_one_thread():
-            return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation)
+            return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation, inspect)
     except ShardconvError:
         raise
     except MemoryError as error:
@@ -135,7 +143,12 @@ def _without_fast_paths() -> Iterator[None]:
 
 
 def _solved(
-    spec: ModelSpec, options: SolveOptions, grains: Grains, tell: Tell, adaptation: Adaptation | None
+    spec: ModelSpec,
+    options: SolveOptions,
+    grains: Grains,
+    tell: Tell,
+    adaptation: Adaptation | None,
+    inspect: Inspect | None,
 ) -> Plan:
     run = _traced(spec, options, adaptation, tell)
 
@@ -144,7 +157,11 @@ def _solved(
         return _with_fewer_positions(run, spec, options, adaptation)
 
     used = run if options.check else run.as_in_training()
-    return _solved_run(spec, options, grains, used, tell, with_fewer_positions)
+    plan = _solved_run(spec, options, grains, used, tell, with_fewer_positions)
+    if inspect is not None:
+        inputs = without_extra_outputs(run.inputs) if options.pp > 1 else run.inputs
+        inspect(plan, run.model, inputs, run.bypasses)
+    return plan
 
 
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import TypeVar
 
+import torch
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.files.fingerprint import code_info
@@ -264,7 +265,11 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
 def _attempt(
     problem: PlanProblem, ruled_out: RuledOut, pins: Pins | None
 ) -> tuple[Plan, Solution] | Conflict:
-    assignment = solve(problem.analysis, problem.options.tp, ruled_out.nodes, problem.folded, pins)
+    options = problem.options
+    element_bytes = getattr(torch, problem.spec.dtype).itemsize
+    assignment = solve(
+        problem.analysis, options.tp, ruled_out.nodes, problem.folded, pins, options.links, element_bytes
+    )
     solution = problem.solution(assignment, ruled_out.reasons)
     if isinstance(solution, Conflict):
         return solution

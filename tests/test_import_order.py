@@ -35,6 +35,7 @@ CONVERTER_ORDER = (
     "quantizing",
     "conversion",
     "convert",
+    "hardware",
     "fitting",
     "launching",
     "converted",

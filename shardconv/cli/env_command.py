@@ -6,10 +6,13 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
+from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.versions import __version__
 
+from ..hardware.machines import devices_text
 from ..reporting.records import EnvReport, GpuReport
 from ..reporting.summary import human_bytes
 from .options import json_option, loudness_options, print_report, working
@@ -101,17 +104,44 @@ def environment() -> EnvReport:
 
 
 @click.command("env")
+@click.option(
+    "--measure",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Measure the devices of this machine in about a minute, and write FILE for plan --hardware.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processes that --measure starts.  [default: one for each GPU, or for each core]",
+)
 @json_option
 @loudness_options
-def env_command(as_json: bool, quiet: bool, verbose: bool) -> None:
+def env_command(
+    measure: str | None, processes: int | None, as_json: bool, quiet: bool, verbose: bool
+) -> None:
     """Show versions, GPUs and settings, for a report of a problem.
 
+    With --measure, it also measures memory, products, operators and collectives on all GPUs, or on the cores
+    of a machine without any. Do this while nothing else runs.
+
     \b
-    Example:
+    Examples:
       shardconv env
+      shardconv env --measure machine.json
+      shardconv plan org/name --tp 2 --hardware machine.json --on 2xCPU
     """
-    with working(quiet, verbose):
+    if processes is not None and measure is None:
+        raise click.UsageError("--processes is for --measure; add --measure FILE, or leave it out")
+    with working(quiet, verbose) as progress:
         environment_rows = environment()
+        if measure is not None:
+            from ..hardware.measuring import measured_device  # it imports torch
+
+            progress.stage("measuring this machine")
+            text = devices_text([measured_device(processes)])
+            write_text(Path(measure), text)
     if as_json:
         print_report(environment_rows)
         return

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from shardconv_runtime.checkpoint.model_directory import model_directory
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.hub_options import Hub
 
-from ..arguments import RandomInit, parse_ranks, parse_size
+from ..arguments import RandomInit, SolveOptions, parse_ranks, parse_size
 from ..convert import convert, plan
 from ..fitting import FewestRanks, require_fit, smallest_tp, table
+from ..hardware.machines import Cluster, parse_cluster
+from ..hardware.predicted_lines import choices_text, predicted_lines, predicted_record
 from ..reporting.plan_lines import RESERVE, Workload, aligned
 from ..reporting.plan_records import plan_record
-from ..reporting.records import CandidateReport
+from ..reporting.records import CandidateReport, PredictedReport
 from ..reporting.report import report
 from ..reporting.summary import human_bytes, summarize
 from .directory_commands import written_record
@@ -169,6 +172,10 @@ def plan_command(
 
     With --device-memory, the exit code is 5 if the model does not fit.
 
+    With --on, the report predicts the times of a prefill, a token, a training step and a start on these
+    devices. Predictions are not measurements; docs/hardware.md compares them. With --tp auto, --batch is
+    shared by the copies of the model.
+
     With a plan in a file you can load a model without converting it: load("org/name", plan="plan.json").
     The command export prints a plan in other formats.
 
@@ -178,6 +185,8 @@ def plan_command(
       shardconv plan org/name --tp 8 --device-memory 80GB
       shardconv plan org/name --tp auto --device-memory 80GB --context 32768
       shardconv plan org/large --tp 8 --pp 2
+      shardconv plan org/name --tp 8 --on 8xH100 --batch 32 --context 8192
+      shardconv plan org/large --tp auto --on 2x8xH100 --batch 32 --context 8192
       shardconv plan ./my-model --tp 4 -o plan.json
     """
     old = None if chosen in (None, "report") else str(chosen)
@@ -191,15 +200,23 @@ def plan_command(
         )
     if check is None:
         check = old == "json" or (old is None and output is not None)
-    load = _load(tp, *(options.pop(name) for name in ("device_memory", "reserve", "context", "batch")))
+    cluster = _cluster(options.pop("on"), options.pop("hardware"), tp, options)
+    device = [options.pop(name) for name in ("device_memory", "reserve", "context", "batch")]
+    if cluster is not None:
+        device[0] = device[0] or str(cluster.device.memory_bytes)
+        device[2] = device[2] or tokens
+    load = _load(tp, *device)
     quiet, verbose = options.pop("quiet"), options.pop("verbose")
     options["hub"] = hub = hub_from(options)
     options["quantize"] = quantizing_from(options)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:
-        choice = None
-        if isinstance(tp, str):
+        choice, prediction = None, None
+        if cluster is not None and load is not None:
+            prediction = _predicted(model, tp, cluster, load, check, progress, options)
+            solved = prediction.plan
+        elif isinstance(tp, str):
             solved, choice = _smallest(model, load, check, progress, options)
         else:
             solved = plan(model, tp, check=check, progress=progress, **options)
@@ -216,10 +233,13 @@ def plan_command(
         click.echo(text, nl=False)
     elif as_json:
         candidates = () if choice is None else _candidates(choice)
-        print_report(plan_record(solved, tokens, load, candidates))
+        predictions = () if prediction is None else prediction.records
+        print_report(plan_record(solved, tokens, load, candidates, predictions))
     elif not (quiet and output is not None):
         click.echo("" if choice is None else _choice_text(choice), nl=False)
+        click.echo("" if prediction is None else prediction.table, nl=False)
         click.echo(report(solved, num_tokens=tokens, load=load), nl=False)
+        click.echo("" if prediction is None else prediction.section, nl=False)
     for remark in remarks if not quiet else ():
         click.echo(remark, err=True)
     if load is not None:
@@ -289,6 +309,93 @@ def _load(
             f"--reserve {reserved:,} bytes leaves nothing of --device-memory {size:,} bytes"
         )
     return Workload(size, reserved, context, batch or 1)
+
+
+def _cluster(
+    on: str | None, hardware: str | None, tp: int | str, options: Mapping[str, Any]
+) -> Cluster | None:
+    """Return the cluster of ``--on``; None without it."""
+    if on is None:
+        if hardware is not None:
+            raise click.UsageError("--hardware is for --on; add that, for example --on 2xCPU")
+        return None
+    cluster = parse_cluster(on, None if hardware is None else Path(hardware))
+    if options["quantize"] is not None:
+        raise click.UsageError("--on predicts no times of packed weights; leave out --quantize or --on")
+    ranks = 1 if isinstance(tp, str) else tp * options["pp"]
+    if ranks > cluster.num_devices:
+        raise click.UsageError(
+            f"--on {on} has {cluster.num_devices} devices for {ranks} ranks; name more hosts or devices"
+        )
+    if isinstance(tp, str) and options["stages"]:
+        raise click.UsageError("--stages is for a number of stages; leave it out with --tp auto --on")
+    return cluster
+
+
+@dataclass(frozen=True, slots=True)
+class _Prediction:
+    """A plan with predictions, as text and as records."""
+
+    plan: Plan
+    table: str
+    """The choices for a cluster; empty if the number of ranks was given."""
+    section: str
+    """The section about the plan."""
+    records: tuple[PredictedReport, ...]
+
+
+def _predicted(
+    model: str,
+    tp: int | str,
+    cluster: Cluster,
+    load: Workload,
+    check: bool,
+    progress: Any,
+    options: Mapping[str, Any],
+) -> _Prediction:
+    """Plan a model, and predict its times on a cluster."""
+    from ..hardware.priced_plans import Choice, PricedPlan, all_choices, priced_plan  # they import torch
+
+    model_directory(model, need_weights=False)
+    source = {name: options[name] for name in ("hub", "dtype", "trust_remote_code", "example_inputs")}
+
+    def solve(ranks: int, pp: int, experts: str, share: Workload, replicas: int) -> PricedPlan:
+        progress.stage(f"tp {ranks}, pp {pp}, experts {experts}")
+        solved_for = SolveOptions(
+            ranks,
+            experts,
+            options["sequence_parallel"],
+            check and not isinstance(tp, str),
+            measure=True,
+            pp=pp,
+            stages=options["stages"],
+        )
+        return priced_plan(model, solved_for, cluster, share, progress=progress, replicas=replicas, **source)
+
+    if isinstance(tp, str):
+        modes = tuple(dict.fromkeys((options["experts"], "tp", "ep")))
+        choices = all_choices(solve, cluster, load, modes)
+        chosen = choices.fastest
+        assert chosen.priced is not None
+        best = (choices.fastest, choices.most)
+        rows = tuple(predicted_record(each, cluster, load, best) for each in choices.choices)
+        table = choices_text(choices, cluster, load)
+    else:
+        priced = solve(tp, options["pp"], options["experts"], load, 1)
+        chosen = Choice(tp, options["pp"], 1, options["experts"], priced, priced.problem)
+        rows, table = (predicted_record(chosen, cluster, load),), ""
+    assert chosen.priced is not None
+    solved = chosen.priced.plan
+    if check and isinstance(tp, str):
+        settings = {**options, "experts": chosen.experts, "pp": chosen.pp}
+        solved = plan(model, chosen.tp, check=True, progress=progress, **settings)
+    if chosen.predicted is None:
+        section = f"\nPREDICTED  nothing: {chosen.problem}\n"
+    else:
+        share = replace(load, batch=chosen.predicted.batch)
+        lines = predicted_lines(chosen.predicted, cluster, share, chosen.priced.without_links)
+        section = "\n" + "\n".join(lines) + "\n"
+    return _Prediction(solved, table, section, rows)
 
 
 def _smallest(

@@ -211,15 +211,28 @@ auto_tp_option = click.option(
     type=TpOrAuto(),
     required=True,
     metavar="N",
-    help="Number of ranks, or auto for the fewest (1, 2, 4 ...) that fit --device-memory.",
+    help="Number of ranks, or auto for the fewest (1, 2, 4 ...) that fit --device-memory. With --on, auto "
+    "predicts all ways to divide the devices.",
 )
 
 device_options = together(
     click.option(
+        "--on",
+        metavar="CLUSTER",
+        help="Predict times on hosts x devices x device, for example 2x8xH100, 8xA100-80GB or L4.",
+    ),
+    click.option(
+        "--hardware",
+        type=click.Path(exists=True, dir_okay=False),
+        metavar="FILE",
+        help="File of more devices for --on, which shardconv env --measure FILE writes.",
+    ),
+    click.option(
         "--device-memory",
         metavar="SIZE",
         callback=checked(optional(parse_size)),
-        help="Memory of each device, for example 80GB or 80GiB. The report shows which sizes fit.",
+        help="Memory of each device, for example 80GB or 80GiB. The report shows which sizes fit.  [default: "
+        "that of --on]",
     ),
     click.option(
         "--reserve",

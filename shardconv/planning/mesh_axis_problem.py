@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -34,15 +35,30 @@ EPSILON = 1e-7
 """Tie-breaker: reduce and gather as early as possible, slice as late as possible."""
 
 
+@dataclass(frozen=True, slots=True)
+class AxisPrices:
+    """Costs of a mesh axis in seconds of a call, in place of elements."""
+
+    tokens: int
+    """Tokens of the call."""
+    sent_s: float
+    """Seconds of an element that is sent."""
+    latency_s: float
+    """Seconds of a collective without its bytes."""
+    held_s: float
+    """Seconds that an element of a parameter takes on each rank: it is read, or multiplied with tokens."""
+
+
 def solve_axis(
     given: SolverInput,
     extent: int,
     taken: Mapping[Node, int],
     saving_weight: float = 1.0,
     pinned: Mapping[Node | Partial, bool] = MappingProxyType({}),
+    prices: AxisPrices | None = None,
 ) -> tuple[list[Node], list[Partial]]:
     """Return the leaves that a mesh axis shards, and the states that are partial on it."""
-    return AxisProblem(given, extent, taken, saving_weight, pinned).solve()
+    return AxisProblem(given, extent, taken, saving_weight, pinned, prices).solve()
 
 
 class AxisProblem(AxisVariables):
@@ -55,12 +71,17 @@ class AxisProblem(AxisVariables):
         taken: Mapping[Node, int],
         saving_weight: float = 1.0,
         pinned: Mapping[Node | Partial, bool] = MappingProxyType({}),
+        prices: AxisPrices | None = None,
     ) -> None:
         super().__init__(given, extent, taken)
-        self.saving_weight = saving_weight
         analysis = given.analysis
         self.latency = LATENCY * given.width**2
         self.moved = (extent - 1) / extent * given.width * TOKENS_PER_WIDTH / given.tokens
+        self.worth = (TOKENS_PER_WIDTH + SPARE) * saving_weight
+        if prices is not None:
+            self.latency = prices.latency_s
+            self.moved = (extent - 1) / extent * prices.tokens / given.tokens * prices.sent_s
+            self.worth = prices.held_s * saving_weight
         for contraction in analysis.contractions:
             self._contraction(contraction)
         for signature in given.signatures:
@@ -225,7 +246,7 @@ class AxisProblem(AxisVariables):
         dims = self.given.analysis.dims[tid]
         name = self.given.analysis.tape.tensors[tid].name
         calls = max(1, self.given.calls[name.rpartition(".")[0]])
-        worth = (TOKENS_PER_WIDTH + SPARE) * self.saving_weight * calls
+        worth = self.worth * calls
         numel = math.prod(d.size for d in dims) * self.given.folded.weight(name)
         for dim in dims:
             for node, share in _shares(dim, 1.0):

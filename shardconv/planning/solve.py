@@ -30,7 +30,12 @@ Costs, where V is the number of elements of the tensor times (n - 1)/n and L the
 tp is a mesh of its prime factors, solved one after another: with fewer key/value heads than ranks, the
 heads take the first axes and the group the rest.
 
-Costs are in elements and scale with the square of the model's width, so that a small model gets
+If the ranks are on several hosts and the links between them are known, the first mesh axes are the hosts, and
+their costs are seconds of a call instead (``AxisPrices``): bytes over the link, and bytes of weights or
+operations on the device. The ranks of a host are the last axes, with the costs above. The saved seconds weigh
+more until the weights fit; if they do not with the highest weight, all axes have the costs above.
+
+Otherwise costs are in elements and scale with the square of the model's width, so that a small model gets
 the plan of a large one of the same shape.
 
 If more than ``MAX_REPLICATED`` of the model would stay replicated, the model is solved again with a higher
@@ -50,12 +55,13 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product, axes_of, size
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.format.slices import Mesh
 
+from ..arguments import HostLinks
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
-from ..dim_analysis.dim_trees import LEAF, IncompatibleDims, Node, cut, factors, find, leaves, split
+from ..dim_analysis.dim_trees import LEAF, SUM, IncompatibleDims, Node, cut, factors, find, leaves, split
 from ..tracing.fold import Folded
 from .axis_variables import SolverInput
 from .elimination import Infeasible
-from .mesh_axis_problem import solve_axis
+from .mesh_axis_problem import AxisPrices, solve_axis
 
 # Pin the layouts of parameters to another plan, and let related parameters follow.
 #
@@ -212,6 +218,8 @@ def solve(
     forbidden: Iterable[Node] = (),
     folded: Folded | None = None,
     pins: Pins | None = None,
+    links: HostLinks | None = None,
+    element_bytes: int = 2,
 ) -> Assignment:
     """Return the cheapest assignment for ``tp`` ranks.
 
@@ -221,6 +229,8 @@ def solve(
         forbidden: leaves that must stay replicated.
         folded: tensors that must get the same choice, and weights of layers.
         pins: leaves with a fixed choice: the leaves of all parameters, or none.
+        links: the links between the hosts of the ranks; None: all links are alike.
+        element_bytes: bytes of an element of the model.
 
     Raises:
         SolveError: if the pinned choices contradict the constraints.
@@ -234,6 +244,8 @@ def solve(
                 "with the adapter, a layer cannot be computed from the parts that ranks have of its weight; "
                 "leave out layers of its target modules"
             ) from error
+    if links is not None and links.hosts > 1:
+        return _solve_on_hosts(problem, tp, links, element_bytes)
     first = best = _solve(problem, tp, SAVING_WEIGHTS[0])
 
     least = _fraction_without(problem, problem.may_be_sharded)
@@ -252,6 +264,38 @@ def solve(
     return best
 
 
+def _solve_on_hosts(problem: SolverInput, tp: int, links: HostLinks, element_bytes: int) -> Assignment:
+    """Return the cheapest assignment in seconds whose weights fit."""
+    # An element is read in each call. With many tokens, their products take longer than that.
+    held_s = max(element_bytes / links.memory_bandwidth, 2 * links.tokens / links.flops)
+    prices = AxisPrices(links.tokens, element_bytes / links.bandwidth, links.latency_s, held_s)
+    for weight in SAVING_WEIGHTS:
+        best = _solve(problem, tp, weight, hosts=links.hosts, prices=prices)
+        if _rank_elements(problem, best) * element_bytes <= links.weight_bytes:
+            return best
+    return _solve(problem, tp, SAVING_WEIGHTS[0], hosts=links.hosts)
+
+
+def _rank_elements(problem: SolverInput, assignment: Assignment) -> float:
+    """Return the elements of all parameters on a rank, if shares are even."""
+    analysis = problem.analysis
+
+    def share(node: Node) -> float:
+        node = find(node)
+        if node.kind == LEAF:
+            return 1 / math.prod(assignment.mesh[axis] for axis in assignment.axes(node))
+        if node.kind == SUM:
+            return sum(child.size / node.size * share(child) for child in node.children)
+        return math.prod(map(share, node.children))
+
+    total = 0.0
+    for tid, info in enumerate(analysis.tape.tensors):
+        if info.kind == "parameter" and tid in analysis.dims:
+            held_share = math.prod(map(share, analysis.dims[tid]))
+            total += math.prod(info.shape) * problem.folded.weight(info.name) * held_share
+    return total
+
+
 def _is_gain(before: Assignment, after: Assignment) -> bool:
     """Return whether enough more is sharded for the collectives that it costs."""
     (was, _), (now, _) = before.replicated, after.replicated
@@ -259,15 +303,30 @@ def _is_gain(before: Assignment, after: Assignment) -> bool:
 
 
 def _solve(
-    given: SolverInput, tp: int, saving_weight: float, pins: Pins = MappingProxyType({})
+    given: SolverInput,
+    tp: int,
+    saving_weight: float,
+    pins: Pins = MappingProxyType({}),
+    hosts: int = 1,
+    prices: AxisPrices | None = None,
 ) -> Assignment:
-    mesh = prime_factors(tp)
+    """Solve one mesh axis after another.
+
+    Args:
+        hosts: hosts of the ranks, which divide the number of ranks; the first axes.
+        prices: costs of the axes of hosts; an element takes its ``held_s`` if no axis shards it.
+    """
+    mesh = (*prime_factors(hosts), *prime_factors(tp // hosts))
+    between = len(prime_factors(hosts))
     leaf_axes: dict[Node, tuple[int, ...]] = {}
     partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(mesh):
         taken = {leaf: math.prod(mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
         pinned: dict[Node | Partial, bool] = {leaf: axis in axes for leaf, axes in pins.items()}
-        sharded, partial = solve_axis(given, extent, taken, saving_weight, pinned)
+        axis_prices = None
+        if prices is not None and axis < between:  # most parameters are sharded over all other axes, too
+            axis_prices = replace(prices, held_s=prices.held_s * extent / tp)
+        sharded, partial = solve_axis(given, extent, taken, saving_weight, pinned, axis_prices)
         for leaf in sharded:
             leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
         for state in partial:

@@ -29,6 +29,7 @@ def plan_record(
     num_tokens: int = TOKENS,
     load: Workload | None = None,
     candidates: Sequence[records.CandidateReport] = (),
+    predictions: Sequence[records.PredictedReport] = (),
 ) -> records.PlanReport:
     """Return a plan in numbers.
 
@@ -37,6 +38,7 @@ def plan_record(
         num_tokens: length of the forward pass.
         load: a device, and a workload.
         candidates: numbers of ranks that were tried.
+        predictions: predicted times on a cluster.
     """
     summary = summarize(plan)
     return records.PlanReport(
@@ -80,6 +82,7 @@ def plan_record(
         memory=_memory(plan, num_tokens),
         workload=None if load is None else _workload(plan, load),
         candidates=tuple(candidates),
+        predictions=tuple(predictions),
         can_train=plan.training is not None and not plan.inference_only,
         has_sequence_form=plan.training is not None and plan.training.sequence is not None,
         summed_gradients=_expanded(summed_gradients(plan)),

@@ -143,6 +143,45 @@ class CandidateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedReport:
+    """Times of a plan on a cluster. They are predicted, and were not measured."""
+
+    cluster: str
+    """Hosts x devices x device."""
+    tp: int
+    pp: int
+    replicas: int
+    """Copies of the model."""
+    experts: str
+    batch: int
+    """Sequences of a replica."""
+    context: int
+    fits: bool | None
+    problem: str
+    """Why nothing was predicted; then the numbers are null."""
+    prefill_s: float | None
+    token_s: float | None
+    tokens_per_s: float | None
+    """Of one sequence."""
+    device_tokens_per_s: float | None
+    """Of all sequences of a replica, for each device."""
+    collective_share: float | None
+    """Part of the time of a token that is communication."""
+    hosts_bytes: float | None
+    """Bytes that a replica sends between hosts for a token of the batch."""
+    step_s: float | None
+    """A training step on the batch."""
+    recomputed_step_s: float | None
+    start_s: float | None
+    is_fastest: bool
+    """Whether no other choice for the cluster has a shorter time of a token."""
+    has_most_tokens: bool
+    """Whether no other choice for the cluster has more tokens per second."""
+    errors: Mapping[str, float]
+    """The largest error of most predictions that were compared, by kind, as a part of the measured time."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """A plan in numbers."""
 
@@ -171,7 +210,9 @@ class PlanReport:
     """Empty if it could not be measured."""
     workload: WorkloadReport | None
     candidates: tuple[CandidateReport, ...]
-    """With ``--tp auto``."""
+    """With ``--tp auto`` and without ``--on``."""
+    predictions: tuple[PredictedReport, ...]
+    """With ``--on``: of the plan; with ``--tp auto``, of each choice for the cluster."""
     can_train: bool
     has_sequence_form: bool
     summed_gradients: tuple[str, ...]

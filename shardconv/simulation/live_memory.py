@@ -210,6 +210,9 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the number of the storage under a tensor; None if it was made before."""
         return self._indices.get(tensor.untyped_storage(), None)
 
+    def ran(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Is called behind each operator."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = self._memo.facts_of(func)
         kwargs = kwargs or {}
@@ -239,6 +242,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = pytree.tree_map_only(Tensor, self.values.value, (args, kwargs))
             result = pytree.tree_map_only(Tensor, _on_meta, func(*values[0], **values[1]))
         self.values.made(func, tensors, args, kwargs, result)
+        self.ran(facts.name, func, on_meta[0], on_meta[1], result)
         for tensor in tensors_in((result,)):
             self._note(tensor)
         return result

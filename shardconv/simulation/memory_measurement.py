@@ -165,6 +165,32 @@ class NotMeasured(Exception):
     """The model cannot be run without values."""
 
 
+def rank_on_meta(
+    plan: Plan,
+    model: nn.Module,
+    bypassed: Mapping[str, Bypass],
+    comm: MetaCommunicator,
+    stage: int | None = None,
+) -> tuple[nn.Module, Mapping[str, Bypass]]:
+    """Return the model of one rank on meta, and those of its layers that may be left out.
+
+    Args:
+        plan: the plan of the model.
+        model: global, on meta; it is copied.
+        bypassed: layers that are represented by others.
+        comm: the communicator of the rank.
+        stage: stage of the rank; None for a plan without stages.
+    """
+    bypassed = planned_alike(plan, bypassed)
+    names = argument_names(model, plan)
+    local = parallelize(copy.deepcopy(model), plan, comm)
+    if stage is not None:
+        bypassed = bypassed_on(plan, stage, bypassed)
+        link = StageLink(stage, num_stages(plan), UnansweredTransport())
+        keep_stage(local, plan, link, 0, META, getattr(torch, plan.model.dtype), names)
+    return local, bypassed
+
+
 def measure_memory(
     plan: Plan,
     model: nn.Module,
@@ -184,17 +210,11 @@ def measure_memory(
     Raises:
         NotMeasured: if the model cannot be run on meta tensors.
     """
-    bypassed = planned_alike(plan, bypassed)
-    names = argument_names(model, plan)
-    local = parallelize(copy.deepcopy(model), plan, MetaCommunicator(0, plan.mesh))
-    if stage is not None:
-        bypassed = bypassed_on(plan, stage, bypassed)
-        link = StageLink(stage, num_stages(plan), UnansweredTransport())
-        keep_stage(local, plan, link, 0, META, getattr(torch, plan.model.dtype), names)
-    counts = Counter(how.like for how in bypassed.values())
+    local, bypassed = rank_on_meta(plan, model, bypassed, MetaCommunicator(0, plan.mesh), stage)
     # Buffers that are not stored are memory in addition to the weights.
     stored = {id(tensor) for _, tensor in stored_tensors(local)}
     buffer_bytes = sum(buffer.nbytes for buffer in local.buffers() if id(buffer) not in stored)
+    counts = Counter(how.like for how in bypassed.values())
     bypass(local, bypassed)
     problem: Exception | None = None
     for with_all in (False, True):

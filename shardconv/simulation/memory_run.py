@@ -73,6 +73,12 @@ class Calls:
         arguments = prompt if self.has_decoder else self._options()
         return {**arguments, name: self._ids(name, size.batch, 1), **cache}
 
+    def whole(self, size: Size) -> dict[str, Any]:
+        """Return the arguments of a forward pass for the logits of all tokens, without a cache, on meta."""
+        arguments = self.prompt(size)
+        arguments.pop(_LAST_LOGITS, None)
+        return arguments | ({"use_cache": False} if "use_cache" in arguments else {})
+
     def handed_back(self, outputs: Any) -> dict[str, Any]:
         """Return the outputs that are arguments of the next call, such as a cache."""
         if not isinstance(outputs, Mapping):
@@ -133,9 +139,9 @@ class Runner:
         self.model = model
         self.calls = calls
         self._stack: list[str] = []
-        self._memo = OperatorMemo()
+        self.memo = OperatorMemo()
         self._known: dict[Size, MemoryRun] = {}
-        self._stored = [tensor for _, tensor in stored_tensors(model)]
+        self.stored = [tensor for _, tensor in stored_tensors(model)]
         self._counts = counts
         for fqn in sorted(counts):
             module = model.get_submodule(fqn)
@@ -150,7 +156,7 @@ class Runner:
         """
         if size not in self._known:
             mode = self._mode(max_operators)
-            outputs = self._call(mode, self.calls.prompt(size))
+            outputs = self.call(mode, self.calls.prompt(size))
             cached = dict(_cached(self.calls.handed_back(outputs), mode))
             # The cache of a layer that represents others comes with the caches of all of them.
             kept_sizes = {index: mode.sizes[index] * self.count(mode.places[index]) for index in cached}
@@ -185,21 +191,23 @@ class Runner:
             return whole.cache
         mode = self._mode(2 * max_operators)
         prompt = Size(size.batch, size.length - 1, size.source_length)
-        cache = self.calls.handed_back(self._call(mode, self.calls.prompt(prompt)))
+        cache = self.calls.handed_back(self.call(mode, self.calls.prompt(prompt)))
         if cache:
-            cache = self.calls.handed_back(self._call(mode, self.calls.next_token(prompt, cache)))
+            cache = self.calls.handed_back(self.call(mode, self.calls.next_token(prompt, cache)))
         return _by_path(dict(_cached(cache, mode)), mode)
 
     def _mode(self, max_operators: int) -> LiveMemory:
-        return LiveMemory(max_operators, self._place, self._stored, self._memo)
+        return LiveMemory(max_operators, self.place, self.stored, self.memo)
 
-    def _place(self) -> str:
+    def place(self) -> str:
+        """Return the layer that runs and represents others; empty outside of such layers."""
         return self._stack[-1] if self._stack else ""
 
     def _leave(self, *_: Any) -> None:
         self._stack.pop()
 
-    def _call(self, mode: LiveMemory, arguments: Mapping[str, Any]) -> Any:
+    def call(self, mode: LiveMemory, arguments: Mapping[str, Any]) -> Any:
+        """Run the model under a mode."""
         self._stack.clear()
         for value in arguments.values():
             if isinstance(value, Tensor):

@@ -85,9 +85,10 @@ def _remembered(
     grains: Grains,
     tell: passes.Tell,
     adaptation: passes.Adaptation | None = None,
+    inspect: passes.Inspect | None = None,
 ) -> Plan:
-    if Solved.directory is None:
-        return _solve(spec, options, grains, tell, adaptation)
+    if Solved.directory is None or inspect is not None:  # which looks at the model, too
+        return _solve(spec, options, grains, tell, adaptation, inspect)
     options = replace(options, measure=options.measure and Solved.measures)
     is_shared = adaptation is None and spec.twin is None and not _own_class(spec) and not _changed()
     path = Solved.directory / _name(spec, options, grains) if is_shared else None
@@ -95,8 +96,8 @@ def _remembered(
         return _read(path, tell)
     with _in_short():
         if path is None:
-            return _solve(spec, options, grains, tell, adaptation)
-        return _write(path, tell, lambda told: _solve(spec, options, grains, told, None))
+            return _solve(spec, options, grains, tell, adaptation, None)
+        return _write(path, tell, lambda told: _solve(spec, options, grains, told, None, None))
 
 
 @contextmanager

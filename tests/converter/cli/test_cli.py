@@ -34,6 +34,8 @@ COMMANDS = {
         "--check",
         "--tokens",
         "--device-memory",
+        "--on",
+        "--hardware",
         "--reserve",
         "--context",
         "--batch",
@@ -119,7 +121,7 @@ COMMANDS = {
         "--trust-remote-code",
     },
     "push": {*LOUDNESS, "--private", "--revision", "--token", "--dry-run", "--json"},
-    "env": {*LOUDNESS, "--json"},
+    "env": {*LOUDNESS, "--json", "--measure", "--processes"},
 }
 HIDDEN = {"merge", "replan", "report"}
 """Commands of earlier versions."""

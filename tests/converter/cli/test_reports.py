@@ -196,3 +196,27 @@ class TestThePage:
             return [kind, *(each for sub in kind.__subclasses__() for each in kinds(sub))]
 
         assert {kind.exit_code for kind in kinds(ShardconvError)} <= EXIT_CODES.keys()
+
+
+@pytest.mark.usefixtures("measured")
+def test_of_plan_on_a_cluster(llama_dir: Path, report: Report) -> None:
+    found = report("plan", llama_dir, "--tp", 2, "--on", "2x2xH100", "--context", 64, "--batch", 3)
+    (predicted,) = found["predictions"]
+    assert predicted["cluster"] == "2x2xH100"
+    assert (predicted["tp"], predicted["pp"], predicted["replicas"], predicted["batch"]) == (2, 1, 1, 3)
+    assert predicted["fits"]
+    assert predicted["device_tokens_per_s"] == pytest.approx(3 / predicted["token_s"] / 2)
+    assert predicted["hosts_bytes"] == 0
+    assert set(predicted["errors"]) == {"prefill", "token", "training", "start"}
+    assert found["workload"]["device_bytes"] == 80 * 10**9
+
+
+@pytest.mark.usefixtures("measured")
+def test_of_plan_for_all_choices_of_a_cluster(llama_dir: Path, report: Report) -> None:
+    found = report("plan", llama_dir, "--tp", "auto", "--on", "2xL4", "--context", 64, "--batch", 4)
+    rows = [(each["tp"], each["pp"], each["replicas"], each["batch"]) for each in found["predictions"]]
+    assert rows == [(1, 1, 2, 2), (2, 1, 1, 4)]
+    assert [each["is_fastest"] for each in found["predictions"]].count(True) == 1
+    assert [each["has_most_tokens"] for each in found["predictions"]].count(True) == 1
+    (fastest,) = (each for each in found["predictions"] if each["is_fastest"])
+    assert found["tp"] == fastest["tp"]

@@ -1,0 +1,1 @@
+"""Devices, links and clusters, and the times of plans on them: predicted, never measured."""

@@ -1,0 +1,46 @@
+"""This machine as a device, measured in processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distributed import run_processes
+
+from shardconv.hardware import measuring
+from shardconv.hardware.machines import devices_text, parse_cluster
+
+
+def measure_here(count: int, scratch: str) -> str:
+    """Measure with tiny tensors, once each, in a rank that a test has started."""
+    measuring.REPEATS = measuring.ROUNDS = 1
+    measuring.MIN_S, measuring.ROWS, measuring.MESSAGES = 1e-4, (1, 8), (1 << 10, 1 << 14)
+    measuring.FILE_BYTES, measuring.BLOCKS = 1 << 20, 2
+    measuring._rank(
+        int(os.environ["RANK"]),
+        count,
+        scratch,
+        Path(scratch) / "device.json",
+        measuring.Sizes(1 << 16, 64, 2),
+    )
+    return (Path(scratch) / "device.json").read_text() if os.environ["RANK"] == "0" else ""
+
+
+def test_two_processes_measure_a_cpu(tmp_path: Path) -> None:
+    text = run_processes(2, measure_here, 2, str(tmp_path))[0]
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    device = parse_cluster("2xcpu", path).device
+    assert devices_text([device]) == text
+    assert (device.is_host, device.is_measured, device.kernel_s) == (True, True, 0.0)
+    assert device.products is not None
+    for dtype, curve in device.products.items():
+        assert [point.rows for point in curve] == [1, 8]
+        assert curve[0].element_s <= curve[1].element_s
+        assert device.flops[dtype] == 2 * 8 / curve[1].element_s
+    assert device.other_bandwidth is not None
+    assert device.attention_flops is not None
+    assert min(device.other_bandwidth, device.attention_flops) > 0
+    assert device.inside == device.between
+    assert device.inside.call_s + device.inside.latency_s > 0
+    assert "2 processes" in device.sources[0]
