@@ -33,7 +33,6 @@ from .options import (
     opened,
     print_complete,
     print_report,
-    refuse_url,
     size_options,
     stream_option,
     tp_option,
@@ -274,17 +273,16 @@ def _files(count: int) -> str:
 def push_command(src: str, repo_id: str, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     """Publish a converted directory on the Hugging Face Hub.
 
-    The command verifies SRC first. The files go to tp-N/ (with stages to pp-P-tp-N/) of the repository
-    REPO_ID, so one repository can hold the model for several numbers of ranks. Identical files are stored and
-    sent once. The model card has a picture of each plan, and text that you add to it is kept. To continue an
-    interrupted push, run the same command again.
+    SRC may be a URL in an object store. The command verifies it first. The files go to tp-N/ (with stages to
+    pp-P-tp-N/) of the repository REPO_ID, so one repository can hold the model for several numbers of ranks.
+    Identical files are stored and sent once. The model card has a picture of each plan, and text that you add
+    to it is kept. To continue an interrupted push, run the same command again.
 
     \b
     Examples:
       shardconv push out/ user/model-tp
       shardconv push out/ user/model-tp --dry-run
     """
-    refuse_url(src)
     try:
         with working(quiet, verbose) as progress:
             pushed = push(src, repo_id, progress=progress, **options)

@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from shardconv_runtime.checkpoint.copying import UNIT_BYTES
@@ -20,7 +20,7 @@ from shardconv_runtime.files.checksums import PIECE_BYTES, of_pieces
 from shardconv_runtime.files.shard_files import sampled_blocks
 
 from .job import TargetFile
-from .store_objects import MOST_PARTS, PART_BYTES, StoreDirectory
+from .store_objects import MOST_PARTS, PART_BYTES
 
 NUM_REQUESTS = 16
 """Concurrent requests of all files that are written together."""
@@ -64,13 +64,20 @@ class _Stream:
         return self.missing.get(self.next) == 0
 
 
+class TakesParts(Protocol):
+    """Takes the parts of files in order, as ``StoreDirectory`` does, which sends them."""
+
+    def stream(self, name: str, parts: Iterator[memoryview], part_bytes: int, num_requests: int) -> str:
+        """Take the parts of a file, each of ``part_bytes`` but for the last one, and return its mark."""
+
+
 class StreamedFiles:
     """The files of a run that are sent, by several threads."""
 
     def __init__(
         self,
         files: Mapping[int, TargetFile],
-        store: StoreDirectory,
+        store: TakesParts,
         memory: int,
         finish: Callable[[int, Digests], object],
     ) -> None:

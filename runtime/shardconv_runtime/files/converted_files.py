@@ -43,7 +43,7 @@ class ConvertedFiles:
         if self.objects is None or not path.endswith(_WEIGHTS):
             return resolve(self.directory, path)
         if path not in self.objects.objects:
-            raise MissingFileError("is missing")
+            raise MissingFileError(f"{self.name}: {path} is missing")
         return self.objects.objects[path]
 
     def num_bytes(self, path: str) -> int:
