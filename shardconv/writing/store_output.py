@@ -64,7 +64,7 @@ class StoredOutput:
 
     @classmethod
     def prepare(cls, url: str, *, overwrite: bool, source: str | os.PathLike[str]) -> StoredOutput:
-        """Check that a directory may be written, or that it is complete already.
+        """Check that a directory may and can be written, or that it is complete already.
 
         No process can be seen that writes the same owners: the last one takes their place.
         """
@@ -89,4 +89,5 @@ class StoredOutput:
             raise OutputExistsError(
                 f"DST {url} holds {strangers[0]}, which shardconv did not write; move it away first"
             )
+        StoreDirectory(url).require_writable()
         return cls(url, overwrite)
