@@ -38,7 +38,7 @@ from .durable import BusyError
 from .job import JOB_NAME, Job, TargetFile, as_json, difference
 from .store_objects import StoreDirectory, Version
 from .streamed_files import Digests, StreamedFiles
-from .workspace import Claim
+from .workspace import Claim, largest
 
 _TRIES = 5
 """Times that the job is read again after another process has changed it."""
@@ -153,10 +153,8 @@ class StoredWorkspace:
         return sorted({file.owner for file in self.files if file.path not in self.finished})
 
     def measured(self) -> dict[str, float]:
-        """Return the numbers about weights in the finished files of all owners, by name."""
-        return {
-            name: number for record in self.finished.values() for name, number in record["measured"].items()
-        }
+        """Return the numbers about weights in the finished files of all owners, by name, see ``largest``."""
+        return largest(each for record in self.finished.values() for each in record["measured"].items())
 
     def entry(self, file: TargetFile, checksum: str, rank: int | None) -> FileEntry:
         """Return the entry of a finished file in a manifest."""
