@@ -45,6 +45,7 @@ LOADS = {
     "s3fs copies the full model to the disk, from_pretrained on each rank": "full plain",
 }
 """What is measured -> the way and the source, for ``stores_rank.py``."""
+FILE_BYTES = 500_000_000
 PAIRS = ["directory-directory", "store-directory", "directory-store", "store-store"]
 
 
@@ -159,7 +160,9 @@ def conversions(source: Path, scratch: Path, tp: int, url: str, pairs: Sequence[
     for pair in pairs:
         origin, target = pair.split("-")
         place = places[target][1]
-        result = python([MEASURED, "convert", places[origin][0], place, "--tp", str(tp), "--no-check"], env)
+        # s3rver needs long to put the parts of a large file together.
+        command = ["convert", places[origin][0], place, "--tp", str(tp), "--no-check"]
+        result = python([MEASURED, *command, "--max-file-size", f"{FILE_BYTES}"], env)
         if target == "store":
             python([RANK, "remove", place, str(scratch)], env)
         else:
@@ -238,7 +241,7 @@ def main() -> None:
         notes = [machine(scratch), f"source: llama, bfloat16, {shape.num_bytes / 1e9:.2f} GB"]
         notes.append(f"link: {options.megabytes_per_second or 'no limit'} MB/s")
         source = scratch / "plain"
-        write_checkpoint(shape, source, shard_bytes=500_000_000)
+        write_checkpoint(shape, source, shard_bytes=FILE_BYTES)
         direct = environment(f"http://127.0.0.1:{port}")
         python([RANK, "upload", f"s3://{BUCKET}/plain", str(source)], direct)
         if options.no_loads and not any(pair.startswith("directory") for pair in options.pairs):

@@ -73,7 +73,7 @@ def upload(url: str, directory: Path) -> Any:
     import obstore
     from obstore.store import from_url
 
-    store = from_url(url, client_options={"allow_http": True})
+    store = from_url(url, client_options={"allow_http": True, "timeout": "600s"})
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         obstore.put(store, path.relative_to(directory).as_posix(), path, chunk_size=1 << 25)
 

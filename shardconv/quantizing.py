@@ -32,6 +32,7 @@ from shardconv_runtime.format.stored_layout import granularity, tensor_name
 from shardconv_runtime.packed.formats import format_of_checkpoint, packing_format
 from shardconv_runtime.packed.packed_format import Chosen, PackedFormat
 from shardconv_runtime.packed.quantizers import missing_packages
+from shardconv_runtime.packed.stored_weights import Info
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
@@ -253,7 +254,10 @@ def _packed(spec: ModelSpec, library: Library, chosen: Chosen, weights: Weights)
         if len(parts) > 1:
             stored |= parts
             plain[name] = weight
-    packed_weights = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
+    packed_format = format_of_checkpoint(chosen.settings, spec.name)
+    infos = {name: Info(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+    header = packed_format.header(infos, chosen.settings, spec.dtype)
+    packed_weights = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, False, header)
     for name, weight in plain.items():
         packed = packed_weights.of(name, packed_weights.plain[name])
         if packed is not None and not _is_divided(packed.packing, weight):

@@ -89,22 +89,23 @@ def merge(
     # torch and transformers are imported once the arguments are known to be right.
     from ..writing.fill import fill
     from ..writing.finished import difference_of_files
-    from .saved_layout import checkpoint_tensors, divided_into_files
+    from .saved_layout import checkpoint_tensors, divided_into_files, header_of_packed
 
-    tensors, num_parameters = checkpoint_tensors(converted, derived_directory.spec_of(converted))
+    spec = derived_directory.spec_of(converted)
+    tensors, num_parameters = checkpoint_tensors(converted, spec)
     layout = divided_into_files({**derived_directory.unused(converted), **tensors}, num_parameters, limit)
     job = {
         "merge": {"name": converted.manifest.source.name, **derived_directory.identity(converted)},
         "max_file_size": limit,
         "versions": tool_versions(),
     }
+    header = header_of_packed(spec, layout.tensors)
     files = []
     for path, names in layout.files.items():
         stored = {name: layout.tensors[name] for name in sorted(names)}
         declared = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
-        made = target_file(
-            path, _OWNER, declared, {"format": "pt"}, stored.__getitem__, alignment=LEAST_ALIGNMENT
-        )
+        metadata = {"format": "pt", **header}
+        made = target_file(path, _OWNER, declared, metadata, stored.__getitem__, alignment=LEAST_ALIGNMENT)
         files.append(made)
     written = Exported(
         num_tensors=len(layout.tensors),

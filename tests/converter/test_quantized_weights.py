@@ -34,7 +34,7 @@ def quantized_values(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def require_parts_of(source: Path, directory: Path, scheme: str, tp: int, numbers: list[int]) -> list[float]:
-    """Convert at once and rank by rank, and compare; what each rank has quantized of the whole."""
+    """Convert at once and rank by rank, and compare; the part of all values that each rank has quantized."""
     convert = shardconv.convert
     convert(source, directory / "whole", tp, quantize=scheme, check=False)
     total, shares = sum(numbers), []
@@ -65,14 +65,25 @@ def test_experts_are_quantized_once(tmp_path: Path, quantized_values: list[int])
     assert max(shares) < 0.5
 
 
+LIBRARIES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "torchao_int8": "torchao"}
+
+
 @pytest.mark.formats
 @pytest.mark.parametrize(
     ("scheme", "most"),
-    [("nf4", 1), ("w4a16", 1), ("w8a16", 1), ("int8", 1.5), ("w8a8", 1.5), ("fp8_dynamic", 1.5)],
+    [
+        ("nf4", 1),
+        ("w4a16", 1),
+        ("w8a16", 1),
+        ("int8", 1.5),
+        ("w8a8", 1.5),
+        ("fp8_dynamic", 1.5),
+        ("torchao_int8", 1.5),
+    ],
 )
 def test_other_schemes(scheme: str, most: float, tmp_path: Path, quantized_values: list[int]) -> None:
     """Rows that have one factor are quantized whole if ranks hold their columns."""
-    pytest.importorskip("bitsandbytes" if scheme in ("nf4", "int8") else "compressed_tensors")
+    pytest.importorskip(LIBRARIES.get(scheme, "compressed_tensors"))
     shares = require_parts_of(saved(dense(), tmp_path), tmp_path, scheme, 2, quantized_values)
     assert sum(shares) <= most + 0.01
 
