@@ -34,6 +34,7 @@ from shardconv_runtime.errors import (
     MissingModelError,
     NetworkError,
     OptionError,
+    OutputExistsError,
     SourceError,
 )
 from shardconv_runtime.files import object_stores, remote_files
@@ -357,12 +358,20 @@ def tensors_for_vllm(place: Path | str) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in zip(source.tensors, tensors, strict=True)}
 
 
-@pytest.mark.slow
 def test_a_directory_in_a_store_is_merged(models: Path, store: Store, tmp_path: Path) -> None:
-    url = store.upload(models / "out", "converted")
+    """Into a store, the config is written last; the same command again finds it complete."""
+    url, exported = store.upload(models / "out", "converted"), f"s3://{BUCKET}/hf"
     shardconv.export(models / "out", tmp_path / "hf", "hf")
-    apart(shardconv.export, url, tmp_path / "from-store", "hf")
-    assert files_of(tmp_path / "from-store") == files_of(tmp_path / "hf")
+    assert not apart(shardconv.export, url, exported, "hf").was_complete
+    assert written(store, "hf") == files_of(tmp_path / "hf")
+    assert [key for _, key in store.written if "/.partial/" not in key][-1] == "hf/config.json"
+    assert apart(shardconv.export, url, exported, "hf").was_complete
+    store.upload(models / "zeros", "converted")
+    with pytest.raises(OutputExistsError, match="s3://models/hf is not empty: it is complete"):
+        apart(shardconv.export, url, exported, "hf")
+    for format, options in (("dcp", {}), ("vllm", {"tp": 2})):
+        with pytest.raises(OptionError, match=f"to which --format {format} does not write; name a dir"):
+            shardconv.export(models / "out", f"s3://{BUCKET}/other", format, **options)
 
 
 def resharded(url: str, out: str) -> None:
