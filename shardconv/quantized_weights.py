@@ -80,8 +80,8 @@ class Library:
             spans: the positions of the part in each dim of the weight, between the steps of the format.
 
         Returns:
-            Those that depend on the values, by their names in the packing. The rest of them is computed from
-            the whole weight. None if the part is all of the weight.
+            Those that depend on the values, by their names in the packing; their other positions would be
+            computed from the whole weight. Nothing if the part is all of the weight.
         """
         weight, packed = self._plain[name], self.weights[name]
         computed = [t for t in packed.packing.tensors if t.name not in self._constants[name]]

@@ -74,9 +74,7 @@ LIBRARIES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "torchao_int8": "tor
     [
         ("nf4", 1),
         ("w4a16", 1),
-        ("w8a16", 1),
         ("int8", 1.5),
-        ("w8a8", 1.5),
         ("fp8_dynamic", 1.5),
         ("torchao_int8", 1.5),
     ],
