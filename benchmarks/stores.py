@@ -45,7 +45,7 @@ LOADS = {
     "s3fs copies the full model to the disk, from_pretrained on each rank": "full plain",
 }
 """What is measured -> the way and the source, for ``stores_rank.py``."""
-FILE_BYTES = 500_000_000
+FILE_BYTES = 100_000_000
 PAIRS = ["directory-directory", "store-directory", "directory-store", "store-store"]
 
 
