@@ -374,6 +374,11 @@ def test_a_directory_in_a_store_is_merged(models: Path, store: Store, tmp_path: 
             shardconv.export(models / "out", f"s3://{BUCKET}/other", format, **options)
 
 
+def test_the_plan_of_a_directory_in_a_store_is_exported(models: Path, store: Store) -> None:
+    command = ["export", store.upload(models / "out", "converted"), "--format", "plan"]
+    assert apart(commanded, command) == (0, (models / "out" / "plan.json").read_text())
+
+
 def resharded(url: str, out: str) -> None:
     shardconv.reshard(url, out, tp=4, check=False)
 
