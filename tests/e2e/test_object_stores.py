@@ -37,7 +37,7 @@ from shardconv_runtime.errors import (
     OutputExistsError,
     SourceError,
 )
-from shardconv_runtime.files import object_stores, remote_files
+from shardconv_runtime.files import manifest, object_stores, remote_files
 from shardconv_runtime.files.small_files import CACHE_VARIABLE
 from shardconv_runtime.hub_options import Hub, is_url
 
@@ -282,7 +282,9 @@ def test_a_directory_in_a_store_is_compared_with_its_source(
     """Each tensor that differs is named as in a directory; the source is in the store, too."""
     monkeypatch.setattr(streamed_files, "PART_BYTES", 5000)  # some tensors are in several parts
     url, source = store.upload(models / "out", "converted"), store.upload(models / "plain", "plain")
-    assert apart(shardconv.verify, url, source).num_tensors == 21
+    verified = apart(shardconv.verify, url, source, True)
+    assert (verified.num_tensors, verified.remarks) == (21, ())
+    assert manifest.loads(store.objects["converted/manifest.json"].decode()).numerics == verified.numerics
     with pytest.raises(DamagedError) as caught:
         apart(shardconv.verify, url, models / "plain-zeros")
     with pytest.raises(DamagedError) as expected:
