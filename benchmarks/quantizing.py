@@ -148,6 +148,8 @@ def main() -> None:
             num_bytes //= options.tp
         plain = convert(arguments)
         rows.append(row(PLAIN, plain, plain, num_bytes, out, alone=False))
+        if options.kill:
+            rows[-1]["killed and continued"] = ""
         tell(str(rows[-1]))
         shutil.rmtree(out)
         for scheme in options.schemes:
