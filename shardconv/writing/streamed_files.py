@@ -6,6 +6,7 @@ copying begins when there is memory for the parts that it fills. A unit that has
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import threading
@@ -27,6 +28,8 @@ NUM_REQUESTS = 16
 
 SUFFIX = ".safetensors"
 """The end of the names of shards."""
+
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 
 END_S = 10.0
 """Seconds in which requests are aborted at an interruption."""
@@ -103,6 +106,7 @@ class StreamedFiles:
         self._error: BaseException | None = None
 
     def __enter__(self) -> StreamedFiles:
+        _return_large_blocks()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -224,6 +228,17 @@ class StreamedFiles:
                 self._changed.notify_all()
             hashes.update(part.data)
             yield part.data
+
+
+def _return_large_blocks() -> None:
+    """Let glibc return large blocks to the system when they are freed, see mallopt(3).
+
+    By default it begins to keep blocks of a size that was freed, in a heap for each thread. With parts that
+    pass from thread to thread, the memory of a conversion of 10 GB grew from 0.7 to 1.4 GB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class _Hashes:
